@@ -12,3 +12,10 @@ def spare_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*SELDOM)
+
+
+def look_for_a_moment() -> None:
+    """Has ranks that are processes look at their speeds as shortly as those that are threads do."""
+    from autovaruna.profiler import time  # not at the top: torch comes with it
+
+    time._LEAST_SECONDS = time._MOST_SECONDS = 0.0

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 WHOLE = bool(os.environ.get("WHOLE_PRODUCTS"))
 """Whether all of it runs; ``make test-whole`` asks for that."""
 
 
-Each = TypeVar("Each")
+Each, Other = TypeVar("Each"), TypeVar("Other")
+
+
+def diagonal(cases: Iterable[Each], setups: Iterable[Other]) -> list[tuple[Each, Other]]:
+    """Returns each case with the setups that are its turn, so that each setup has one case; or all pairs."""
+    every = list(cases)
+    return [(case, setup) for k, setup in enumerate(setups) for case in (every if WHOLE else [every[k % len(every)]])]
 
 
 def some(cases: Sequence[Each], usual: int) -> list[Each]:

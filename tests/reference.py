@@ -46,7 +46,6 @@ class Record:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Makes SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -161,7 +160,6 @@ def weights_of(model: nn.Module) -> Tensors:
 
 
 def buffers_of(model: nn.Module) -> Tensors:
-    """Returns copies of the buffers by name."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 

@@ -89,7 +89,6 @@ class Reader:
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """Returns a file with something else in it."""
     kind = draw.randrange(10)
     if kind == 0:
         return draw.choice(BYTES)

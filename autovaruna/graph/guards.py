@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from enum import Enum
 from itertools import chain
 from operator import itemgetter, methodcaller
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -80,7 +80,8 @@ def records(model: nn.Module) -> list[tuple[str, Any]]:
 
 def _collect(path: str, owner: Any, depth: int, found: dict[int, tuple[str, Any]]) -> None:
     for name, value in list(vars(owner).items()):
-        if type(value).__flags__ & _IMMUTABLE_TYPE or id(value) in found or len(found) >= _MOST:
+        is_of_c = type(value).__flags__ & _IMMUTABLE_TYPE and type(value) is not SimpleNamespace
+        if is_of_c or id(value) in found or len(found) >= _MOST:
             continue
         if _is_record(value):
             found[id(value)] = full_name(path, name), value

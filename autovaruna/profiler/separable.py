@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from threading import RLock
 from types import FunctionType
 from typing import Any, Literal
 
@@ -265,6 +266,8 @@ WAYS: tuple[Way, ...] = (_alone, _with_closure)
 _SCALES = (1.0, 1.0), (1e3, 1e3), (1.0, 1e-4), (1e3, 1e-4)
 """What rates and gradients are multiplied by: what is joined may count only where something is large or small."""
 _MOST_GROUPS, _MOST_ALIKE = 12, 2
+_one_at_a_time = RLock()
+"""Ranks that are threads share a generator: one that gives it back would have another one draw its numbers again."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +295,7 @@ def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
     if len(chosen) < 2:
         return Steps("unknown", "it has less than two parameters that are trained")
     errors: list[str] = []
-    with untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
+    with _one_at_a_time, untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
         for way in WAYS:
             try:
                 return _of_scales(partial(Trial, optimizer, chosen, device, way))

@@ -51,7 +51,6 @@ class Case:
             return self.build().train()
 
     def loss_of(self, output: Any, batch: Batch) -> Tensor:
-        """Returns the scalar loss of a call's output."""
         loss = self.loss(output, batch) if self.loss else loss_in(output)
         assert isinstance(loss, Tensor) and loss.dim() == 0, f"{self.name}: no scalar loss in {type(output).__name__}"
         return loss
@@ -91,7 +90,6 @@ def generator(seed: int) -> torch.Generator:
 
 
 def floats(*shape: int, of: torch.Generator) -> Tensor:
-    """Returns normal random numbers of a shape."""
     return torch.randn(*shape, generator=of)
 
 

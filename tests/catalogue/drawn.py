@@ -115,12 +115,10 @@ def add_simple(make: Maker, place: int) -> Act:
 
 
 def make_softmax(x: Tensor) -> Tensor:
-    """Over the features."""
     return torch.softmax(x, dim=-1)
 
 
 def make_cumsum(x: Tensor) -> Tensor:
-    """Over the features, kept small."""
     return 0.3 * torch.cumsum(x, dim=-1)
 
 
@@ -194,14 +192,12 @@ class Drawn(nn.Module):
 
 
 def batch(size: int, seed: int) -> Batch:
-    """Returns the arguments of one call."""
     g = generator(seed)
     kept = integers(2, size, of=g).bool()
     return (floats(size, WIDTHS[0], of=g),), {"words": integers(WORDS, size, of=g), "keep": kept}
 
 
 def draw_case(seed: int, num_acts: int) -> Case:
-    """Returns the case of a seed."""
     model = Drawn(random.Random(seed), num_acts)
     kinds = {type(module) for module in model.modules()}
     return Case(

@@ -66,7 +66,6 @@ def padded(size: int, seed: int) -> Batch:
 
 
 def translation(size: int, seed: int) -> Batch:
-    """Returns words and other words."""
     g = generator(seed)
     both = [integers(WORDS - 3, size, num, of=g) + 3 for num in (TOKENS, TOKENS - 2)]
     return (), {"input_ids": both[0], "labels": both[1]}
@@ -79,7 +78,6 @@ def pictures(size: int, seed: int) -> Batch:
 
 
 def painted(size: int, seed: int) -> Batch:
-    """Returns pictures and one class a pixel."""
     g = generator(seed)
     return (), {"pixel_values": floats(size, 3, 32, 32, of=g), "labels": integers(5, size, 32, 32, of=g)}
 
@@ -134,7 +132,6 @@ def case(
 
 
 def vision_pair() -> dict[str, Any]:
-    """Returns the fields of CLIP's two towers."""
     text = {**ENCODER, "eos_token_id": 2, "bos_token_id": 1}
     vision = {**VIT, "num_hidden_layers": 2}
     return {"text_config": text, "vision_config": vision, "projection_dim": 16}

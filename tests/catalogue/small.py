@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +25,6 @@ def labelled(size: int, seed: int) -> Batch:
 
 
 def positional(size: int, seed: int) -> Batch:
-    """Returns one positional argument of shape (size, WIDTH)."""
     return (floats(size, WIDTH, of=generator(seed)),), {}
 
 
@@ -51,6 +54,27 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.body(x), y)
+
+
+class TwoLayers(nn.Module):
+    """Has a first layer of WIDTH features and a last one of CLASSES; what lies between is for subclasses to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+
+class Written(nn.Module):
+    """Has parts, of which tensors are buffers, and the forward that a test writes for it: ``forward(model, ...)``."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+        self.forward = MethodType(forward, self)
 
 
 class OneOperation(nn.Module):
@@ -211,7 +235,6 @@ def squared_mean(output: Tensor, batch: Batch) -> Tensor:
 
 
 def dropouts() -> nn.Module:
-    """Returns a classifier with dropout of several kinds."""
     first = nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2)
     return Classifier(hidden(*first, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
 
@@ -223,7 +246,6 @@ def batch_norms() -> nn.Module:
 
 
 def chain() -> nn.Module:
-    """Returns a perceptron of six equal layers."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return Classifier(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)))
 

@@ -15,7 +15,6 @@ from tests.catalogue.small import CLASSES, TOKENS, WIDTH, WORDS, Classifier, lab
 
 
 def linears(num: int) -> nn.ModuleList:
-    """Returns `num` square linear layers."""
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num))
 
 
@@ -30,7 +29,6 @@ class Layered(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def layer(self, index: int, x: Tensor) -> Tensor:
-        """Runs one layer and its activation."""
         return torch.tanh(self.layers[index](x))
 
 
@@ -215,7 +213,6 @@ class Nested(Layered):
 
 
 def tokens(size: int, seed: int) -> Batch:
-    """Returns integer ``tokens`` of shape (size, TOKENS)."""
     return (), {"tokens": integers(WORDS, size, TOKENS, of=generator(seed))}
 
 
@@ -248,7 +245,6 @@ def two_losses(output: Any, batch: Batch) -> Tensor:
 
 
 def outputs(kind: str) -> Case:
-    """Returns the case of one kind of container."""
     return Case(f"outputs_{kind}", lambda: Outputs(kind), positional, all_outputs)
 
 

@@ -16,28 +16,23 @@ def mlp() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
 
 
 def mlp_on_meta() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
-    """A larger model without numbers."""
     with torch.device("meta"):
         return Mlp(12, 512), (torch.zeros(4, 512),), {}
 
 
 def fails() -> None:
-    """Raises."""
     raise RuntimeError("no data here")
 
 
 def returns_a_model_alone() -> nn.Module:
-    """Forgets the call."""
     return Mlp(2)
 
 
 def returns_other_things() -> tuple[int, int, int]:
-    """Returns three things that are nothing."""
     return 1, 2, 3
 
 
 def returns_no_samples() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
-    """Returns an empty batch."""
     return Mlp(2), (torch.zeros(0, WIDTH),), {}
 
 

@@ -161,6 +161,7 @@ def test_what_would_end_a_plan_late_is_told_before_the_model_is_built(tmp_path: 
         ([*some, "-o", str(tmp_path)], "--output is"),
         ([*some, "-o", "/proc/plan.json"], "cannot be written"),
         ([*some, "--plot", "/proc/step.png"], "cannot be written"),
+        ([*some, "--plot", "step.xyz"], "ends in .xyz"),
         ([*some, "--plot", str(tmp_path / "none" / "step.png")], "no folder"),
         ([*some, "--device", str(without_memory)], "does not say its memory"),
         (["measure", f"{HERE}:fails", "-o", str(tmp_path)], "--output is"),
@@ -264,14 +265,6 @@ def test_an_interrupt_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(targets, "mlp", stops)
     assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", "h100") == 130
     assert capsys.readouterr().err == "autovaruna: interrupted\n"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="draws")
-@pytest.mark.parametrize(("path", "said"), [("step.xyz", "ends in .xyz"), ("nowhere/step.png", "no folder nowhere")])
-def test_a_picture_that_cannot_be_drawn_is_told_before_planning(path: str, said: str, capsys: Any, device: str) -> None:
-    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "--plot", path) == 1
-    printed = capsys.readouterr()
-    assert said in printed.err and not printed.out
 
 
 @pytest.mark.parametrize("text", ["adamw", "SGD:momentum=0.9,nesterov=true", "Adafactor", "rmsprop"])

@@ -26,7 +26,6 @@ def trace(tmp_path: Path) -> str:
 
 
 def simulated(capsys: Any, *arguments: str) -> dict[str, Any]:
-    """Returns what the command prints as JSON."""
     assert main(["simulate", *arguments, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found

@@ -235,6 +235,32 @@ def own_target(wrap: Wrap, share: Share) -> State:
     return {**online.state_dict(), **{f"slow.{name}": value for name, value in slow.state_dict().items()}}
 
 
+@script(
+    change='`inputs="replicated"`: a sample is compared with those of all ranks; the slow network copies the wrapper',
+    is_replicated=True,
+)
+def momentum_contrast(wrap: Wrap, share: Share) -> State:
+    """Pairs are told apart from a queue of earlier samples, seen by a slow network without gradients (MoCo)."""
+    query: Any = layers()
+    optimizer = torch.optim.SGD(query.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    query = wrap(query, optimizer)
+    key = copy.deepcopy(query).requires_grad_(False)
+    queue = F.normalize(normal(0, CLASSES, 3 * BATCH), dim=0)
+    for step in range(STEPS):
+        with torch.no_grad():
+            for weight, slow in zip(query.parameters(), key.parameters(), strict=True):
+                slow.data = slow.data * 0.9 + weight.data * 0.1
+            keys = F.normalize(key(normal(step + 9, BATCH, WIDTH)), dim=1)
+        queries = F.normalize(query(normal(step, BATCH, WIDTH)), dim=1)
+        alike, others = (queries * keys).sum(1, keepdim=True), queries @ queue.clone()
+        loss = F.cross_entropy(torch.cat([alike, others], 1) / 0.2, torch.zeros(BATCH, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        queue[:, step * BATCH : (step + 1) * BATCH] = keys.t()
+    return {**query.state_dict(), **{f"key.{name}": value for name, value in key.state_dict().items()}}
+
+
 @script()
 def averaged_weights(wrap: Wrap, share: Share) -> State:
     """Stochastic weight averaging with its learning rate and, at the end, update_bn."""

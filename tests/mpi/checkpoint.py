@@ -18,7 +18,6 @@ QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations
 
 
 def gpt2(num_layers: int, width: int) -> nn.Module:
-    """Makes a GPT-2 without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -35,7 +34,6 @@ def two_stages(net: nn.Module) -> AutoVaruna:
 
 
 def call(model: nn.Module) -> float:
-    """Returns the loss of a batch."""
     tokens = torch.arange(64).reshape(4, 16)
     with torch.no_grad():
         return float(model(input_ids=tokens, labels=tokens).loss.item())

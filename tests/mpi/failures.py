@@ -81,15 +81,11 @@ class Net(nn.Module):
 
 
 class OutputNet(Net):
-    """Returns its output, without a loss."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.output(x)
 
 
 class Words(nn.Module):
-    """Looks words up."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
@@ -100,7 +96,6 @@ class Words(nn.Module):
 
 
 def batch(size: int = 4) -> tuple[Tensor, Tensor]:
-    """Returns a mini-batch."""
     return torch.randn(size, 4), torch.randn(size, 2)
 
 
@@ -164,10 +159,6 @@ def script_fails() -> None:
     train(*wrap(), on_rank_1(fail))
 
 
-def script_exits() -> None:
-    train(*wrap(), on_rank_1(lambda: (fault(), sys.exit(3))))
-
-
 def script_raises_system_exit() -> None:
     def leave() -> None:
         fault()
@@ -181,10 +172,6 @@ def script_is_interrupted() -> None:
     train(*wrap(), on_rank_1(lambda: (fault(), os.kill(os.getpid(), signal.SIGINT))))
 
 
-def process_vanishes() -> None:
-    train(*wrap(), on_rank_1(lambda: (fault(), os._exit(3))))
-
-
 def process_vanishes_well() -> None:
     train(*wrap(), on_rank_1(lambda: (fault(), os._exit(0))))
 
@@ -195,11 +182,6 @@ def process_dies_while_others_compute() -> None:
         os.kill(os.getpid(), signal.SIGKILL) if get_rank() == 1 else time.sleep(60)
 
     train(*wrap(), lambda step: act() if step == 1 else None)
-
-
-def script_calls_less_often() -> None:
-    train(*wrap(), lambda step: None, steps=3 if get_rank() == 0 else 2)
-    fault()
 
 
 def script_asks_for_state_in_backward() -> None:
@@ -236,11 +218,6 @@ def process_is_gone_before_others_begin() -> None:
 def setting_is_unknown_to_one() -> None:
     fault()
     wrap(num_stage=2) if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else train(*wrap(), lambda step: None)
-
-
-def settings_are_broken() -> None:
-    fault()
-    wrap()
 
 
 def tracing_fails_at_once() -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from autovaruna.runtime.environment import get_world
-from tests.collector import spare_collector
+from tests.collector import look_for_a_moment, spare_collector
 
 if TYPE_CHECKING:
     from tests.mpi.warm import Warm
@@ -133,7 +133,6 @@ def run_group(command: list[str], timeout: float, env: dict[str, str]) -> subpro
 
 
 def fail(message: str) -> NoReturn:
-    """Fails the test."""
     import pytest
 
     pytest.fail(message)
@@ -260,6 +259,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def be_rank(folder: Path, parent: int) -> None:
     """Runs functions as one rank, and writes their results, until there is nobody who asks for more."""
+    look_for_a_moment()
     rank, threads = get_world().rank, torch.get_num_threads()
     for number in itertools.count():
         call = wait_for(folder / f"call{number}", parent)

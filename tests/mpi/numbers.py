@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Batch, Case
-from tests.reference import OPTIMIZERS, Record, gradients_of, sgd
-from tests.session.test_precision import MIXED, WAYS, Way, loop
-from tests.session.training import Setup, pipeline, planned, share_of, trace_shared, train, train_rank, with_state
+from tests.reference import OPTIMIZERS, Record
+from tests.session.training import Setup, planned, share_of, trace_shared, train, train_rank
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4
@@ -100,7 +98,6 @@ def own_batches(case: Case, **settings: Any) -> Record:
 
 
 def own_parts(case: Case) -> list[Batch]:
-    """Returns this rank's mini-batches."""
     world = get_world()
     return [share_of(case.batch(sum(sizes), step), sizes, world.rank) for step, sizes in enumerate(sizes_of())]
 
@@ -120,42 +117,8 @@ def quietly(target: Callable[..., Any], *args: Any) -> Any:
 
 
 def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
-    """Runs everything that `test_numbers.py` looks at."""
     torch.set_num_threads(1)
     return quietly(lambda: {"stages": by_partition(names), "replicas": by_replica(replicated)})
-
-
-class Tiny(nn.Module):
-    """Takes next to no time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.last(torch.tanh(self.first(x))) ** 2).mean()
-
-
-def samples(number: int) -> Tensor:
-    """Returns the same samples on all ranks."""
-    return torch.randn(number, 2, generator=torch.Generator().manual_seed(1))
-
-
-def many_micro_batches(number: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of a step in which each sample is a micro-batch, and the gradients that a rank holds."""
-    net = Tiny()
-    model = AutoVaruna(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), inputs="replicated", num_micro_batches=number, **FAST
-    )
-
-    def step() -> Tensor:
-        with planned(pipeline(get_world().num_ranks, num_micro_batches=number)):
-            loss: Tensor = model(samples(number))
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    loss: Tensor = quietly(step)
-    return loss, gradients_of(model)
 
 
 class Net(nn.Module):
@@ -195,64 +158,3 @@ def train_on_meta(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]
         losses.append(loss.item())
     held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
     return losses, model.state_dict(), held
-
-
-def both_ways(names: Sequence[str]) -> Rows:
-    """Trains each case as a pipeline over all ranks, by both schedules."""
-    torch.set_num_threads(1)
-    setup = pipeline(get_world().num_ranks, num_micro_batches=NUM_MICRO_BATCHES)
-
-    def run() -> Rows:
-        rows: Rows = {}
-        for name in names:
-            case = CASES[name]
-            for schedule in ("1f1b", "zero_bubble"):
-                model, optimizer = wrap(case, "adamw", inputs="replicated", num_micro_batches=NUM_MICRO_BATCHES)
-                with planned(replace(setup, schedule=schedule), (case.name, case.has_dropout)):
-                    batches = [case.batch(SIZE, step) for step in range(STEPS)]
-                    rows[f"{name}/{schedule}"] = train_rank(case, model, optimizer, batches)
-        return rows
-
-    found: Rows = quietly(run)
-    return found
-
-
-LARGE = Way(autocast=torch.float16, scale=2.0**19)
-CHOSEN = {"autocast": WAYS["autocast"], "scaler": WAYS["scaler"], "overflow": LARGE}
-
-
-def laid_down(way: Way) -> tuple[Record, list[float]]:
-    """Trains on one stage a rank; nobody says what scaler the loop has."""
-    setup = pipeline(get_world().num_ranks, num_micro_batches=NUM_MICRO_BATCHES)
-    model = way.cast(MIXED.model())
-    optimizer = sgd(model.parameters())
-    wrapped = AutoVaruna(model, optimizer, **FAST, inputs="replicated", num_micro_batches=4)
-    with planned(setup):
-        record, scales = loop(
-            way,
-            MIXED,
-            wrapped,
-            optimizer,
-            way.scaler(),
-            [MIXED.batch(SIZE, step) for step in range(STEPS)],
-        )
-    return with_state(record, wrapped), scales
-
-
-def measured() -> Record:
-    """Trains as the planner finds best, after measuring in bfloat16; each rank passes half of a batch."""
-    case, rank, half = CASES["chain"], get_world().rank, SIZE // get_world().num_ranks
-    model = case.model()
-    optimizer = sgd(model.parameters())
-    wrapped = AutoVaruna(model, optimizer, **FAST)
-    args, kwargs = case.batch(SIZE, 0)
-    own: Batch = args, {name: value[rank * half : (rank + 1) * half] for name, value in kwargs.items()}
-    record, _ = loop(WAYS["autocast"], case, wrapped, optimizer, WAYS["autocast"].scaler(), [own])
-    return with_state(record, wrapped)
-
-
-def precisions() -> Rows:
-    """Trains in each precision that is chosen, and by a plan that was measured in one."""
-    torch.set_num_threads(1)
-    found: Rows = quietly(lambda: {"measured": measured(), **{name: laid_down(way) for name, way in CHOSEN.items()}})
-    return found

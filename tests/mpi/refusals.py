@@ -25,36 +25,12 @@ class Scaled(Net):
         return super().forward(x, y) * scale
 
 
-class Branch(Net):
-    """Branches on data."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if x.sum() > 0:  # the branch
-            x = -x
-        return super().forward(x, y)
-
-
-class Item(Net):
-    """Makes a Python number of data."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        number = x.sum().item()  # the number
-        return super().forward(x, y) * max(number, 1.0)
-
-
 class Mixing(Net):
     """Compares the samples of a batch with each other."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         out = self.output(x)
         return nn.functional.cross_entropy(out @ y.t(), torch.arange(x.shape[0]))  # the mixing
-
-
-class FixedBatch(Net):
-    """Knows its batch size."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x.view(4, 2, 2).flatten(1), y)  # the size
 
 
 class Lazy(Net):
@@ -107,11 +83,7 @@ def with_optimizer(make: Callable[[nn.Module], Any]) -> None:
 BEFORE: dict[str, Callable[[], object]] = {
     "models_differ": lambda: call(Net(on_rank_1(16, 8))),
     "settings_differ": lambda: call(num_micro_batches=on_rank_1(8, 4)),
-    "unknown_keyword": lambda: call(num_stage=2),
-    "branch": lambda: call(Branch()),
-    "item": lambda: call(Item()),
     "mixing": lambda: call(Mixing()),
-    "fixed_batch": lambda: call(FixedBatch()),
     "lazy": lambda: call(Lazy()),
     "trace_fails": lambda: call(BadTrace()),
     "measuring_fails": lambda: trapped((1,)),
@@ -124,7 +96,6 @@ BEFORE: dict[str, Callable[[], object]] = {
     "weight_is_negative": lambda: call(weigh=lambda batch: -1.0),
     "weights_are_zero": lambda: call(weigh=lambda batch: 0.0),
     "optimizer_of_wrong_type": lambda: with_optimizer(lambda model: list(model.parameters())),
-    "optimizer_of_another_model": lambda: with_optimizer(lambda model: torch.optim.SGD(Net().parameters(), lr=0.1)),
     "optimizer_of_more": lambda: with_optimizer(
         lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
     ),

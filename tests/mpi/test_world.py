@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,10 @@ FAILURES = {
     "error": ["rank 1 failed:", "in error", "ValueError: the story's error"],
     "error_behind_a_hook": ["rank 1 failed:", "in error", "ValueError: the story's error"],
     "error_shown_by_another": ["in error", "ValueError: the story's error"],
-    "error_while_busy": ["rank 1 failed:", "ValueError: the story's error"],
     "error_in_thread": ["rank 1 failed in thread", "ValueError: invalid literal for int() with base 10: \"the story's"],
     "error_everywhere": ["rank 0 failed:", "ValueError: the story's error"],
-    "agreed_error": ["rank 1 failed:", "ValueError: the story's error"],
-    "exit_status": [],
-    "ended": ["RankError: rank 1 ended its script while rank 0 waits in 'step 3'"],
     "ended_before_message": ["RankError: rank 1 ended its script while rank 0 waits for a message of rank 1 (tag 4)"],
     "waiting_for_each_other": ["RankError: ranks wait for each other and can never go on: rank 0 waits for a message"],
-    "abort": ["rank 1, stage 2, micro-batch 5:", "ValueError: the story's error"],
 }
 
 
@@ -73,7 +67,7 @@ def unwanted(story: str, file: Path) -> str:
     started, ended = float(file.read_text()), time.time()
     assert done.returncode != 0
     assert all(text in done.stderr for text in FAILURES[story]), done.stderr
-    is_one = done.stderr.count("Traceback") == (story != "exit_status")
+    is_one = done.stderr.count("Traceback") == 1
     is_in_time = ended - started < END_SECONDS * max(1.0, (started - began) / START_SECONDS)
     return "" if is_one and is_in_time else f"{ended - started:.1f} s\n{done.stderr}"
 
@@ -103,35 +97,16 @@ def test_lists_that_rings_bring_come_before_those_that_are_posted_ahead() -> Non
 
 
 @cache
-def facts(number: int) -> list[dict[str, Any]]:
-    """Returns what a job measured, the same for the same number."""
+def facts() -> list[dict[str, Any]]:
     return run_on_ranks(2, f"{HERE}:facts", env={"OMP_NUM_THREADS": ""})
 
 
-def tries() -> Iterator[list[dict[str, Any]]]:
-    """Yields what further jobs measure: on a busy machine one of them must hold."""
-    return map(facts, range(4))
-
-
-def test_small_messages_are_fast() -> None:
-    assert any(min(fact["ping"] for fact in each) < 500e-6 for each in tries())
-
-
 def test_links_are_measured() -> None:
-    for fact in facts(0):
-        local, remote, sums, _ = fact["links"]
+    for fact in facts():
+        local, remote, sums = fact["links"]
         assert local == remote and 0 < local.latency_seconds < float("inf")
         assert local.bytes_per_second > 0 and sums.bytes_per_second > 0
 
 
-def test_measured_links_are_those_of_one_host() -> None:
-    def are_fast(measured: list[dict[str, Any]]) -> bool:
-        (local, _, sums, seconds), _ = (fact["links"] for fact in measured)
-        is_soon = local.latency_seconds < 2e-3 and seconds < 5.0
-        return is_soon and bool(local.bytes_per_second > 5e7 and sums.bytes_per_second > 5e6)
-
-    assert any(map(are_fast, tries()))
-
-
 def test_ranks_of_a_host_share_its_cores() -> None:
-    assert [fact["threads"] for fact in facts(0)] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
+    assert [fact["threads"] for fact in facts()] == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2

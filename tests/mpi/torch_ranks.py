@@ -18,7 +18,6 @@ from tests.mpi.world_on_ranks import try_laws
 
 
 def laws(folder: Path) -> None:
-    """Tries the laws of worlds."""
     (folder / f"broken{get_rank()}").write_text(json.dumps(try_laws()))
 
 

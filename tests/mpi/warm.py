@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import autovaruna.api  # noqa: F401  as ranks do
-from tests.collector import spare_collector
+from tests.collector import look_for_a_moment, spare_collector
 from tests.mpi.launch import QUIET, ROOT
 
 MOST_BYTES = 1 << 20
@@ -74,7 +74,6 @@ class Server:
         self._stand_ins: dict[int, tuple[int, socket.socket]] = {}  # by rank's process: a file of it, its stand-in
 
     def serve(self) -> Job:
-        """Returns in the ranks alone: what to run."""
         self._selector.register(self._socket, selectors.EVENT_READ, self._answer)
         self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
         while True:
@@ -151,6 +150,7 @@ def import_what_comes_later() -> None:
 
 if __name__ == "__main__":
     import_what_comes_later()
+    look_for_a_moment()
     spare_collector()  # else each rank goes over all of it as it ends, for more than a second
     job = Server(sys.argv[1]).serve()
     os.environ.clear()

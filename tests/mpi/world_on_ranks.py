@@ -87,23 +87,6 @@ def mixed_lists() -> bool:
     return all(came)
 
 
-def ping_seconds(num_bytes: int, num_times: int) -> float:
-    """Returns the seconds of a message one way between ranks 0 and 1, as a quarter of them take at most."""
-    world = get_world()
-    outgoing, incoming = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-    seconds = []
-    for _ in range(num_times):
-        start = time.perf_counter()
-        if world.rank == 0:
-            world.send([outgoing], 1, 0)
-        world.receive([incoming], 1 - world.rank, 0).wait()
-        if world.rank == 1:
-            world.send([outgoing], 0, 0)
-        seconds.append(time.perf_counter() - start)
-    world.flush()
-    return sorted(seconds)[num_times // 4] / 2
-
-
 def huge_message(num_bytes: int) -> bool:
     """Sends more bytes than an int counts, from rank 0 to rank 1; says whether the first, middle and last are right."""
     world = get_world()
@@ -117,22 +100,11 @@ def huge_message(num_bytes: int) -> bool:
     return tensor[places].tolist() == [1, 2, 3]
 
 
-def links() -> tuple[object, object, object, float]:
-    """Returns what `measure_links` and `measure_sums` do, and the seconds that it took."""
-    world = get_world()
-    world.barrier("start")
-    start = time.perf_counter()
-    return (
-        *measure_links(world, torch.device("cpu")),
-        measure_sums(world, [1 << 20], torch.device("cpu")),
-        time.perf_counter() - start,
-    )
-
-
 def facts() -> dict[str, Any]:
-    """Returns what is measured on 2 ranks: threads, latency, links."""
-    get_world()
-    return {"threads": torch.get_num_threads(), "ping": ping_seconds(256, 500), "links": links()}
+    """Returns what is measured on 2 ranks: threads, links, and what sums take."""
+    world, cpu = get_world(), torch.device("cpu")
+    links = *measure_links(world, cpu), measure_sums(world, [1 << 20], cpu)
+    return {"threads": torch.get_num_threads(), "links": links}
 
 
 def error(world: World) -> None:
@@ -154,13 +126,6 @@ def error_shown_by_another(world: World) -> None:
     error(world)
 
 
-def error_while_busy(world: World) -> None:
-    """Fails on rank 1 while the others compute for long."""
-    if world.rank == 1:
-        raise ValueError("the story's error")
-    time.sleep(60)
-
-
 def error_in_thread(world: World) -> None:
     """Fails in a thread of rank 1."""
     if world.rank == 1:
@@ -172,26 +137,7 @@ def error_in_thread(world: World) -> None:
 
 
 def error_everywhere(world: World) -> None:
-    """Fails alike on every rank."""
     raise ValueError("the story's error")
-
-
-def agreed_error(world: World) -> None:
-    """Fails on rank 1, and all agree."""
-    world.agree(ValueError("the story's error") if world.rank == 1 else None, "planning")
-
-
-def exit_status(world: World) -> None:
-    """Leaves rank 1 with a status while the others compute."""
-    if world.rank == 1:
-        sys.exit(3)
-    time.sleep(60)
-
-
-def ended(world: World) -> None:
-    """Ends rank 1 while rank 0 waits in a collective."""
-    if world.rank == 0:
-        world.barrier("step 3")
 
 
 def ended_before_message(world: World) -> None:
@@ -205,15 +151,6 @@ def waiting_for_each_other(world: World) -> None:
     peer = 1 - world.rank
     world.receive([torch.empty(1)], peer, 0).wait()
     world.send([torch.empty(1)], peer, 0)
-
-
-def abort(world: World) -> None:
-    """Ends all by a call."""
-    try:
-        error(world) if world.rank == 1 else None
-    except ValueError as caught:
-        world.abort(caught, "rank 1, stage 2, micro-batch 5")
-    world.receive([torch.empty(1)], 1, 0).wait()
 
 
 def normal(world: World) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Batch, Case
+from tests.products import diagonal
 from tests.reference import (
     OPTIMIZERS,
     Record,
-    adamw,
     compare,
     gradients_of,
     part,
@@ -22,23 +22,13 @@ from tests.reference import (
     plain_steps,
     ranges,
 )
-from tests.session.training import Setup, TooFewBlocksError, on_ranks, pipeline, share_of, train, weighted_mean
+from tests.session.training import Setup, TooFewBlocksError, on_ranks, pipeline, share_of, train
 
 STEPS = 3
 REPLICAS = {"replicas": Setup(((0, 1),)), "unequal_replicas": Setup(((0,), (1, 2)))}
-SIZES: dict[str, tuple[Setup, list[list[int]]]] = {
-    "equal": (Setup(((0, 1),), 4), [[4, 4]] * STEPS),
-    "uneven": (Setup(((0, 1),), 4), [[5, 2], [1, 6], [3, 4]]),
-    "empty": (Setup(((0, 1, 2),), 6), [[3, 4, 0], [0, 4, 3], [7, 0, 0]]),
-    "pipeline": (pipeline(3, num_micro_batches=6), [[3, 0, 4], [1, 1, 5], [2, 3, 2]]),
-    "grid": (Setup(((0, 1), (2, 3)), 8), [[2, 3, 1, 4], [1, 1, 1, 0], [4, 4, 4, 4]]),
-    "unequal_replicas": (Setup(((0,), (1, 2)), 5), [[3, 2, 2], [0, 4, 3], [4, 1, 2]]),
-    "fewer_samples_than_micro_batches": (Setup(((0,), (1,)), 8), [[5, 4], [1, 2], [2, 1]]),
-}
 
 
 def batches_of(case: Case, sizes: Sequence[int]) -> list[Batch]:
-    """Returns a global batch a step."""
     return [case.batch(size, step) for step, size in enumerate(sizes)]
 
 
@@ -72,15 +62,15 @@ def without_buffers(record: Record, other: Record, has_all: bool) -> Record:
     return Record(record.losses, record.gradients, record.weights, kept)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_a_pipeline_trains_as_plain_pytorch(case: Case, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "case"), diagonal(OPTIMIZERS, PLAIN), ids=str)
+def test_a_pipeline_trains_as_plain_pytorch(optimizer: str, case: Case) -> None:
     hold(case, pipeline(min(2, case.max_stages)), optimizer, has_all_buffers=True)
 
 
-@pytest.mark.parametrize("setup", REPLICAS)
-@pytest.mark.parametrize("case", [case for case in PLAIN if case.name != "moving_average"], ids=str)
-def test_replicas_train_as_plain_pytorch(case: Case, setup: str) -> None:
+@pytest.mark.parametrize(
+    ("setup", "case"), diagonal(REPLICAS, [case for case in PLAIN if case.name != "moving_average"]), ids=str
+)
+def test_replicas_train_as_plain_pytorch(setup: str, case: Case) -> None:
     given = replace(REPLICAS[setup], num_micro_batches=2) if case.has_batch_norm else REPLICAS[setup]
     hold(case, given, "sgd", has_all_buffers=False)  # statistics of two samples amplify the last bit
 
@@ -89,26 +79,6 @@ def test_replicas_train_as_plain_pytorch(case: Case, setup: str) -> None:
 def test_a_hugging_face_model_trains_as_plain_pytorch(case: Case) -> None:
     pytest.importorskip("transformers")
     hold(case, Setup(((0,), (1, 0)), 3), "adamw", has_all_buffers=False)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "nested_inputs"])
-def test_mini_batches_of_any_size(name: str, sizes: str) -> None:
-    case = CASES[name].without_dropout()
-    setup, given = SIZES[sizes]
-    batches = batches_of(case, [sum(each) for each in given])
-    compare(train(case, setup, batches, sizes=given), plain_steps(case, batches))
-
-
-@pytest.mark.parametrize("setup", [Setup(), pipeline(2), REPLICAS["unequal_replicas"]])
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-def test_gradients_accumulate_over_calls(setup: Setup, max_norm: float | None) -> None:
-    case = CASES["tied"]
-    batches = batches_of(case, [7, 5, 6] * 2)
-    options = {"max_norm": max_norm, "num_accumulated": 3}
-    got = train(case, setup, batches, adamw, **options)
-    compare(got, plain_steps(case, batches, adamw, **options))
-    assert len(got.losses) == 6 and len(got.gradients) == 2
 
 
 def keep_back(case: Case, batches: Sequence[Batch], how: str, model: AutoVaruna) -> dict[str, torch.Tensor]:
@@ -131,9 +101,10 @@ def keep_back(case: Case, batches: Sequence[Batch], how: str, model: AutoVaruna)
     return gradients_of(model)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("how", ["no_sync", "delay"])
-@pytest.mark.parametrize("name", ["tied_three_ways", "outputs_tuple", "two_losses"])
-def test_gradients_are_summed_over_ranks_once(name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"), diagonal(["no_sync", "delay"], ["tied_three_ways", "outputs_tuple", "two_losses"])
+)
+def test_gradients_are_summed_over_ranks_once(how: str, name: str) -> None:
     case = CASES[name]
     sizes = [[4, 3, 2], [1, 0, 5], [2, 2, 2]]
     batches = batches_of(case, [sum(each) for each in sizes])
@@ -187,8 +158,3 @@ def test_a_micro_batch_of_one_sample_is_too_small_for_batch_norm() -> None:
     with pytest.raises(InputError, match="leaves batch_norm one value for each of 12 channels"):
         train(case, pipeline(2, num_micro_batches=4), [case.batch(7, 0)])
     train(CASES["conv_net_batch_norm"], pipeline(2, num_micro_batches=4), [CASES["conv_net_batch_norm"].batch(7, 0)])
-
-
-def test_a_loss_of_ranks_is_the_mean_over_samples() -> None:
-    losses = [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(4.0)]
-    assert weighted_mean(losses, [2, 0, 1]).item() == 2.0

@@ -272,8 +272,6 @@ def test_the_setting_is_read_from_each_source() -> None:
 
 
 class Scored(nn.Module):
-    """Returns the loss of the words that count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.rnn, self.head = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)

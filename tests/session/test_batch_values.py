@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.graph.models import CPU, traced
 from tests.reference import compare, plain_steps, sgd
-from tests.session.training import QUIET, Setup, on_ranks, pipeline, train
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, train, train_as_plain
 
 WIDTH, LENGTH, CLASSES, SIZE = 6, 4, 5, 7
 IGNORED = -100
-Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
@@ -46,19 +46,6 @@ def uneven(seed: int) -> Batch:
     return (), {"x": floats(SIZE, LENGTH, WIDTH, of=g), "y": y, "m": m}
 
 
-def labels(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    return F.cross_entropy(s.flatten(0, 1), y.flatten())
-
-
-def weighted(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    return F.cross_entropy(s.transpose(1, 2), y, weight=self.weights, label_smoothing=0.1)
-
-
-def constant(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    """Weighs classes by numbers that forward makes itself."""
-    return F.cross_entropy(s.transpose(1, 2), y, weight=torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0]))
-
-
 def balanced(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Weighs classes by how seldom they are in the batch."""
     counts = (F.one_hot(y.clamp(min=0), CLASSES) * m.unsqueeze(-1)).sum((0, 1))
@@ -78,30 +65,11 @@ def hidden(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return F.nll_loss(s.log_softmax(-1).flatten(0, 1), own.flatten())
 
 
-def several(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    """Adds terms over unequal numbers of labels, and one over all."""
-    return F.cross_entropy(s[:, 0], y[:, 0]) + 0.5 * F.cross_entropy(s[:, 1], y[:, 1]) + s.square().mean()
-
-
-def masked(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    return (s.square().sum(-1) * m).sum() / m.sum().clamp(min=1)
-
-
 def unseen(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Counts where no gradient is noted, and multiplies by one over a number."""
     with torch.no_grad():
         count = (y != IGNORED).sum().item()
     return F.cross_entropy(s.flatten(0, 1), y.flatten(), reduction="sum") * (1.0 / count)
-
-
-def picked(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    """Averages over the places that a mask picks, in a loss and in a mean."""
-    return F.mse_loss(s[m > 0], s.detach()[m > 0] + 1.0) + s[m > 0].square().mean()
-
-
-def relative(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    """Divides each sample by the greatest number of the batch, if there is any."""
-    return torch.where(m.any(), s.sum(-1) / m.sum(1).max(), s.sum(-1)).mean()
 
 
 def from_the_end(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
@@ -128,42 +96,57 @@ def as_rows(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return rows.view(s.shape[0], places, 2).sum((1, 2)).mean()
 
 
-LOSSES = (labels, weighted, constant, balanced, seldom, hidden, several, masked, unseen, picked, relative, from_the_end)
-LENGTHS = (cut, as_rows)
-SETUPS = {
-    "three": pipeline(3, num_micro_batches=4),
-    "recompute": pipeline(2, recompute=True),
-    "replicas": Setup(((0,), (1, 2)), num_micro_batches=5),
+LOSSES: dict[str, Loss] = {
+    "labels": lambda m, s, y, mask: F.cross_entropy(s.flatten(0, 1), y.flatten()),
+    "weighted": lambda m, s, y, mask: F.cross_entropy(s.transpose(1, 2), y, weight=m.weights, label_smoothing=0.1),
+    "constant weights": lambda m, s, y, mask: F.cross_entropy(
+        s.transpose(1, 2), y, weight=torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0])
+    ),
+    "balanced": balanced,
+    "seldom": seldom,
+    "hidden": hidden,
+    "several": lambda m, s, y, mask: (
+        F.cross_entropy(s[:, 0], y[:, 0]) + 0.5 * F.cross_entropy(s[:, 1], y[:, 1]) + s.square().mean()
+    ),
+    "masked": lambda m, s, y, mask: (s.square().sum(-1) * mask).sum() / mask.sum().clamp(min=1),
+    "unseen": unseen,
+    "picked": lambda m, s, y, mask: F.mse_loss(s[mask > 0], s.detach()[mask > 0] + 1.0) + s[mask > 0].square().mean(),
+    "relative": lambda m, s, y, mask: torch.where(mask.any(), s.sum(-1) / mask.sum(1).max(), s.sum(-1)).mean(),
+    "from the end": from_the_end,
+    "cut": cut,
+    "as rows": as_rows,
 }
-
-
-def case_of(loss: Loss) -> Case:
-    return Case(f"over_the_batch_{loss.__name__}", lambda: Model(loss), lambda size, seed: uneven(seed))
-
-
 if torch.__version__ < "2.12":  # its torch.export cannot trace two masks of one size, which is refused
-    LOSSES = tuple(loss for loss in LOSSES if loss is not picked)
+    del LOSSES["picked"]
 
 
-@pytest.mark.parametrize("loss", (*LOSSES, *LENGTHS), ids=lambda loss: loss.__name__)
-def test_a_count_is_that_of_the_whole_batch(loss: Loss) -> None:
+def case_of(name: str) -> Case:
+    return Case(f"over the batch, {name}", lambda: Model(LOSSES[name]), lambda size, seed: uneven(seed))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_count_is_that_of_the_whole_batch(name: str) -> None:
     """A micro-batch may have nothing to count: alone, its loss would be no number."""
-    case, batches = case_of(loss), [uneven(0), uneven(1)]
-    compare(train(case, SETUPS["recompute"], batches), plain_steps(case, batches))
+    train_as_plain(case_of(name), pipeline(2, recompute=True), 7, 7)
 
 
-@pytest.mark.parametrize("setup", ("three", "replicas"))
-def test_so_it_is_in_any_pipeline(setup: str) -> None:
-    case, batches = case_of(several), [uneven(0), uneven(1)]
-    compare(train(case, SETUPS[setup], batches), plain_steps(case, batches))
+@pytest.mark.parametrize("setup", [pipeline(3, num_micro_batches=4), Setup(((0,), (1, 2)), 5)], ids=str)
+def test_so_it_is_in_any_pipeline(setup: Setup) -> None:
+    train_as_plain(case_of("several"), setup, 7, 7)
 
 
-def test_ranks_count_together() -> None:
+@pytest.mark.parametrize("name", ["balanced", "relative", "cut"])
+def test_ranks_count_together(name: str) -> None:
     """Each rank has samples of its own, one of them none in the second call."""
-    for loss in (balanced, relative, cut):
-        case, batches = case_of(loss), [uneven(0), uneven(1), uneven(2)]
-        sizes = [[2, 5], [7, 0], [3, 4]]
-        compare(train(case, pipeline(2, num_micro_batches=4), batches, sizes=sizes), plain_steps(case, batches))
+    case, batches = case_of(name), [uneven(0), uneven(1), uneven(2)]
+    sizes = [[2, 5], [7, 0], [3, 4]]
+    compare(train(case, pipeline(2, num_micro_batches=4), batches, sizes=sizes), plain_steps(case, batches))
+
+
+def test_a_weight_of_the_user_s_comes_first() -> None:
+    """Micro-batches then count over their own samples, as weights and sums expect."""
+    by_labels = {"micro_batch_weight": lambda arguments: float(arguments["m"].sum())}
+    train_as_plain(case_of("labels"), pipeline(2, num_micro_batches=2, settings=by_labels), 7)
 
 
 def test_labels_may_lie_in_memory_as_they_like() -> None:
@@ -172,18 +155,10 @@ def test_labels_may_lie_in_memory_as_they_like() -> None:
     def viewed(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
         return F.cross_entropy(s.view(-1, CLASSES), y.view(-1))
 
-    case, batch = case_of(viewed), uneven(0)
+    case, batch = Case("viewed", lambda: Model(viewed), lambda size, seed: uneven(seed)), uneven(0)
     words = torch.cat([batch[1]["y"], batch[1]["y"][:, :1]], dim=1)
     view, copy = (((), {**batch[1], "y": each}) for each in (words[:, 1:], words[:, 1:].contiguous()))
     compare(train(case, pipeline(2), [view, view]), plain_steps(case, [copy, copy]))
-
-
-def test_a_weight_of_the_user_s_comes_first() -> None:
-    """Micro-batches then count over their own samples, as weights and sums expect."""
-    case, batch = case_of(labels), uneven(0)
-    by_labels = {"micro_batch_weight": lambda arguments: float(arguments["m"].sum())}
-    setup = replace(pipeline(2, num_micro_batches=2), settings=by_labels)
-    compare(train(case, setup, [batch]), plain_steps(case, [batch]))
 
 
 def test_state_follows_micro_batches() -> None:
@@ -193,12 +168,11 @@ def test_state_follows_micro_batches() -> None:
         self.weights += F.one_hot(y.clamp(min=0), CLASSES).sum((0, 1))
         return s.square().mean()
 
-    case, batch = case_of(counting), uneven(0)
-    compare(train(case, pipeline(2), [batch]), plain_steps(case, [batch]))
+    train_as_plain(Case("counting", lambda: Model(counting), lambda size, seed: uneven(seed)), pipeline(2), 7)
 
 
 NUM_COUNTED = 12
-Way = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Way = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Counting(nn.Module):
@@ -237,26 +211,6 @@ def try_out(way: Way) -> TracedModel:
     return found
 
 
-def median(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    return x + self.numbers((n - n.median()).abs())
-
-
-def rank(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    return x + self.numbers(n.argsort().argsort())
-
-
-def in_order(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    return x + self.numbers(n.sort(0)[0])
-
-
-def neighbour(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    return x + self.numbers(n.roll(1, 0))
-
-
-def frequency(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    return x / torch.bincount(n, minlength=40)[n].unsqueeze(1)
-
-
 def best_half(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
     """Goes by numbers of its own."""
     scores = self.experts[0](x).sum(1)
@@ -271,27 +225,22 @@ def routed(self: nn.Module, x: Tensor, room: int) -> Tensor:
     return sum((taken[:, e : e + 1] * expert(x) for e, expert in enumerate(self.experts)), x)
 
 
-def full_experts(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    return routed(self, x, 2)
+CHANGED: dict[str, Way] = {
+    "median": lambda m, x, n: x + m.numbers((n - n.median()).abs()),
+    "rank": lambda m, x, n: x + m.numbers(n.argsort().argsort()),
+    "in order": lambda m, x, n: x + m.numbers(n.sort(0)[0]),
+    "neighbour": lambda m, x, n: x + m.numbers(n.roll(1, 0)),
+    "frequency": lambda m, x, n: x / torch.bincount(n, minlength=40)[n].unsqueeze(1),
+    "best half": best_half,
+    "full experts": lambda m, x, n: routed(m, x, 2),
+    "dropped": lambda m, x, n: F.dropout(x, 0.5) + torch.rand_like(x) * m.numbers(n.argsort().argsort()),
+}
 
 
-def dropped(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    """Draws numbers, too."""
-    return F.dropout(x, 0.5) + torch.rand_like(x) * self.numbers(n.argsort().argsort())
-
-
-@pytest.mark.parametrize(
-    "way",
-    (median, rank, in_order, neighbour, frequency, best_half, full_experts, dropped),
-    ids=lambda way: way.__name__,
-)
-def test_counts_of_several_samples_that_change_results_are_refused(way: Way) -> None:
+@pytest.mark.parametrize("name", CHANGED)
+def test_counts_of_several_samples_that_change_results_are_refused(name: str) -> None:
     with pytest.raises(TraceError, match=r"(?s)what it counts over them at .*test_batch_values.py"):
-        try_out(way)
-
-
-def roomy_experts(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    return routed(self, x, NUM_COUNTED)
+        try_out(CHANGED[name])
 
 
 def sorted_and_back(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
@@ -309,6 +258,10 @@ def together(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
     return found[order.argsort(), n % 3]
 
 
+def roomy_experts(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
+    return routed(self, x, NUM_COUNTED)
+
+
 @pytest.mark.parametrize("way", (roomy_experts, sorted_and_back, together), ids=lambda way: way.__name__)
 def test_counts_that_only_say_where_samples_go_are_not(way: Way, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autovaruna"):
@@ -319,7 +272,7 @@ def test_counts_that_only_say_where_samples_go_are_not(way: Way, caplog: pytest.
 
 def test_ranks_try_out_what_they_will_train() -> None:
     with pytest.raises(TraceError, match="what it counts over them"):
-        AutoVaruna(Counting(rank), num_micro_batches=2, **QUIET)(*batch())
+        AutoVaruna(Counting(CHANGED["rank"]), num_micro_batches=2, **QUIET)(*batch())
 
 
 def test_what_each_rank_passes_stands_for_the_global_batch() -> None:
@@ -336,7 +289,7 @@ def test_what_each_rank_passes_stands_for_the_global_batch() -> None:
 
 
 def test_one_micro_batch_may_count_as_it_likes() -> None:
-    model = Counting(rank)
+    model = Counting(CHANGED["rank"])
     expected = model(*batch()).item()
     assert AutoVaruna(model, num_micro_batches=1, **QUIET)(*batch()).item() == expected
 

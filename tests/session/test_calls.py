@@ -15,6 +15,7 @@ from torch.distributions import Categorical
 from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.products import diagonal
 from tests.ranks import run_ranks
 from tests.reference import gradients_of, sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned, same_gradients
@@ -35,16 +36,13 @@ class Agent(nn.Module):
         self.num_evaluated = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns logits."""
         return self.actor(torch.tanh(self.body(x)))  # type: ignore[no-any-return]
 
     def evaluate(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Returns logits and values."""
         hidden = torch.tanh(self.body(x))
         return self.actor(hidden), scale * self.critic(hidden)
 
     def act(self, x: Tensor, action: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Returns actions, their log probabilities and values."""
         logits, values = self.evaluate(x)
         choices = Categorical(logits=logits)
         action = choices.sample() if action is None else action  # type: ignore[no-untyped-call]
@@ -57,20 +55,17 @@ class Agent(nn.Module):
 
 
 def agent() -> Agent:
-    """Makes an agent."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Agent()
 
 
 def by_method(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Trains by a method alone."""
     logits, values = model.evaluate(x, scale=0.5)
     return F.cross_entropy(logits, y) + values.square().mean()
 
 
 def by_acting(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Trains by actions that were chosen before."""
     with torch.no_grad():
         assert model.act(x)[0].shape == y.shape
     _, log_probabilities, values = model.act(x, y)
@@ -78,23 +73,19 @@ def by_acting(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_both(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Trains by forward and a method."""
     return F.cross_entropy(model(x), y) + model.evaluate(x)[1].square().mean()
 
 
 def beside(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Trains by forward, and a submodule beside it."""
     logits: Tensor = model(x)
     return F.cross_entropy(logits, y) + model.critic(model.body(x)).square().mean()
 
 
 def inner(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Calls the model in the wrapper."""
     return F.cross_entropy(model.module(x), y)
 
 
 def batches(num: int = 3) -> list[tuple[Tensor, Tensor]]:
-    """Draws batches."""
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 2) for _ in range(num)]
 
@@ -150,8 +141,6 @@ SIZES = 4, 2
 
 
 class Critic(nn.Module):
-    """Returns a loss of its own, or scores."""
-
     def __init__(self, has_loss: bool) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
@@ -209,8 +198,6 @@ STAGES = {
 
 
 class Model(nn.Module):
-    """Returns its loss, or scores."""
-
     def __init__(self, has_loss: bool) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -245,8 +232,7 @@ def of_gradients(model: Any) -> None:
         parameter.grad = found[0] + 2 * found[1]
 
 
-@pytest.mark.parametrize("setup", STAGES)
-@pytest.mark.parametrize("act", [of_loss, of_two_losses, of_gradients])
+@pytest.mark.parametrize(("act", "setup"), diagonal([of_loss, of_two_losses, of_gradients], [*STAGES, *STAGES]))
 def test_every_backward_gives_its_gradients(act: Callable[[Any], None], setup: str) -> None:
     same_gradients(STAGES[setup], Model(act is of_loss), act)
 

@@ -28,7 +28,6 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 def trained(case: Case, backend: object, num_stages: int = 2, way: str = "float32", recompute: bool = True) -> Trained:
-    """Trains on batches of several sizes."""
     setup = pipeline(num_stages, recompute=recompute, settings={"compile_stages": backend})
     return train_in(WAYS[way], case, setup, [case.batch(size, step) for step, size in enumerate(SIZES)])
 

@@ -171,8 +171,6 @@ def plain(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Reco
 
 
 def wrapped(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Record:
-    """Runs a script on ranks."""
-
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
         def forward(batch: Batch) -> Tensor:
             loss = model(*batch[0], **batch[1])

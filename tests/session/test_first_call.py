@@ -375,14 +375,6 @@ def test_a_model_on_the_first_gpu_goes_to_the_own_one_which_becomes_current(
     assert model.places == [gpu(2)] and four_gpus.current == 2
 
 
-def test_what_is_where_it_belongs_is_left_alone() -> None:
-    model = nn.Linear(2, 2)
-    before = dict(model.named_parameters())
-    optimizer = torch.optim.Adam(model.parameters())
-    assert bring_to_own_device(model, optimizer, Settings()) == CPU
-    assert all(each is before[name] for name, each in model.named_parameters())
-
-
 def test_inputs_go_to_the_own_gpu_from_others_alone() -> None:
     here, there = torch.zeros(1), SimpleNamespace(is_cuda=True, device=gpu(0), to=lambda device: device)
     tensors: list[Any] = [here, there]

@@ -30,7 +30,6 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def layers(is_in_place: bool = False) -> nn.Sequential:
-    """Makes three layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(is_in_place), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))

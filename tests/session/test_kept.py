@@ -19,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue.case import Batch, Case
-from tests.catalogue.small import CLASSES, WIDTH, Classifier, labelled
-from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, labelled
+from tests.reference import bit_equal, compare, part, plain_micro_batched, ranges
 from tests.session.training import (
     QUIET,
     Setup,
+    measure,
     pipeline,
     refuse,
     same_gradients,
@@ -32,6 +33,7 @@ from tests.session.training import (
 )
 
 SIZE, STEPS = 6, 3
+BATCH = labelled(SIZE, 0)[1]
 
 
 def only(gradients: Any) -> Tensor:
@@ -41,24 +43,19 @@ def only(gradients: Any) -> Tensor:
     return gradient
 
 
-class Between(nn.Module):
+class Between(TwoLayers):
     """Puts a module between two layers that can be traced."""
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
         self.middle = middle
-        self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(F.relu(self.middle(torch.tanh(self.first(x)))))
-        return out
+        return self.last(F.relu(self.middle(torch.tanh(self.first(x)))))
 
 
 class Branch(nn.Module):
     """Branches on a number in a tensor, and assigns a buffer."""
-
-    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,44 +68,52 @@ class Branch(nn.Module):
         return out - self.mean
 
 
-class OwnGradient(nn.Module):
+class Layer(nn.Module):
+    """Does something with a layer and its input that cannot be traced."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer, x)
+
+
+def own_gradient(layer: nn.Module, x: Tensor) -> Tensor:
     """Goes backward in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            at = x.detach().requires_grad_()
-            (force,) = torch.autograd.grad(self.energy(at).tanh().square().sum(), at, create_graph=True)
-        return x - force
+    with torch.enable_grad():
+        at = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(layer(at).tanh().square().sum(), at, create_graph=True)
+    return x - force
 
 
-class TensorHook(nn.Module):
-    """Sets a hook on a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        if out.requires_grad:
-            out.register_hook(lambda gradient: 0.5 * gradient)  # type: ignore[no-untyped-call]
-        return out
+def tensor_hook(layer: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = layer(x)
+    if out.requires_grad:
+        out.register_hook(lambda gradient: 0.5 * gradient)
+    return out
 
 
-class Checkpointed(nn.Module):
+def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
     """Recomputes a part of itself, and branches."""
+    out: Tensor = checkpoint(layer, x, use_reentrant=True)
+    return out if x.max().item() > 0 else -out
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.layer, x, use_reentrant=True)
-        return out if x.max().item() > 0 else -out
+def drawing(layer: nn.Module, x: Tensor) -> Tensor:
+    """Draws from Python's generator and from torch's, and branches on what it drew."""
+    x = F.dropout(x, 0.3)
+    return layer(x) * random.random() if torch.rand(()).item() > 0.5 else x
+
+
+def masked(layer: nn.Module, x: Tensor) -> Tensor:
+    """Masks samples by numpy's random numbers, as many as there are samples: no more speaks against a trace."""
+    return layer(x) * (torch.from_numpy(numpy.random.rand(x.shape[0])) > 0.3)[:, None]
+
+
+def grown(layer: nn.Module, x: Tensor) -> Tensor:
+    """Returns as many rows as numbers are positive."""
+    return layer(x)[: int((x.sum(1) < 0).sum())] if x.abs().max().item() > 100 else layer(x)
 
 
 def tied() -> nn.Module:
@@ -126,122 +131,52 @@ def hooked() -> nn.Module:
     return layer
 
 
-KINDS: tuple[Callable[[], nn.Module], ...] = (
-    Branch,
-    OwnGradient,
-    TensorHook,
-    Checkpointed,
-    tied,
-    hooked,
-)
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "branch": Branch,
+    **{each.__name__: partial(Layer, each) for each in (own_gradient, tensor_hook, checkpointed)},
+    "tied": tied,
+    "hooked": hooked,
+}
 
 
-def case_of(kind: Callable[[], nn.Module]) -> Case:
+def case_of(name: str, kind: Callable[[], nn.Module]) -> Case:
     """Returns a classifier with a module in its middle."""
-    return Case(f"kept_{kind.__name__}", lambda: Classifier(Between(kind())), labelled)
+    return Case(f"kept_{name}", lambda: Classifier(Between(kind())), labelled)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_kept_modules_train_like_plain_pytorch(kind: Callable[[], nn.Module]) -> None:
-    """With one micro-batch the bits are those of plain PyTorch; with three, those of one stage, recompute or not."""
-    case = case_of(kind)
+@pytest.mark.parametrize("name", KINDS)
+def test_kept_modules_train_like_plain_pytorch(name: str) -> None:
+    """With one micro-batch the bits are plain PyTorch's; with three those of one stage, recompute or not.
+
+    A branch is taken, and a buffer changed, for each micro-batch on its own.
+    """
+    case = case_of(name, KINDS[name])
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    bit_equal(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+    train_as_plain(case, pipeline(2, num_micro_batches=1), *[SIZE] * STEPS, exact=True)
     one = train(case, Setup(), batches)
-    bit_equal(train(case, pipeline(3), batches), one)
-    bit_equal(train(case, pipeline(2, recompute=True), batches), one)
-
-
-def test_torchscript_modules_are_refused() -> None:
-    """The error names the module."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        script: nn.Module = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-    refuse(Classifier(Between(script)), r"body\S* is a TorchScript module.*take the one that it was made of")
-
-
-class Drawing(nn.Module):
-    """Draws from Python's generator and from torch's, and branches on what it drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, 0.3, self.training)
-        return self.layer(x) * random.random() if torch.rand(()).item() > 0.5 else x
-
-
-def test_random_numbers_of_kept_modules_follow_from_the_seed() -> None:
-    """Neither stages nor recomputing change what a kept module draws, from whichever generator."""
-    case = case_of(Drawing)
-    batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    state = random.getstate()
-    one = train(case, Setup(), batches)
-    assert random.getstate() == state
     bit_equal(train(case, pipeline(3, recompute=True), batches), one)
+    if name == "branch":
+        parts = [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches]
+        compare(one, plain_micro_batched(case, parts))
+
+
+@pytest.mark.parametrize("function", [drawing, masked])
+def test_random_numbers_of_kept_modules_follow_from_the_seed(function: Any) -> None:
+    """Neither stages nor recomputing change what a kept module draws, from whichever generator; a trace fixes none."""
+    case = case_of(function.__name__, partial(Layer, function))
+    state, still = random.getstate(), partial(torch.optim.SGD, lr=0.0)
+    one = train(case, Setup(), [case.batch(SIZE, 0)] * STEPS, make_optimizer=still)
+    assert random.getstate() == state
+    bit_equal(train(case, pipeline(3, recompute=True), [case.batch(SIZE, 0)] * STEPS, make_optimizer=still), one)
     assert len({loss.item() for loss in one.losses}) == STEPS
-
-
-class Masked(nn.Module):
-    """Masks samples by numpy's random numbers, as many as there are samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.from_numpy(numpy.random.rand(x.shape[0])) > 0.3
-        out: Tensor = self.layer(x) * mask[:, None]
-        return out
-
-
-def test_what_numpy_draws_is_not_fixed_by_the_trace() -> None:
-    """A module that draws is kept whole, even where that is all that speaks against a trace."""
-    case = case_of(Masked)
-    batches = [case.batch(SIZE, 0)] * STEPS
-    one = train(case, Setup(), batches, make_optimizer=partial(torch.optim.SGD, lr=0.0))
-    assert len({loss.item() for loss in one.losses}) == STEPS
-    bit_equal(train(case, pipeline(3), batches, make_optimizer=partial(torch.optim.SGD, lr=0.0)), one)
-    outside = Classifier(nn.Sequential(nn.Linear(WIDTH, CLASSES)))
-    outside.forward = lambda x, y: random.random() * F.cross_entropy(outside.body(x), y)  # type: ignore[method-assign]
-    refuse(outside, r"Python's or numpy's generator.*draw from torch")
-
-
-def test_micro_batches_of_a_kept_module_are_those_of_plain_pytorch() -> None:
-    """A branch is taken, and a buffer changed, for each micro-batch on its own."""
-    case = case_of(Branch)
-    batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    plain = plain_micro_batched(case, [[part(batch, *bounds) for bounds in ranges(SIZE, 3)] for batch in batches])
-    compare(train(case, Setup(), batches), plain)
-
-
-class Grows(nn.Module):
-    """Returns as many rows as numbers are positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out[: int((x.sum(1) < 0).sum())] if x.abs().max().item() > 100 else out
 
 
 def test_another_shape_than_in_the_trial_is_refused() -> None:
     """What a kept module returns for a batch has the shape that the trial showed, or an error says so."""
-    model = AutoVaruna(Classifier(Grows()), num_micro_batches=2, **QUIET)
-    batch = labelled(SIZE, 0)[1]
-    model(**batch).backward()
+    model = AutoVaruna(Classifier(Layer(grown)), num_micro_batches=2, **QUIET)
+    model(**BATCH).backward()
     with pytest.raises(InputError, match=r"body, which is kept whole.*got \(0, 12\).*expected \(3, 12\)"):
-        model(x=200.0 * torch.ones(SIZE, WIDTH), y=batch["y"])
-
-
-class OwnBranch(Classifier):
-    """Branches itself."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(-x if x.sum() > 0 else x, y)
+        model(x=200.0 * torch.ones(SIZE, WIDTH), y=BATCH["y"])
 
 
 class Criterion(nn.Module):
@@ -255,81 +190,88 @@ class Criterion(nn.Module):
         return self.loss(scores, y) if bool(scores.sum() > 0) else self.loss(scores, y).clone()
 
 
-class WithLoss(nn.Module):
-    """Has a module for its loss."""
-
+class WithLoss(TwoLayers):
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
         self.criterion = Criterion(loss)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = self.criterion(self.layers(x), y)
-        return loss
+        return self.criterion(self.last(torch.tanh(self.first(x))), y)
 
 
-def root(scores: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(scores, y).sqrt()
+LOSSES: dict[str, tuple[Callable[..., Tensor], str, dict[str, Any]]] = {
+    "root": (lambda s, y: F.cross_entropy(s, y).sqrt(), "no mean over its samples", {"num_micro_batches": 1}),
+    "total": (
+        lambda s, y: 0.1 * F.cross_entropy(s, y, reduction="none").sum(),
+        *("a sum over the samples", {"settings": {"reduction": "sum"}}),
+    ),
+    "mean": (F.cross_entropy, "", {}),
+}
 
 
-def total(scores: Tensor, y: Tensor) -> Tensor:
-    return 0.1 * F.cross_entropy(scores, y, reduction="none").sum()
-
-
-def of_pairs(scores: Tensor, y: Tensor) -> Tensor:
-    """Compares each sample with all others."""
-    return (scores @ scores.T).logsumexp(1)
-
-
-@pytest.mark.parametrize(("loss", "words"), [(root, "no mean over"), (total, "a sum over"), (F.cross_entropy, "")])
-def test_a_loss_of_a_kept_module_is_tried_out(loss: Callable[..., Tensor], words: str) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_a_kept_module_is_tried_out(name: str) -> None:
     """One that is a mean goes on; with one micro-batch, or as a sum, the others do, too."""
-    case = Case(f"kept_{loss.__name__}", partial(WithLoss, loss), labelled)
-    batches = [case.batch(SIZE + 1, step) for step in range(2)]
+    loss, words, changes = LOSSES[name]
+    case = Case(f"kept loss {name}", partial(WithLoss, loss), labelled)
     if words:
-        refuse(case.model(), f"{words} its samples|{words} the samples", batches[0][1], error=InputError)
-    changes = (
-        {"num_micro_batches": 1} if words == "no mean over" else {"settings": {"reduction": "sum"} if words else {}}
-    )
-    compare(train(case, pipeline(2, **changes), batches), plain_steps(case, batches))
+        refuse(case, words, case.batch(SIZE + 1, 0)[1], error=InputError)
+    train_as_plain(case, pipeline(2, **changes), SIZE + 1, SIZE + 1)
 
 
-def test_samples_that_meet_in_a_kept_module_are_refused() -> None:
-    refuse(WithLoss(of_pairs), "criterion, which is kept whole, returns for a sample, or its gradient, depends")
+class Own(Classifier):
+    """Does itself what cannot be traced, with a module in it that is kept whole."""
 
-
-def test_the_model_itself_is_not_kept_whole() -> None:
-    """A model that branches outside of its submodules is refused, with its line, whatever else was kept."""
-    refuse(OwnBranch(Between(Branch())), r"OwnBranch cannot be traced at .*test_kept\.py.*x\.sum\(\) > 0.*submodule")
-
-
-class OwnNumbers(Classifier):
-    """Hands numbers to numpy itself."""
+    def __init__(self, function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(Between(Branch()))
+        self.function = function
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, y) * float(numpy.abs(x.numpy()).mean())
+        return self.function(super().forward, x, y)
 
 
-class OwnSizes(Classifier):
+def own_branch(loss: Any, x: Tensor, y: Tensor) -> Tensor:
+    return loss(-x if x.sum() > 0 else x, y)
+
+
+def own_sizes(loss: Any, x: Tensor, y: Tensor) -> Tensor:
     """Takes lengths from its labels."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        lengths: Any = (y.max() + 1, y.min() + 1)
-        return super().forward(x, y) * F.interpolate(x[:, None, None], size=lengths).mean()
+    return loss(x, y) * F.interpolate(x[:, None, None], size=(y.max() + 1, y.min() + 1)).mean()
 
 
-OWN = [
-    (OwnNumbers, r"x\.numpy.*goes through NumPy, which needs the numbers in a tensor"),
-    (OwnSizes, "interpolate.*needs the number in a tensor"),
-]
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize(("kind", "words"), OWN)
-def test_what_only_a_trace_lacks_is_not_called_an_error_of_the_model(kind: type[Classifier], words: str) -> None:
-    """Numbers that others than torch's tracers want are there without a trace, so the inputs are not to blame."""
-    batch = labelled(SIZE, 0)[1]
-    kind(Branch())(**batch).backward()
-    refuse(kind(Branch()), rf"cannot be traced at .*{words}", batch)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "TorchScript": (
+        lambda: Classifier(Between(scripted())),
+        r"body\S* is a TorchScript module.*take the one that it was made of",
+    ),
+    "numbers of Python's": (
+        lambda: Own(lambda loss, x, y: random.random() * loss(x, y)),
+        r"Python's or numpy's generator.*draw from torch",
+    ),
+    "samples that meet": (
+        lambda: WithLoss(lambda scores, y: (scores @ scores.T).logsumexp(1)),
+        "criterion, which is kept whole, returns for a sample, or its gradient, depends",
+    ),
+    "a branch": (lambda: Own(own_branch), r"Own cannot be traced at .*test_kept\.py.*x\.sum\(\) > 0.*submodule"),
+    "numbers for numpy": (  # they are there without a trace, so the inputs are not to blame
+        lambda: Own(lambda loss, x, y: loss(x, y) * float(numpy.abs(x.numpy()).mean())),
+        r"cannot be traced at .*x\.numpy.*goes through NumPy, which needs the numbers in a tensor",
+    ),
+    "sizes": (lambda: Own(own_sizes), "cannot be traced at .*needs the number in a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_kept_whole_is_refused_by_its_line(name: str) -> None:
+    """The model itself, whatever else was kept, and what a trial shows to be wrong."""
+    make, words = REFUSED[name]
+    refuse(make(), words)
 
 
 def test_measuring_leaves_no_trace_in_a_kept_module() -> None:
@@ -337,8 +279,7 @@ def test_measuring_leaves_no_trace_in_a_kept_module() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     seen: list[Tensor] = []
     layer.register_full_backward_hook(lambda module, inputs, outputs: seen.append(only(outputs)))
-    model = AutoVaruna(Classifier(Between(layer)), num_micro_batches=2, **QUIET)
-    model(**labelled(SIZE, 0)[1]).backward()
+    AutoVaruna(Classifier(Between(layer)), num_micro_batches=2, **QUIET)(**BATCH).backward()
     assert [len(each) for each in seen] == [3, 3]
 
 
@@ -379,16 +320,14 @@ def test_each_run_has_a_cache_of_its_own(is_kept: bool) -> None:
 LENGTH = 7
 
 
-class Reader(nn.Module):
+class Reader(TwoLayers):
     """Reads sequences of several lengths; `read` says how."""
 
     def __init__(self, read: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.lstm = nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)
-        self.gru = nn.GRU(WIDTH, WIDTH)
+        self.gru, self.read = nn.GRU(WIDTH, WIDTH), read
         self.start = nn.Parameter(torch.full((1, 1, WIDTH), 0.1))
-        self.read = read
 
     def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.last(self.read(self, torch.tanh(self.first(x)), lengths)), y)
@@ -417,8 +356,11 @@ def in_a_row(model: Reader, x: Tensor, lengths: Tensor) -> Tensor:
 
 def data(model: Reader, x: Tensor, lengths: Tensor) -> Tensor:
     packed, _ = model.gru(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-    found: Tensor = packed.data
-    return found.mean(0).expand(x.shape[0], -1)
+    return packed.data.mean(0).expand(x.shape[0], -1)
+
+
+def listed(model: Reader, x: Tensor, lengths: Tensor) -> Tensor:
+    return pad_packed_sequence(model.gru(pack_padded_sequence(x, [LENGTH] * 4, batch_first=True))[0])[0].mean(0)
 
 
 def sentences(size: int, step: int) -> Batch:
@@ -433,17 +375,12 @@ def test_packed_sequences_train_as_in_plain_pytorch(read: Callable[..., Tensor])
     """Lengths of zero are refused by torch where the module is tried out, and where its time is measured."""
     case = Case(read.__name__, lambda: Reader(read), sentences)
     train_as_plain(case, pipeline(2), 7, 7)
-    AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(**sentences(7, 0)[1]).backward()
+    measure(case, 7)
 
 
-def test_what_is_done_with_packed_numbers_is_refused() -> None:
-    refuse(Reader(data), r"takes mean of a packed sequence at .*test_kept", sentences(4, 0)[1])
-
-
-def test_lengths_in_a_list_are_refused() -> None:
-    class Listed(Reader):
-        def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
-            packed, _ = self.gru(pack_padded_sequence(x, [LENGTH] * 4, batch_first=True))  # type: ignore[arg-type]
-            return pad_packed_sequence(packed)[0].mean()
-
-    refuse(Listed(data), "by lengths that are no tensor", sentences(4, 0)[1])
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [(data, r"takes mean of a packed sequence at .*test_kept"), (listed, "by lengths that are no tensor")],
+)
+def test_what_is_done_with_packed_numbers_is_refused(read: Callable[..., Tensor], words: str) -> None:
+    refuse(Reader(read), words, sentences(4, 0)[1])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +22,6 @@ from tests.session.training import merge, on_ranks, pipeline, share_of, train_ra
 
 NUM_STEPS = 200 if WHOLE else 6
 LONGEST = 200
-NUM_WARM = 20
 T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
 
 
@@ -108,37 +104,6 @@ def test_drawn_sizes_and_lengths_are_traced_twice(case: Case) -> None:
     plain.buffers = {name: buffer for name, buffer in plain.buffers.items() if name in record.buffers}
     compare(record, plain, rtol=1e-4 if WHOLE else 1e-5)  # rounding grows over 200 steps
     assert num_traces <= 3
-
-
-@pytest.mark.skipif(not WHOLE, reason="takes minutes")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_new_length_costs_little_and_keeps_nothing(case: Case) -> None:
-    pytest.importorskip(case.needs or "torch")
-    later = drawn(case, 80)[-40:]
-
-    def more(model: AutoVaruna, rank: int) -> tuple[list[float], list[float], int]:
-        new, known, before = [], [], 0
-        for number, (batch, sizes) in enumerate(later):
-            own = share_of(batch, sizes, rank)
-            new.append(seconds_of(model, case, own))
-            known.append(seconds_of(model, case, own))
-            if number == NUM_WARM:
-                gc.collect()
-                before = len(gc.get_objects())
-        gc.collect()
-        return new, known, len(gc.get_objects()) - before
-
-    *_, others = train_drawn(case, drawn(case, NUM_WARM), more=more)
-    new, known, grown = others[0]
-    assert statistics.median(new) < 1.5 * statistics.median(known), (new, known)
-    assert grown < 3000  # objects, of which a trace has 11,000
-
-
-def seconds_of(model: AutoVaruna, case: Case, batch: Batch) -> float:
-    """Returns the processor time of a step, of all ranks together: they are threads."""
-    start = time.process_time()
-    case.loss_of(model(*batch[0], **batch[1]), batch).backward()  # type: ignore[no-untyped-call]
-    return time.process_time() - start
 
 
 class Steps(nn.Module):

@@ -18,145 +18,87 @@ from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.reference import compare, plain_steps
 from tests.session.training import QUIET, pipeline, refuse, train, train_as_plain
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Any]
+Loss = Callable[[Any, Tensor, Tensor], Any]
+SUM, MICRO_BATCH = {"reduction": "sum"}, {"batch_statistics": "micro-batch"}
 
 
 class Model(nn.Module):
-    """Returns a loss of its own."""
+    """Returns a loss of itself, its scores and the labels; or, `whole`, of its inputs and the labels."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, whole: bool = False) -> None:
         super().__init__()
-        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)), loss
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
         self.weight = nn.Parameter(torch.tensor(0.3))
+        self.loss, self.whole = loss, whole
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.loss(self, self.layers(x), y)
+        return self.loss(self, x if self.whole else self.layers(x), y)
+
+    def losses(self, hidden: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers[2](torch.tanh(hidden)), y, reduction="none")
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(x), y, reduction="sum") / 10
+
+    def penalty(self) -> Tensor:
+        return self.layers[0].weight.square().mean() + self.layers[0].bias.sum()
 
 
-def case_of(loss: Loss) -> Case:
-    return Case(f"mean_{loss.__name__}", lambda: Model(loss), labelled)
+def case_of(name: str, loss: Loss, whole: bool = False) -> Case:
+    return Case(f"loss, {name}, {whole}", lambda: Model(loss, whole), labelled)
 
 
-def root(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    return s.square().mean().sqrt()
-
-
-def norm(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    return (s - 1.0).norm() / 10.0
-
-
-def overlap(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def overlap(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Divides one sum by another, as the Dice loss does."""
     p, t = s.softmax(1), F.one_hot(y, CLASSES).float()
     return 1.0 - 2.0 * (p * t).sum() / (p.square().sum() + t.sum())
 
 
-def balance(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def balance(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Multiplies two means, as losses of routers do."""
     p = s.softmax(1)
     return F.cross_entropy(s, y) + 0.1 * (p.mean(0) * p.mean(0)).sum()
 
 
-def spread(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(s, y) - s.std(0).mean()
+NO_MEANS: dict[str, Loss] = {
+    "root": lambda m, s, y: s.square().mean().sqrt(),
+    "norm": lambda m, s, y: (s - 1.0).norm() / 10.0,
+    "overlap": overlap,
+    "balance": balance,
+    "spread": lambda m, s, y: F.cross_entropy(s, y) - s.std(0).mean(),
+    "mean against another number": lambda m, s, y: F.cross_entropy(s, y) + F.mse_loss(s.mean(0), m.layers[2].bias),
+    "samples that scores pick": lambda m, s, y: F.cross_entropy(s, y, reduction="none")[s.amax(1) > 0].mean(),
+    "one sample": lambda m, s, y: F.cross_entropy(s, y) + s[0].square().sum(),
+    "greatest sample": lambda m, s, y: F.cross_entropy(s, y) + s.max(0)[0].mean(),
+    "five largest numbers": lambda m, s, y: s.flatten().topk(5)[0].mean(),
+    "directions": lambda m, s, y: F.cosine_similarity(s[:, 0], s[:, 1], dim=0),
+    "numbers": lambda m, s, y: s.masked_fill((y == 1)[:, None], float("nan")).nanmean(),
+    "weight by a mean": lambda m, s, y: torch.lerp(F.cross_entropy(s, y), s.square().mean(), s.mean().sigmoid()),
+    "product": lambda m, s, y: torch.addcmul(F.cross_entropy(s, y), s.square().mean(), s.abs().mean(), value=0.5),
+    "quotient": lambda m, s, y: torch.addcdiv(F.cross_entropy(s, y), m.weight, s.abs().mean()),
+    "switch": lambda m, s, y: torch.where((loss := F.cross_entropy(s, y)) > 1.7, loss, 0.5 * loss),
+    "share of right ones": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / ((s.argmax(1) == y).sum() + 1),
+    "unbiased": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / (y.shape[0] - 1),
+    "own labels": lambda m, s, y: F.cross_entropy(s, torch.where(s.detach().amax(1) > 0, y, -100)),
+}
 
 
-def moments(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Compares a mean with another number."""
-    return F.cross_entropy(s, y) + F.mse_loss(s.mean(0), self.layers[2].bias)
-
-
-def confident(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Averages over as many samples as the scores pick."""
-    return F.cross_entropy(s, y, reduction="none")[s.amax(1) > 0].mean()
-
-
-def first(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Adds a loss of one sample."""
-    return F.cross_entropy(s, y) + s[0].square().sum()
-
-
-def between(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Weighs two means by a third."""
-    return torch.lerp(F.cross_entropy(s, y), s.square().mean(), s.mean().sigmoid())
-
-
-def product(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    return torch.addcmul(F.cross_entropy(s, y), s.square().mean(), s.abs().mean(), value=0.5)
-
-
-def quotient(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    return torch.addcdiv(F.cross_entropy(s, y), self.weight, s.abs().mean())
-
-
-def switched(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Goes on from a mean only if it is large."""
-    loss = F.cross_entropy(s, y)
-    return torch.where(loss > 1.7, loss, 0.5 * loss)
-
-
-def share(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Divides by how many samples the model gets right."""
-    return F.cross_entropy(s, y, reduction="sum") / ((s.argmax(1) == y).sum() + 1)
-
-
-def unbiased(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(s, y, reduction="sum") / (y.shape[0] - 1)
-
-
-def own_labels(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Ignores the labels of samples of which the model is sure."""
-    return F.cross_entropy(s, torch.where(s.detach().amax(1) > 0, y, -100))
-
-
-def greatest(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Takes the greatest of all samples, which an operation returns beside its place."""
-    return F.cross_entropy(s, y) + s.max(0)[0].mean()
-
-
-def hardest(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Averages the five largest numbers, of whichever samples."""
-    return s.flatten().topk(5)[0].mean()
-
-
-def directions(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Compares two columns over all samples."""
-    return F.cosine_similarity(s[:, 0], s[:, 1], dim=0)
-
-
-def numbers(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
-    """Averages what is a number: of the samples of the second label nothing is."""
-    return s.masked_fill((y == 1)[:, None], float("nan")).nanmean()
-
-
-NO_MEANS = (
-    *(root, norm, overlap, balance, spread, moments, confident, first, greatest, hardest, directions, numbers),
-    *(between, product, quotient, switched, share, unbiased, own_labels),
-)
-
-
-@pytest.mark.parametrize("loss", NO_MEANS, ids=lambda loss: loss.__name__)
-def test_a_loss_that_is_no_mean_is_refused(loss: Loss) -> None:
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
     """The error names the line; with one micro-batch the numbers are those of plain PyTorch."""
-    case = case_of(loss)
-    batches = [case.batch(6, step) for step in range(2)]
-    refuse(
-        case.model(),
-        r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1",
-        batches[0][1],
-        error=InputError,
-    )
-    compare(train(case, pipeline(2, num_micro_batches=1), batches), plain_steps(case, batches))
+    case = case_of(name, NO_MEANS[name])
+    refuse(case, r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1", error=InputError)
+    train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
 
 
-def routed(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def routed(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Multiplies, for each expert, the share of tokens that it gets by its mean probability, as Switch does."""
     p = s.softmax(1)
     density = F.one_hot(p.argmax(1), CLASSES).float().mean(0)
     return F.cross_entropy(s, y) + 0.1 * CLASSES * (density * p.mean(0)).sum()
 
 
-def routed_to_two(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def routed_to_two(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Divides sums over the tokens by their number, as Mixtral does with a mask."""
     p = s.softmax(1)
     mask = torch.ones_like(p[:, :1])
@@ -165,7 +107,7 @@ def routed_to_two(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(s, y) + 0.1 * (tokens * ((p * mask).sum(0) / mask.sum())[None]).sum()
 
 
-def by_counts(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def by_counts(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Divides the product of two sums by the square of how many tokens there are."""
     p, n = s.softmax(1), s.shape[0]
     chosen = F.one_hot(p.argmax(1), CLASSES).sum(0)
@@ -181,53 +123,67 @@ class InParts(Model):
 
 
 @pytest.mark.parametrize("loss", (balance, routed, routed_to_two, by_counts), ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("num_samples", (6, 7))
-def test_a_load_balance_is_taken_of_micro_batches_where_that_is_asked_for(loss: Loss, num_samples: int) -> None:
-    """Its average is that over the micro-batches; with one of them the numbers are those of plain PyTorch."""
-    case, reference = case_of(loss), Case("in_parts", lambda: InParts(loss), labelled)
-    batches = [case.batch(num_samples, step) for step in range(2)]
-    refuse(case.model(), r"test_losses.py:\d+.*batch_statistics='micro-batch'", error=InputError)
-    settings = {"batch_statistics": "micro-batch"}
-    compare(train(case, pipeline(2, settings=settings), batches), plain_steps(reference, batches))
-    compare(train(case, pipeline(2, num_micro_batches=1, settings=settings), batches), plain_steps(case, batches))
+def test_a_load_balance_is_taken_of_micro_batches_where_that_is_asked_for(loss: Loss) -> None:
+    """Its average is that over the micro-batches, however long they are; one of them has plain PyTorch's numbers."""
+    case, reference = case_of(loss.__name__, loss), Case("in_parts", lambda: InParts(loss), labelled)
+    batches = [case.batch(size, step) for step, size in enumerate((7, 6))]
+    refuse(case, r"test_losses.py:\d+.*batch_statistics='micro-batch'", error=InputError)
+    compare(train(case, pipeline(2, settings=MICRO_BATCH), batches), plain_steps(reference, batches))
+    train_as_plain(case, pipeline(2, num_micro_batches=1, settings=MICRO_BATCH), 7, 7)
 
 
-def scaled(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def scaled(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Scales by parameters and constants, adds, picks, and turns into other types."""
     first, second = F.cross_entropy(s, y), torch.einsum("bc,bc->", s, s) / s.shape[0]
     both = torch.stack([first, second.double().float()])
-    return (both * torch.exp(-self.weight)).sum() + self.weight.square() - 0.1 * both[0]
+    return (both * torch.exp(-m.weight)).sum() + m.weight.square() - 0.1 * both[0]
 
 
-def by_sample(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def by_sample(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Takes roots and products of each sample's own numbers, before the mean."""
     p = s.softmax(1).gather(1, y[:, None]).squeeze(1)
     return (s.norm(dim=1) * (1.0 - p).pow(2) + s.square().mean(1).sqrt()).mean()
 
 
-def unlisted(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def unlisted(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Adds samples up, and averages them, with operations that have other names."""
     products = torch.tensordot(s, s, dims=([0, 1], [0, 1])) + torch.linalg.vecdot(s, s, dim=0).sum()
     return products / s.shape[0] + torch.var_mean(s, 0)[1].sum()
 
 
-def guarded(self: nn.Module, s: Tensor, y: Tensor) -> Tensor:
+def guarded(m: Any, s: Tensor, y: Tensor) -> Tensor:
     """Leaves out what is not finite, weighs by what is the same for all, and labels by what the model says."""
     first, second = F.cross_entropy(s, s.detach().argmax(1)), s.square().mean()
-    loss = torch.lerp(torch.addcmul(first, second, self.weight), second, 0.3)
+    loss = torch.lerp(torch.addcmul(first, second, m.weight), second, 0.3)
     return torch.where(loss.isfinite().all(), loss, torch.zeros_like(loss))
 
 
-@pytest.mark.parametrize("loss", (scaled, by_sample, unlisted, guarded), ids=lambda loss: loss.__name__)
-def test_a_mean_is_not(loss: Loss) -> None:
-    case = case_of(loss)
-    train_as_plain(case, pipeline(2), 7, 7)
+def masked(m: Any, s: Tensor, y: Tensor) -> Tensor:
+    kept = (y > 0).float()
+    return (F.cross_entropy(s, y, reduction="none") * kept).sum() / kept.sum().clamp(min=1.0)
+
+
+def by_number(m: Any, s: Tensor, y: Tensor) -> Tensor:
+    """Divides by the samples in several ways, and multiplies again."""
+    total = (s @ s.new_ones(CLASSES)).sum() / torch.scalar_tensor(y.shape[0])
+    return total + s.mean() * y.shape[0] / s.shape[0]
+
+
+MEANS = {each.__name__: each for each in (scaled, by_sample, unlisted, guarded, masked, by_number)} | {
+    "divided": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / y.shape[0],
+    "of features": lambda m, s, y: s.square().sum(1).mean() + F.cross_entropy(s, y),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_not(name: str) -> None:
+    train_as_plain(case_of(name, MEANS[name]), pipeline(2), 7, 7)
 
 
 def test_another_output_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """It is not trained on: the model goes on."""
 
-    def perplexity(self: nn.Module, s: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def perplexity(m: Any, s: Tensor, y: Tensor) -> dict[str, Tensor]:
         loss = F.cross_entropy(s, y)
         return {"loss": loss, "perplexity": loss.detach().exp()}
 
@@ -238,194 +194,114 @@ def test_another_output_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture
     assert sum("['perplexity'] is no mean over the samples" in each for each in caplog.messages) == 1
 
 
-class Whole(Model):
-    """Returns a loss that knows the model, and how many samples there are."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self, x, y)
-
-    @property
-    def first(self) -> Any:
-        return self.layers[0]
-
-    def losses(self, hidden: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.layers[2](torch.tanh(hidden)), y, reduction="none")
-
-    def added(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.layers(x), y, reduction="sum") / 10
-
-    def penalty(self) -> Tensor:
-        return self.first.weight.square().mean() + self.first.bias.sum()
-
-
-def by_name(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(scores, y, reduction="sum") / 100
-
-
-def by_hand(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return -0.01 * scores.log_softmax(1).gather(1, y[:, None]).sum()
-
-
-def of_several(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return torch.stack([by_name(self, scores, y), scores.square().sum(1).sum() / 100]).sum()
-
-
-def of_sequences(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    """Calls what torch.export cannot trace."""
-    steps, length = torch.stack([scores] * 3).log_softmax(2), torch.full((y.shape[0],), 3)
+def of_sequences(m: Any, s: Tensor, y: Tensor) -> Tensor:
+    steps, length = torch.stack([s] * 3).log_softmax(2), torch.full((y.shape[0],), 3)
     return F.ctc_loss(steps, y.clamp(min=1)[:, None], length, torch.ones_like(length), reduction="sum") / 10
 
 
-def times_samples(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(scores, y) * y.shape[0] / 100
-
-
-def times_length(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return 0.1 * y.shape[0] * scores.square().mean()
-
-
-def by_product(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return torch.einsum("bc,bc->", scores, scores) / 100
-
-
-@pytest.mark.parametrize(
-    "loss",
-    (by_name, by_hand, of_several, of_sequences, times_samples, times_length, by_product),
-    ids=lambda loss: loss.__name__,
-)
-def test_a_sum_is_added_up_or_refused(loss: Loss) -> None:
-    """With the setting that the error names, the numbers are those of the whole batch; with one micro-batch always."""
-    case = Case(f"sum_{loss.__name__}", lambda: Model(loss), labelled)
-    refuse(case.model(), r"is a sum over the samples.*reduction='sum'", error=InputError)
-    train_as_plain(case, pipeline(2, settings={"reduction": "sum"}), 6, 6)
-    train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
-
-
-def divided(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(scores, y, reduction="sum") / y.shape[0]
-
-
-def masked(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    kept = (y > 0).float()
-    return (F.cross_entropy(scores, y, reduction="none") * kept).sum() / kept.sum().clamp(min=1.0)
-
-
-def by_number(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    """Divides by the samples in several ways, and multiplies again."""
-    total = (scores @ scores.new_ones(CLASSES)).sum() / torch.scalar_tensor(y.shape[0])
-    return total + scores.mean() * y.shape[0] / scores.shape[0]
-
-
-def of_features(self: nn.Module, scores: Tensor, y: Tensor) -> Tensor:
-    return scores.square().sum(1).mean() + F.cross_entropy(scores, y)
-
-
-@pytest.mark.parametrize("loss", (divided, masked, by_number, of_features), ids=lambda loss: loss.__name__)
-def test_a_mean_is_no_sum(loss: Loss) -> None:
-    batch = labelled(6, 0)
-    AutoVaruna(Model(loss), num_micro_batches=2, **QUIET)(**batch[1]).backward()
-
-
-SUMS: dict[str, Callable[[Whole, Tensor, Tensor], Tensor]] = {
-    "a divided layer": lambda model, x, y: model.added(x / x.shape[0], y),
-    "a counted layer": lambda model, x, y: model.added(x * (y > 0).sum(), y),
-    "a penalty a sample": lambda model, x, y: model.added(x, y) + x.shape[0] * model.penalty(),
-    "a quotient": lambda model, x, y: model.added(x, y) / x.shape[0],
-    "divided losses": lambda model, x, y: (model.layers(x).square() / x.shape[0]).sum(),
-    "scaled losses": lambda model, x, y: (model.layers(x).square() * x.shape[0]).mean(),
-    "a product": lambda model, x, y: model.added(x, y) * x.shape[0] / 10,
-    "a count": lambda model, x, y: model.added(x, y) / (y > 0).sum(),
-    "labels left out": lambda model, x, y: F.cross_entropy(model.layers(x), y, ignore_index=0),
-}
-NO_SUMS: dict[str, Callable[[Whole, Tensor, Tensor], Tensor]] = {
-    "a penalty": lambda model, x, y: model.added(x, y) + model.penalty(),
-    "a weight": lambda model, x, y: model.added(x, y) + next(model.parameters()).sum(),
-    "a mean": lambda model, x, y: model.layers(x).square().mean(),
-    "a mean among sums": lambda model, x, y: model.added(x, y) + model.layers(x).square().mean(),
+SUMS: dict[str, Loss] = {
+    "by name": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / 100,
+    "by hand": lambda m, s, y: -0.01 * s.log_softmax(1).gather(1, y[:, None]).sum(),
+    "of several": lambda m, s, y: (
+        torch.stack([F.cross_entropy(s, y, reduction="sum"), s.square().sum(1).sum()]).sum() / 100
+    ),
+    "of sequences": of_sequences,
+    "times samples": lambda m, s, y: F.cross_entropy(s, y) * y.shape[0] / 100,
+    "times length": lambda m, s, y: 0.1 * y.shape[0] * s.square().mean(),
+    "by product": lambda m, s, y: torch.einsum("bc,bc->", s, s) / 100,
 }
 
 
 @pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_added_up_or_refused(name: str) -> None:
+    """With the setting that the error names, the numbers are those of the whole batch; with one micro-batch always."""
+    case = case_of(name, SUMS[name])
+    refuse(case, r"is a sum over the samples.*reduction='sum'", error=InputError)
+    train_as_plain(case, pipeline(2, settings=SUM), 6, 6)
+    train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
+
+
+ADDED: dict[str, Loss] = {
+    "a divided layer": lambda m, x, y: m.added(x / x.shape[0], y),
+    "a counted layer": lambda m, x, y: m.added(x * (y > 0).sum(), y),
+    "a penalty a sample": lambda m, x, y: m.added(x, y) + x.shape[0] * m.penalty(),
+    "a quotient": lambda m, x, y: m.added(x, y) / x.shape[0],
+    "divided losses": lambda m, x, y: (m.layers(x).square() / x.shape[0]).sum(),
+    "scaled losses": lambda m, x, y: (m.layers(x).square() * x.shape[0]).mean(),
+    "a product": lambda m, x, y: m.added(x, y) * x.shape[0] / 10,
+    "a count": lambda m, x, y: m.added(x, y) / (y > 0).sum(),
+    "labels left out": lambda m, x, y: F.cross_entropy(m.layers(x), y, ignore_index=0),
+}
+NO_SUMS: dict[str, Loss] = {
+    "a penalty": lambda m, x, y: m.added(x, y) + m.penalty(),
+    "a weight": lambda m, x, y: m.added(x, y) + next(m.parameters()).sum(),
+    "a mean": lambda m, x, y: m.layers(x).square().mean(),
+    "a mean among sums": lambda m, x, y: m.added(x, y) + m.layers(x).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
 def test_what_is_added_up_is_the_loss_of_the_whole_batch(name: str) -> None:
     """Micro-batches get its size, and what is counted in it, wherever that is what plain PyTorch computes with."""
-    case = Case(f"added_{name}", lambda: Whole(SUMS[name]), labelled)  # type: ignore[arg-type]
-    batches = [case.batch(size, step) for step, size in enumerate((7, 6))]
-    compare(train(case, pipeline(2, settings={"reduction": "sum"}), batches), plain_steps(case, batches))
+    train_as_plain(case_of(f"added {name}", ADDED[name], whole=True), pipeline(2, settings=SUM), 7, 6)
 
 
 @pytest.mark.parametrize("name", NO_SUMS)
 def test_what_is_no_sum_is_not_added_up(name: str) -> None:
-    model = Whole(NO_SUMS[name])  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"is no sum over the samples.*the setting reduction='mean'"):
-        AutoVaruna(model, num_micro_batches=2, reduction="sum", **QUIET)(**labelled(6, 0)[1])
-    AutoVaruna(model, num_micro_batches=1, reduction="sum", **QUIET)(**labelled(6, 0)[1])
+    model = Model(NO_SUMS[name], whole=True)
+    refuse(model, r"is no sum over the samples.*the setting reduction='mean'", error=InputError, **SUM)
+    AutoVaruna(model, num_micro_batches=1, **SUM, **QUIET)(**labelled(6, 0)[1])
 
 
-SIZE = 7
-LOSSES: dict[str, Loss] = {
-    "a divided layer": lambda model, x, y: model.losses(model.first(x) / x.shape[0], y).mean(),
-    "a root": lambda model, x, y: model.losses(model.first(x) / x.size(0) ** 0.5, y).sum() / x.size(0),
-    "a power": lambda model, x, y: model.losses(model.first(x).sigmoid() ** x.size(0), y).mean(),
-    "a tensor": lambda model, x, y: model.losses(model.first(x) * torch.full((), x.size(0)) / 9, y).mean(),
-    "a divided weight": lambda model, x, y: model.losses(F.linear(x, model.first.weight / x.shape[0]), y).mean(),
-    "a divided penalty": lambda model, x, y: model.losses(model.first(x), y).mean() + model.penalty() / x.shape[0],
-    "a scaled penalty": lambda model, x, y: (
-        model.losses(model.first(x), y).sum() / x.shape[0] + model.penalty() * x.shape[0]
-    ),
-    "divided losses": lambda model, x, y: (model.losses(model.first(x), y) / x.shape[0]).sum(),
-    "shares": lambda model, x, y: (
-        model.losses(model.first(x), y) * (x[:, 0].exp() / x[:, 0].exp().sum()) / 2 + model.layers[2](x)[:, 0] / y.sum()
+OF_SIZE: dict[str, Loss] = {
+    "a divided layer": lambda m, x, y: m.losses(m.layers[0](x) / x.shape[0], y).mean(),
+    "a root": lambda m, x, y: m.losses(m.layers[0](x) / x.size(0) ** 0.5, y).sum() / x.size(0),
+    "a power": lambda m, x, y: m.losses(m.layers[0](x).sigmoid() ** x.size(0), y).mean(),
+    "a tensor": lambda m, x, y: m.losses(m.layers[0](x) * torch.full((), x.size(0)) / 9, y).mean(),
+    "a divided weight": lambda m, x, y: m.losses(F.linear(x, m.layers[0].weight / x.shape[0]), y).mean(),
+    "a divided penalty": lambda m, x, y: m.losses(m.layers[0](x), y).mean() + m.penalty() / x.shape[0],
+    "a scaled penalty": lambda m, x, y: m.losses(m.layers[0](x), y).sum() / x.shape[0] + m.penalty() * x.shape[0],
+    "divided losses": lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).sum(),
+    "shares": lambda m, x, y: (
+        m.losses(m.layers[0](x), y) * (x[:, 0].exp() / x[:, 0].exp().sum()) / 2 + m.layers[2](x)[:, 0] / y.sum()
     ).sum(),
-    "a mean of shares": lambda model, x, y: (
-        model.losses(model.first(x), y) * (x[:, 0].exp() / x[:, 0].exp().sum())
-    ).mean(),
-    "places": lambda model, x, y: F.log_softmax(model.layers[2](model.first(x)), 1)[torch.arange(x.shape[0]), y].mean(),
+    "a mean of shares": lambda m, x, y: (m.losses(m.layers[0](x), y) * (x[:, 0].exp() / x[:, 0].exp().sum())).mean(),
+    "places": lambda m, x, y: F.log_softmax(m.layers[2](m.layers[0](x)), 1)[torch.arange(x.shape[0]), y].mean(),
 }
 if torch.__version__ < "2.12":  # its torch.export fixes a batch size that is an exponent, which is refused
-    del LOSSES["a power"]
+    del OF_SIZE["a power"]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OF_SIZE)
 def test_the_size_is_that_of_the_whole_batch(name: str) -> None:
-    case = Case(name.replace(" ", "_"), lambda: Whole(LOSSES[name]), labelled)
-    train_as_plain(case, pipeline(2), SIZE, SIZE - 1)
+    train_as_plain(case_of(f"of size {name}", OF_SIZE[name], whole=True), pipeline(2), 7, 6)
 
 
-def clamped(model: Whole, x: Tensor, y: Tensor) -> Tensor:
-    return model.losses(model.first(x).clamp(max=x.shape[0] / 2), y).mean()
+NO_NUMBER: list[tuple[str, Loss]] = [
+    (
+        "size of the batch is a number that clamp computes with",
+        lambda m, x, y: m.losses(m.layers[0](x).clamp(max=x.shape[0] / 2), y).mean(),
+    ),
+    ("no mean over its samples: mean", lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).mean()),
+    (
+        "no mean over its samples: square",
+        lambda m, x, y: (m.losses(m.layers[0](x), y).sum() + m.penalty()) / x.shape[0],
+    ),
+    (
+        "counts the samples, is computed with in mul",
+        lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
+    ),
+    (
+        "counts the samples, is computed with in add",
+        lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
+    ),
+    (
+        "counts the samples, is computed with in index",
+        lambda m, x, y: m.losses(m.layers[0](x) + m.layers[0].weight.repeat(9, 1)[torch.arange(x.shape[0])], y).mean(),
+    ),
+]
 
 
-def doubly_averaged(model: Whole, x: Tensor, y: Tensor) -> Tensor:
-    return (model.losses(model.first(x), y) / x.shape[0]).mean()
-
-
-def with_a_penalty(model: Whole, x: Tensor, y: Tensor) -> Tensor:
-    return (model.losses(model.first(x), y).sum() + model.penalty()) / x.shape[0]
-
-
-def numbered(model: Whole, x: Tensor, y: Tensor) -> Tensor:
-    return model.losses(model.first(x) * torch.arange(x.shape[0])[:, None], y).mean()
-
-
-def cumulated(model: Whole, x: Tensor, y: Tensor) -> Tensor:
-    return model.losses(model.first(x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean()
-
-
-def looked_up(model: Whole, x: Tensor, y: Tensor) -> Tensor:
-    table = model.first.weight.repeat(9, 1)
-    return model.losses(model.first(x) + table[torch.arange(x.shape[0])], y).mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (clamped, "size of the batch is a number that clamp computes with"),
-        (doubly_averaged, "no mean over its samples: mean"),
-        (with_a_penalty, "no mean over its samples: square"),
-        (numbered, "counts the samples, is computed with in mul"),
-        (cumulated, "counts the samples, is computed with in add"),
-        (looked_up, "counts the samples, is computed with in index"),
-    ],
-)
-def test_what_has_no_such_number_is_refused(loss: Loss, words: str) -> None:
-    refuse(Whole(loss), rf"{words}.* at .*test_losses", error=AutoVarunaError)
+@pytest.mark.parametrize(("words", "loss"), NO_NUMBER, ids=[words for words, _ in NO_NUMBER])
+def test_what_has_no_such_number_is_refused(words: str, loss: Loss) -> None:
+    refuse(Model(loss, whole=True), rf"{words}.* at .*test_losses", error=AutoVarunaError)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from functools import partial
-from itertools import count
 from typing import Any
 
 import pytest
@@ -14,13 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, TraceError
-from autovaruna.graph.call import InputSpec
-from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.step_runner import given_whole
-from autovaruna.runtime.transport.base import Part
-from autovaruna.runtime.world import Message, World
 from tests.catalogue import Batch, Case
-from tests.ranks import run_ranks
 from tests.reference import Record, compare, gradients_of, plain_steps, sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, train, train_as_plain
 
@@ -101,7 +92,6 @@ def test_a_branch_for_one_sample_is_taken_where_the_batch_has_one(sizes: tuple[i
 
 
 def model(is_synchronised: bool = False) -> nn.Module:
-    """Makes a model with a normalisation."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
@@ -112,7 +102,6 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def output(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
-    """Calls the model."""
     return wrapped(X).detach()  # type: ignore[no-any-return]
 
 
@@ -175,7 +164,6 @@ def graph(rank: int) -> Graph:
 
 
 def union(one: Graph, other: Graph) -> Graph:
-    """Returns two graphs as one."""
     edges = torch.cat([one[1], other[1] + NODES], 1)
     return torch.cat([one[0], other[0]]), edges, torch.cat([one[2], other[2]])
 
@@ -212,93 +200,3 @@ def test_edges_that_name_samples_of_other_micro_batches_are_named() -> None:
         model(x[:4], edges, y[:4])
     said = "".join(getattr(caught.value, "__notes__", ["all of edges (2, 9) int64"]))
     assert "all of edges (2, 9) int64" in said
-
-
-def test_a_micro_batch_that_is_all_that_a_rank_passes_has_no_inputs_of_others() -> None:
-    edges = InputSpec("edges", (2, EDGES), torch.long, is_batch=False, needs_gradient=False)
-    parts = {index: MicroBatch(index, index % 2, 0, NODES, 0.5) for index in range(2)}
-    assert not given_whole([edges], parts[0], GlobalBatch(parts, ((0,), (1,))))
-    halves = {index: MicroBatch(index, 0, index * 2, 2, 0.5) for index in range(2)}
-    assert "num_micro_batches=1" in given_whole([edges], halves[0], GlobalBatch(halves, ((0,),)))
-
-
-class Net(nn.Module):
-    """Returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.layers(x), y)
-
-
-def num_calls(num_micro_batches: int) -> int:
-    """Returns how many functions, of Python and of C, the third step calls."""
-    torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    settings = {"num_micro_batches": num_micro_batches, "max_micro_batches": num_micro_batches}
-    model = AutoVaruna(net, optimizer, num_stages=1, profile_iterations=1, **settings, **QUIET)
-    x, y = torch.randn(num_micro_batches, 4), torch.randn(num_micro_batches, 1)
-    counter = count()
-
-    def step() -> None:
-        model(x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
-            next(counter)
-
-    step()
-    step()
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return next(counter)
-
-
-def test_a_step_calls_as_many_functions_for_each_micro_batch() -> None:
-    few, many = num_calls(50), num_calls(1000)
-    assert many / 1000 <= 1.2 * few / 50
-
-
-class Stuck(Part):
-    """Has no room to leave."""
-
-    needs_calls = True
-
-    def is_done(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("num_waiting", [100_000])
-def test_a_glance_takes_no_longer_the_more_messages_wait(num_waiting: int) -> None:
-    """All were copied into a list at every instruction: the time of a step grew with the square."""
-
-    def run(world: World) -> tuple[float, float]:
-        def seconds() -> float:
-            tries = []
-            for _ in range(20):
-                begin = time.thread_time()
-                world.glance()
-                tries.append(time.thread_time() - begin)
-            return min(tries)
-
-        def wait_for(number: int) -> None:
-            for _ in range(number):
-                Message(world, [Stuck()], ("sent", 0, 0, 0), 1)
-
-        wait_for(10)
-        few = seconds()
-        wait_for(num_waiting)
-        many = seconds()
-        world.lagging.clear()
-        return few, many
-
-    ((few, many),) = run_ranks(1, run)
-    assert many <= 10 * few + 50e-6

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.structure import Answer
-from tests.reference import Record, bit_equal, compare, gradients_of, part, plain_steps, sgd
+from tests.products import diagonal
+from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
 from tests.session.training import Setup, held, merge, on_ranks, pipeline, share_of, train, train_rank
 
 Backward = Callable[[Any, int], None]
@@ -38,7 +39,6 @@ def gradients(case: Case, batches: list[Batch], backward: Backward, setup: Setup
 
 
 def plain(model: nn.Module, batches: list[Batch], backward: Backward) -> dict[str, Tensor]:
-    """Returns the same of plain PyTorch."""
     for step, batch in enumerate(batches):
         backward(model(*batch[0], **batch[1]), step)
     return gradients_of(model)
@@ -57,8 +57,7 @@ def test_backward_from_a_given_gradient(setup: str) -> None:
     hold(CASES["returned_scores"], lambda output, step: output.backward(given), SETUPS[setup])
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("name", ["two_losses", "outputs_tuple"])
+@pytest.mark.parametrize(("name", "setup"), diagonal(["two_losses", "outputs_tuple"], SETUPS))
 def test_each_backward_may_start_from_other_outputs(name: str, setup: str) -> None:
     def backward(output: Any, step: int) -> None:
         wanted = [(0,), (1,), (0, 1), (0,)][step]
@@ -139,8 +138,7 @@ def test_a_loss_may_be_asked_for_by_mode() -> None:
     compare(Record(gradients=[found]), Record(gradients=[plain(case.model(), batches, backward)]))
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("is_loss", [True, False])
+@pytest.mark.parametrize(("is_loss", "setup"), diagonal([True, False], SETUPS))
 def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
     case = CASES["shared_input" if is_loss else "returned_scores"]
     batch = case.batch(7, 0)
@@ -182,8 +180,7 @@ def count_tokens(batch: dict[str, Any]) -> float:
     return float((batch["y"] != -1).sum())
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "setup"), diagonal(["mean", "sum"], SETUPS))
 def test_a_loss_over_tokens_is_that_of_the_whole_batch(setup: str, reduction: str) -> None:
     case = Case("tokens", lambda: Tokens(reduction), lambda size, seed: padded(seed))
     weight = {"micro_batch_weight": count_tokens} if reduction == "mean" else {"reduction": "sum"}
@@ -196,17 +193,6 @@ def test_a_loss_over_tokens_is_that_of_the_whole_batch(setup: str, reduction: st
     expected = plain_steps(case, batches, make)
     found = train(replace(case, name=f"tokens_{reduction}_{setup}"), given, batches, make)
     compare(found, expected)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "dropout"])
-def test_shapes_change_from_call_to_call(name: str) -> None:
-    if name == "gpt2":
-        pytest.importorskip("transformers")
-    case = CASES[name]
-    batches = [case.batch(7, 0), case.batch(5, 1), case.batch(3, 2), case.batch(7, 3)]
-    if name == "gpt2":
-        batches[2:2] = [((), {key: value[:, :6] for key, value in case.batch(4, 4)[1].items()})]
-    bit_equal(train(case, pipeline(2), batches), train(case, Setup(), batches))
 
 
 def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
@@ -235,45 +221,6 @@ def test_the_callers_generator_is_untouched() -> None:
             assert torch.equal(before, torch.get_rng_state())
 
     on_ranks(Setup(((0,), (0,)), recompute=True), case.model(), run)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_calls_without_gradients(mode: Any) -> None:
-    case, batch = CASES["conv_net_batch_norm"], CASES["conv_net_batch_norm"].batch(6, 0)
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
-        model.eval()
-        with mode():
-            before = model(**batch[1])
-        assert not before.requires_grad
-        model.train()
-        record = train_rank(case, model, optimizer, [batch])
-        model.eval()
-        with mode():
-            return replace(record, losses=[before, *record.losses, model(**batch[1])])
-
-    bit_equal(merge(on_ranks(pipeline(3), case.model(), run)), merge(on_ranks(Setup(), case.model(), run)))
-
-
-def test_bags_of_embeddings_evaluate() -> None:
-    """Where bags begin counts the samples, but what is in them does not follow from it."""
-
-    class Bags(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag, self.last = nn.EmbeddingBag(9, 4), nn.Linear(4, 3)
-
-        def forward(self, words: Tensor) -> Tensor:
-            return self.last(self.bag(words))  # type: ignore[no-any-return]
-
-    model, words = Bags(), torch.arange(21).view(7, 3) % 9
-
-    def run(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
-        with torch.no_grad():
-            return wrapped(words)  # type: ignore[no-any-return]
-
-    for found in on_ranks(pipeline(2), model, run):
-        torch.testing.assert_close(found, model(words))
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -306,8 +253,11 @@ def test_parameters_may_be_frozen_and_set_free_between_calls() -> None:
     assert len(got.gradients[0]) == len(list(case.model().parameters()))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "varuna", "gpipe"])
-@pytest.mark.parametrize("ranks", [((0,), (1,), (2,)), ((0,), (0,), (1,))], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "schedule"),
+    diagonal([((0,), (1,), (2,)), ((0,), (0,), (1,))], ["1f1b", "varuna", "gpipe", "1f1b"]),
+    ids=str,
+)
 def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> None:
     """Gradients then go back where none did when the order of instructions was chosen."""
     case, setup = CASES["skip"], Setup(ranks, 5, schedule=schedule)
@@ -339,9 +289,10 @@ class Branching(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("order", ["fttft", "tfftf"])
-@pytest.mark.parametrize("setup", [pipeline(2), pipeline(3), Setup(((0, 1), (2,)))], ids=str)
-def test_layers_that_some_calls_do_not_use_are_the_same_everywhere(setup: Setup, order: str) -> None:
+@pytest.mark.parametrize(
+    ("order", "setup"), [("fttft", pipeline(2)), ("tfftf", pipeline(3)), ("tfftf", Setup(((0, 1), (2,))))], ids=str
+)
+def test_layers_that_some_calls_do_not_use_are_the_same_everywhere(order: str, setup: Setup) -> None:
     """Each rank that holds such a layer, or holds one at a stage that this call does not need, gets its gradient."""
     case = Case("branching", Branching, lambda size, seed: ((torch.randn(size, 4), order[seed] == "t"), {}))
     torch.manual_seed(3)
@@ -409,7 +360,3 @@ def test_one_process_returns_the_models_own_objects() -> None:
 
     model = Same()
     assert AutoVaruna(model)(torch.ones(2, 3)) is model.last
-
-
-def test_a_batch_part_is_a_batch() -> None:
-    assert part(padded(0), 0, 2)[1]["x"].shape == (2, 8)

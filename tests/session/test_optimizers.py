@@ -1,4 +1,7 @@
-"""Optimizers and clipping of a model that is split give plain PyTorch's weights, or say that they cannot."""
+"""Optimizers and clipping of a model that is split, or whose replicas share the optimizer's state.
+
+Weights are those of plain PyTorch, shared state changes no bit, and what cannot be so is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,32 +18,48 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import InputError, RankError
-from tests.catalogue import CASES
+from tests.catalogue import CASES, Case
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
-from tests.reference import MakeOptimizer, Record, adamw, compare, gradients_of
-from tests.session.training import Setup, on_ranks, pipeline
+from tests.reference import MakeOptimizer, Record, adamw, bit_equal, compare, gradients_of, plain_steps, sgd
+from tests.session.test_precision import Way, train_in
+from tests.session.training import Setup, held, merge, on_ranks, pipeline, token_of, train_rank, with_state
 
-CASE = CASES["conv_net_batch_norm"].without_dropout()
+IMAGES, CHAIN = CASES["conv_net_batch_norm"].without_dropout(), CASES["chain"].without_dropout()
 DECLARED = {"optimizer_bytes_factor": 4.0}
 TWO = pipeline(2, num_micro_batches=1, settings=DECLARED)
 REPLICAS = Setup(((0, 1),), num_micro_batches=1, settings=DECLARED)
-TOKEN = (CASE.name, CASE.has_dropout)
+SHARED = Setup(((0, 1),), settings={**DECLARED, "shard_optimizer": True})
+GRIDS = {
+    "2 replicas": SHARED,
+    "4 replicas": replace(SHARED, stage_ranks=((0, 1, 2, 3),), num_micro_batches=4),
+    "2x2": replace(SHARED, stage_ranks=((0, 1), (2, 3)), num_micro_batches=4),
+    "unequal": replace(SHARED, stage_ranks=((0,), (1, 2, 3)), num_micro_batches=6),
+    "in another order": replace(SHARED, stage_ranks=((1, 0), (0, 1)), num_micro_batches=4),
+    "one of them": replace(SHARED, stage_ranks=((0,), (1,))),
+}
 
 
-def loss_of(model: Any, seed: int) -> Tensor:
-    """Returns the loss of a batch."""
-    batch = CASE.batch(7, seed)
-    loss: Tensor = CASE.loss_of(model(*batch[0], **batch[1]), batch)
-    return loss
+def loss_of(model: Any, seed: int = 0, case: Case = CHAIN) -> Tensor:
+    args, kwargs = case.batch(6, seed)
+    return case.loss_of(model(*args, **kwargs), (args, kwargs))
 
 
-def steps(model: Any, optimizer: Any, with_closure: bool = False) -> Record:
-    """Makes three steps; returns the weights."""
+def backward(model: Any, seed: int = 0) -> None:
+    loss_of(model, seed).backward()  # type: ignore[no-untyped-call]
+
+
+def step(model: Any, optimizer: Any, seed: int = 0) -> None:
+    backward(model, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps(model: Any, optimizer: Any, with_closure: bool = False) -> None:
     for seed in range(3):
 
         def closure(seed: int = seed) -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(model, seed)
+            loss = loss_of(model, seed, IMAGES)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
@@ -47,39 +68,27 @@ def steps(model: Any, optimizer: Any, with_closure: bool = False) -> Record:
         else:
             closure()
             optimizer.step()
-    return Record(weights={name: each.clone() for name, each in model.state_dict().items()})
 
 
-def hold(story: Callable[[Any, Any], Record], make: MakeOptimizer, setup: Setup = TWO) -> None:
+Story = Callable[[Any, Any], Any]
+
+
+def hold(story: Story, make: MakeOptimizer, setup: Setup = TWO, case: Case = IMAGES) -> None:
     """Asserts that a story ends in the weights of plain PyTorch, on every rank."""
-    plain = CASE.model()
-    expected = story(plain, make(plain.parameters()))
-    for found in on_ranks(setup, CASE.model(), lambda model, optimizer, _: story(model, optimizer), make, TOKEN):
+
+    def run(model: Any, optimizer: Any, rank: int = 0) -> Record:
+        story(model, optimizer)
+        return Record(weights={name: each.clone() for name, each in model.state_dict().items()})
+
+    plain = case.model()
+    expected = run(plain, make(plain.parameters()))
+    for found in on_ranks(setup, case.model(), run, make, token_of(case)):
         compare(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", SEPARATE)
 def test_what_updates_each_parameter_by_itself_is_as_in_plain_pytorch(name: str) -> None:
     hold(steps, SEPARATE[name])
-
-
-@pytest.mark.parametrize("name", JOINT)
-def test_what_joins_parameters_is_refused(name: str) -> None:
-    """Once, such an optimizer joined what one rank held, without a word."""
-
-    def run(model: Any, optimizer: Any, rank: int) -> None:
-        with pytest.raises(InputError, match=r"joins numbers of several parameters in its steps.*num_replicas=2"):
-            loss_of(model, 0)
-
-    on_ranks(TWO, CASE.model(), run, JOINT[name], TOKEN)
-
-
-def test_noise_is_refused() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> None:
-        with pytest.raises(InputError, match="Langevin draws random numbers in its steps"):
-            loss_of(model, 0)
-
-    on_ranks(TWO, CASE.model(), run, Langevin, TOKEN)
 
 
 @pytest.mark.parametrize("name", ["sam", "prodigy"])
@@ -93,48 +102,7 @@ def test_what_cannot_be_tried_steps_over_stand_ins(caplog: pytest.LogCaptureFixt
     assert "cannot try out whether Unknown updates each parameter by itself" in caplog.text
 
 
-def test_what_cannot_be_tried_and_joins_raises() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> None:
-        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
-        with pytest.raises(InputError, match=rf"Rank {rank} does not hold"):
-            optimizer.step()
-
-    on_ranks(TWO, CASE.model(), run, lambda parameters: Unknown(parameters, does_join=True), TOKEN)
-
-
-def test_the_call_that_splits_may_come_from_a_step() -> None:
-    hold(lambda model, optimizer: steps(model, optimizer, with_closure=True), adamw)
-
-
-def listed(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Makes an optimizer that remembers the script's own list of parameters."""
-    every = list(parameters)
-    optimizer = adamw(every)
-    optimizer.script = every  # type: ignore[attr-defined]
-    return optimizer
-
-
-def both_lists(optimizer: Any) -> list[list[Any]]:
-    """Returns what a script may go over: the optimizer's groups, and a list that is older than the split."""
-    return [[each for group in optimizer.param_groups for each in group["params"]], optimizer.script]
-
-
-def test_lists_of_parameters_show_what_is_elsewhere() -> None:
-    """Once, groups and older lists held this rank's parameters, or old ones: a sum over them was that of one rank."""
-
-    def run(model: Any, optimizer: Any, rank: int) -> int:
-        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
-        for parameters in both_lists(optimizer):
-            assert list(map(id, parameters)) == list(map(id, model.parameters()))
-            for total in (lambda each: each.grad.norm() ** 2, lambda each: each.detach().square().sum()):
-                with pytest.raises(InputError, match=rf"Rank {rank} does not hold"):
-                    float(sum(map(total, parameters)))
-        return sum(each.is_meta for each in model.parameters())
-
-    assert all(on_ranks(TWO, CASE.model(), run, listed, TOKEN))
-
-
-def edits(model: Any, optimizer: Any) -> Record:
+def by_hand(model: Any, optimizer: Any) -> None:
     """Goes over the groups by hand between steps, with hooks, a schedule, a new group and a state that is loaded."""
     held_back = optimizer.param_groups[0]["params"].pop()
     seen = []
@@ -142,7 +110,7 @@ def edits(model: Any, optimizer: Any) -> Record:
         lambda own, *_: seen.append(sum(len(group["params"]) for group in own.param_groups))
     )
     for seed in range(4):
-        loss_of(model, seed).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, seed, IMAGES).backward()  # type: ignore[no-untyped-call]
         if seed == 1:
             optimizer.add_param_group({"params": [held_back], "lr": 0.02})
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -156,51 +124,66 @@ def edits(model: Any, optimizer: Any) -> Record:
         if seed == 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert seen == [9, 10, 10, 10] and [group["lr"] for group in optimizer.param_groups] == [1e-3 / 8, 0.02 / 8]
-    return Record(weights={name: each.clone() for name, each in model.state_dict().items()})
 
 
-def test_work_on_the_groups_is_as_in_plain_pytorch() -> None:
-    hold(edits, adamw)
+def made_later(make: MakeOptimizer) -> Story:
+    """Returns steps of an optimizer that is made after the split; once, those that joined lists of tensors raised."""
+    return lambda model, optimizer: (steps(model, optimizer), steps(model, make(model.parameters())))
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adafactor, lambda each: torch.optim.ASGD(each, lr=0.1, foreach=True)])
-def test_an_optimizer_that_is_made_after_the_split_steps(make: MakeOptimizer) -> None:
-    """Once, those whose steps joined lists of tensors raised."""
-
-    def story(model: Any, optimizer: Any) -> Record:
-        steps(model, optimizer)
-        return steps(model, make(model.parameters()))
-
-    hold(story, adamw)
-
-
-def test_an_optimizer_that_is_made_after_the_split_and_joins_is_refused() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> None:
-        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
-        with pytest.raises(InputError, match="joins numbers of several parameters"):
-            JOINT["prodigy"](model.parameters()).step()
-
-    on_ranks(TWO, CASE.model(), run, adamw, TOKEN)
+def saved_later(model: Any, optimizer: Any) -> None:
+    """Saves and loads an optimizer that is made after the split."""
+    steps(model, optimizer)
+    second = adamw(model.parameters())
+    steps(model, second)
+    saved = copy.deepcopy((model.state_dict(), second.state_dict()))
+    assert len(pickle.loads(pickle.dumps(saved[1]))["state"]) == len(list(model.parameters()))
+    steps(model, second)
+    model.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    steps(model, second)
 
 
-def test_the_state_of_an_optimizer_that_is_made_after_the_split_is_whole() -> None:
-    def story(model: Any, optimizer: Any) -> Record:
-        steps(model, optimizer)
-        second = adamw(model.parameters())
-        steps(model, second)
-        saved = copy.deepcopy((model.state_dict(), second.state_dict()))
-        assert len(pickle.loads(pickle.dumps(saved[1]))["state"]) == len(list(model.parameters()))
-        steps(model, second)
-        model.load_state_dict(saved[0])
-        second.load_state_dict(saved[1])
-        return steps(model, second)
+STORIES: dict[str, Story] = {
+    "the call that splits comes from a step": lambda model, optimizer: steps(model, optimizer, with_closure=True),
+    "by hand": by_hand,
+    "adafactor made later": made_later(torch.optim.Adafactor),
+    "for each made later": made_later(lambda each: torch.optim.ASGD(each, lr=0.1, foreach=True)),
+    "saved later": saved_later,
+}
 
-    hold(story, adamw)
+
+@pytest.mark.parametrize("story", STORIES)
+def test_other_steps_are_as_in_plain_pytorch(story: str) -> None:
+    hold(STORIES[story], adamw)
+
+
+def listed(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes an optimizer that remembers the script's own list of parameters."""
+    every = list(parameters)
+    optimizer = adamw(every)
+    optimizer.script = every  # type: ignore[attr-defined]
+    return optimizer
+
+
+def test_lists_of_parameters_show_what_is_elsewhere() -> None:
+    """Once, groups and older lists held this rank's parameters, or old ones: a sum over them was that of one rank."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> int:
+        backward(model)
+        for parameters in ([each for group in optimizer.param_groups for each in group["params"]], optimizer.script):
+            assert list(map(id, parameters)) == list(map(id, model.parameters()))
+            for total in (lambda each: each.grad.norm() ** 2, lambda each: each.detach().square().sum()):
+                with pytest.raises(InputError, match=rf"Rank {rank} does not hold"):
+                    float(sum(map(total, parameters)))
+        return sum(each.is_meta for each in model.parameters())
+
+    assert all(on_ranks(TWO, CHAIN.model(), run, listed, token_of(CHAIN)))
 
 
 def test_a_step_that_fails_leaves_the_groups_whole() -> None:
     def run(model: Any, optimizer: Any, rank: int) -> None:
-        steps(model, optimizer)
+        step(model, optimizer)
         optimizer.param_groups[0]["betas"] = None
         for each in model.parameters():
             each.grad = torch.zeros_like(each)
@@ -208,17 +191,87 @@ def test_a_step_that_fails_leaves_the_groups_whole() -> None:
             optimizer.step()
         assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
-    on_ranks(TWO, CASE.model(), run, adamw, TOKEN)
+    on_ranks(TWO, CHAIN.model(), run, adamw, token_of(CHAIN))
 
 
-CHAIN = CASES["chain"].without_dropout()
-SETUPS = {
+def step_of_prodigy(model: Any, optimizer: Any) -> None:
+    JOINT["prodigy"](model.parameters()).step()
+
+
+def infinite(model: Any, optimizer: Any) -> None:
+    next(iter(model.parameters())).grad.fill_(torch.inf)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def other_norms(model: Any, optimizer: Any) -> None:
+    """Is noticed at the next norm, for clipping itself asks nobody."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0 + model.world.rank)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+Refusal = tuple[Setup, MakeOptimizer, type[Exception], str, Story | None]
+SHARING = "shard_optimizer is true, and"
+REFUSED: dict[str, Refusal] = {
+    **{
+        name: (TWO, JOINT[name], InputError, "joins numbers of several parameters in its steps.*num_replicas=2", None)
+        for name in JOINT  # once, such an optimizer joined what one rank held, without a word
+    },
+    "noise": (TWO, Langevin, InputError, "Langevin draws random numbers in its steps", None),
+    "shared noise": (SHARED, Langevin, InputError, f"{SHARING} Langevin draws random numbers", None),
+    "shared lamb": (SHARED, JOINT["lamb_that_clips"], InputError, f"{SHARING} Lamb joins numbers", None),
+    "shared lbfgs": (SHARED, JOINT["lbfgs"], InputError, f"{SHARING} LBFGS joins.*shard_optimizer=False", None),
+    "shared unknown": (SHARED, Unknown, InputError, f"{SHARING} Unknown cannot be tried out", None),
+    "joint made later": (TWO, adamw, InputError, "joins numbers of several parameters", step_of_prodigy),
+    "shared made later": (SHARED, adamw, InputError, "Prodigy joins numbers", step_of_prodigy),
+    "joint that cannot be tried": (
+        *(TWO, lambda parameters: Unknown(parameters, does_join=True), InputError, r"Rank \d does not hold"),
+        lambda model, optimizer: optimizer.step(),
+    ),
+    "norm of infinity": (TWO, adamw, RuntimeError, "non-finite", infinite),
+    "norm of a part": (
+        *(TWO, adamw, RankError, r"got a list on rank 0 without that of .*which another rank has"),
+        lambda model, _: nn.utils.clip_grad_norm_([each for each in model.parameters() if not each.is_meta], 1.0),
+    ),
+    "norm of what is computed": (
+        *(TWO, adamw, InputError, r"Rank \d does not hold"),
+        lambda model, _: float(nn.utils.get_total_norm([each.grad * 2 for each in model.parameters()])),
+    ),
+    "other norms": (TWO, adamw, RankError, "max_norm of the last clipping is 1 on rank 0, 2 on rank 1", other_norms),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
+    """At the first call, or by what comes after its backward."""
+    setup, make, error, words, act = REFUSED[name]
+
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        if act is not None:
+            backward(model)
+        with pytest.raises(error, match=words):
+            loss_of(model) if act is None else act(model, optimizer)
+
+    on_ranks(setup, CHAIN.model(), run, make, token_of(CHAIN))
+
+
+def test_a_rank_that_does_not_step_is_told_of() -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        backward(model)
+        if rank == 0:
+            optimizer.step()
+        backward(model)
+
+    with pytest.raises(RankError, match=r"rank 0 waits for a sum or a copy among ranks \(0, 1\)"):
+        on_ranks(SHARED, CHAIN.model(), run, adamw, token_of(CHAIN))
+
+
+CLIPPED = {
     "two": pipeline(2, num_micro_batches=1),
     "idle_rank": Setup(((0,), (1,)), num_ranks=3, num_micro_batches=1),
     "shared_state": Setup(((0, 1), (1, 2)), num_micro_batches=1, settings={"shard_optimizer": True}),
 }
 LISTS: dict[str, Callable[[Any, Any], list[Any]]] = {
-    "parameters": lambda model, optimizer: model.parameters(),
+    "parameters": lambda model, optimizer: list(model.parameters()),
     "groups": lambda model, optimizer: [each for group in optimizer.param_groups for each in group["params"]],
     "some": lambda model, optimizer: list(model.parameters())[1:-1],
 }
@@ -236,84 +289,251 @@ def clip_by_value(parameters: list[Any]) -> Any:
 
 
 def total_norm(parameters: list[Any]) -> Any:
-    """Clips nothing."""
     return nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
 
 
-def backward(model: Any) -> None:
-    """Gives the parameters gradients."""
-    batch = CHAIN.batch(6, 0)
-    CHAIN.loss_of(model(*batch[0], **batch[1]), batch).backward()  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("setup", CLIPPED)
+def test_clipping_is_as_in_plain_pytorch(setup: str) -> None:
+    """Once, it was refused, for it would have clipped by the norm of one rank; without a gradient nothing counts."""
 
-
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("clip", [clip_by_norm, clip_by_value, total_norm])
-@pytest.mark.parametrize("what", LISTS)
-def test_clipping_is_as_in_plain_pytorch(what: str, clip: Callable[[list[Any]], Any], setup: str) -> None:
-    """Once, it was refused, for it would have clipped by the norm of one rank."""
-
-    def run(model: Any, optimizer: Any, rank: int) -> tuple[Any, dict[str, Tensor]]:
-        backward(model)
-        found = clip(list(LISTS[what](model, optimizer)))
-        return found, gradients_of(model)
-
-    plain = CHAIN.model()
-    norms, expected = run(plain, adamw(plain.parameters()), 0)
-    for found, gradients in on_ranks(SETUPS[setup], CHAIN.model(), run, adamw, TOKEN):
-        torch.testing.assert_close(found, norms)
-        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients})
-
-
-def test_a_parameter_without_gradient_counts_nothing() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> Any:
-        backward(model)
-        first = next(iter(model.parameters()))
-        if not first.is_meta:
+    def run(model: Any, optimizer: Any, rank: int) -> list[Any]:
+        found: list[Any] = []
+        for what in LISTS.values():
+            for clip in (clip_by_norm, clip_by_value, total_norm):
+                model.zero_grad()
+                backward(model)
+                found += [clip(what(model, optimizer)), gradients_of(model)]
+        if not (first := next(iter(model.parameters()))).is_meta:
             first.grad = None
-        return clip_by_norm(list(model.parameters()))
+        return [*found, total_norm(list(model.parameters()))] if setup == "two" else found
 
     plain = CHAIN.model()
-    expected = run(plain, None, 0)
-    for found in on_ranks(SETUPS["two"], CHAIN.model(), run, adamw, TOKEN):
-        torch.testing.assert_close(found, expected)
+    expected = run(plain, adamw(plain.parameters()), 0)
+    for found in on_ranks(CLIPPED[setup], CHAIN.model(), run, adamw, token_of(CHAIN)):
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, {name: wanted[name] for name in got} if isinstance(got, dict) else wanted)
 
 
-def test_norms_that_are_not_finite_raise_on_every_rank() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> None:
+def both(story: Callable[[Any, Any, int], Any], setup: Setup, case: Case, make: MakeOptimizer) -> list[list[Any]]:
+    """Returns what a story gives on each rank, with shared state and without."""
+    alone = replace(setup, settings={**setup.settings, "shard_optimizer": False})
+    return [on_ranks(each, case.model(), story, make, token_of(case)) for each in (setup, alone)]
+
+
+def trains_alike(setup: Setup, case: Case, make: MakeOptimizer = adamw, **options: Any) -> Record:
+    """Asserts that shared state changes no bit of weights, losses and gradients, on any replica."""
+    batches = [case.batch(7, step) for step in range(3)]
+
+    def run(model: Any, optimizer: Any, rank: int) -> tuple[Record, dict[str, Tensor]]:
+        record = train_rank(case, model, optimizer, batches, **options)
+        return record, {name: each.detach().clone() for name, each in held(model).items()}
+
+    found, expected = both(run, setup, case, make)
+    bit_equal(merge([record for record, _ in found]), merge([record for record, _ in expected]))
+    for (_, weights), (_, others) in zip(found, expected, strict=True):
+        bit_equal(Record(weights=weights), Record(weights=others))
+    return merge([record for record, _ in found])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_shared_state_changes_no_bit(name: str) -> None:
+    """Clipped by the norm of all, too, and over several calls."""
+    trains_alike(GRIDS[name], CHAIN, sgd)
+    found = trains_alike(GRIDS[name], CHAIN, max_norm=0.05, num_accumulated=3)
+    batches = [CHAIN.batch(7, step) for step in range(3)]
+    compare(found, plain_steps(CHAIN, batches, adamw, max_norm=0.05, num_accumulated=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "setup"),
+    [
+        ("tied_three_ways", "2x2"),
+        ("conv_net_batch_norm", "unequal"),
+        ("frozen", "2x2"),
+        ("unused_parameter", "unequal"),
+        ("lstm", "2x2"),
+    ],
+)
+def test_ties_over_stages_buffers_and_what_is_not_trained(name: str, setup: str) -> None:
+    trains_alike(GRIDS[setup], CASES[name])
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_every_optimizer_of_single_parameters_may_share_its_state(name: str) -> None:
+    trains_alike(SHARED, IMAGES, SEPARATE[name])
+
+
+def kept_back(model: Any, optimizer: Any) -> None:
+    for number in range(2):
+        with model.no_sync():
+            backward(model, 3 * number)
+            backward(model, 3 * number + 1)
+        if number:
+            model.allreduce_grads()
+        else:
+            backward(model, 3 * number + 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def cleared_or_zeroed(model: Any, optimizer: Any) -> None:
+    for number in range(4):
+        backward(model, number)
+        backward(model, number + 1)
+        optimizer.step()
+        if number == 2:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=number > 0)
+
+
+def loaded(model: Any, optimizer: Any) -> None:
+    for number in range(4):
+        step(model, optimizer, number)
+        if number == 1:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    step(model, optimizer, 5)
+
+
+def loaded_later(model: Any, optimizer: Any) -> None:
+    backward(model)
+    loaded(model, adamw(model.parameters()))
+
+
+def loaded_before(model: Any, optimizer: Any) -> None:
+    plain = CHAIN.model()
+    before = adamw(plain.parameters())
+    step(plain, before)
+    optimizer.load_state_dict(before.state_dict())
+    step(model, optimizer)
+
+
+def closures(model: Any, optimizer: Any) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def averaged(model: Any, optimizer: Any) -> None:
+    """Has a copy of the model follow it."""
+    average: Any = None
+    for number in range(3):
+        step(model, optimizer, number)
+        average = average or copy.deepcopy(model)
+        with torch.no_grad():
+            for own, other in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(other, 0.5)
+    model.load_state_dict(average.state_dict())
+
+
+def frozen_and_thawed(model: Any, optimizer: Any) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for number, frozen in enumerate(([], names[:3], names[2:5], [])):
+        for name, each in model.named_parameters():
+            each.requires_grad_(name not in frozen)
+        step(model, optimizer, number)
+
+
+ENDS = {
+    each: "unequal" if each is kept_back else "2x2"
+    for each in (
+        kept_back,
+        cleared_or_zeroed,
+        loaded,
+        loaded_later,
+        loaded_before,
+        closures,
+        averaged,
+        frozen_and_thawed,
+    )
+}
+
+
+@pytest.mark.parametrize("story", ENDS, ids=lambda story: story.__name__)
+def test_shared_state_ends_in_the_same_weights(story: Story) -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> Record:
+        story(model, optimizer)
+        return with_state(Record(weights={name: each.clone() for name, each in held(model).items()}), model)
+
+    found, expected = both(run, GRIDS[ENDS[story]], CHAIN, adamw)
+    for one, other in zip(found, expected, strict=True):
+        bit_equal(one, other)
+
+
+@pytest.mark.parametrize(("setup", "scale"), [("2 replicas", 2.0**40), ("unequal", 2.0**12)])
+def test_a_scaler_scales_skips_and_grows_alike(setup: str, scale: float) -> None:
+    way = Way(autocast=torch.float16, scale=scale, max_norm=0.5)
+    batches, given = [CHAIN.batch(6, step) for step in range(4)], GRIDS[setup]
+    alone = replace(given, settings={**given.settings, "shard_optimizer": False})
+    found, expected = (train_in(way, CHAIN, each, batches, adamw) for each in (given, alone))
+    assert found.scales == expected.scales
+    bit_equal(found.record, expected.record)
+
+
+def test_overflow_that_one_rank_finds_skips_the_step_on_all() -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> bool:
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        scaler.scale(loss_of(model)).backward()
+        if rank == 1:
+            next(each.grad for each in held(model).values() if not each.grad.is_meta).view(-1)[0] = torch.inf
+        before = [each.detach().clone() for each in held(model).values()]
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**11
+        return all(map(torch.equal, before, held(model).values()))
+
+    assert all(on_ranks(SHARED, CHAIN.model(), run, adamw, token_of(CHAIN)))
+
+
+def test_the_state_is_whole_for_the_script_and_shared_in_memory() -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> tuple[dict[str, Any], int]:
+        for number in range(2):
+            step(model, optimizer, number)
+        own = sum(each.nbytes for state in optimizer.state.values() for each in state.values() if each.dim())
+        return copy.deepcopy(optimizer.state_dict()), own
+
+    found, expected = both(run, GRIDS["4 replicas"], CHAIN, adamw)
+    assert sum(own for _, own in found) == expected[0][1] and max(own for _, own in found) < 0.5 * expected[0][1]
+    for state, _ in found:
+        assert state["param_groups"] == expected[0][0]["param_groups"]
+        torch.testing.assert_close(state["state"], expected[0][0]["state"], rtol=0, atol=0)
+
+
+def test_gradients_of_others_are_elsewhere(tmp_path: Path) -> None:
+    """A sum over gradients must not be that of one rank; weights are on all, and may be saved by pickle."""
+
+    def run(model: Any, optimizer: Any, rank: int) -> int:
         backward(model)
-        first = next(iter(model.parameters()))
-        first.grad.fill_(torch.inf)
-        with pytest.raises(RuntimeError, match="non-finite"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        for each in model.parameters():
+            each.grad.mul_(1 / (1 + each.grad.norm()))
+        for total in (lambda each: each.grad.norm() ** 2, lambda each: each.grad.square().sum()):
+            with pytest.raises(
+                InputError, match=rf"Rank {rank} does not hold the gradient of .* on ranks \[{1 - rank}\]"
+            ):
+                float(sum(map(total, model.parameters())))
+        assert not any(each.is_meta for each in model.parameters())
+        torch.save(dict(model.module.named_parameters()), tmp_path / str(rank))
+        return sum(each.grad.is_meta for each in model.parameters())
 
-    on_ranks(SETUPS["two"], CHAIN.model(), run, adamw, TOKEN)
+    counts = on_ranks(SHARED, CHAIN.model(), run, adamw, token_of(CHAIN))
+    assert sum(counts) == len(list(CHAIN.model().parameters()))
+    one, other = (torch.load(tmp_path / str(rank), weights_only=False) for rank in (0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_ranks_that_leave_out_what_is_elsewhere_hear_of_it() -> None:
+def test_a_second_backward_is_refused_on_every_rank_once_weights_have_changed() -> None:
     def run(model: Any, optimizer: Any, rank: int) -> None:
-        backward(model)
-        with pytest.raises(RankError, match=r"got a list on rank 0 without that of .*which another rank has"):
-            nn.utils.clip_grad_norm_([each for each in model.parameters() if not each.is_meta], 1.0)
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="weights have changed"):
+            loss.backward()  # type: ignore[no-untyped-call]
 
-    on_ranks(SETUPS["two"], CHAIN.model(), run, adamw, TOKEN)
-
-
-def test_what_is_computed_from_gradients_is_not_joined() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> None:
-        backward(model)
-        with pytest.raises(InputError, match=rf"Rank {rank} does not hold"):
-            float(nn.utils.get_total_norm([each.grad * 2 for each in model.parameters()]))
-
-    on_ranks(SETUPS["two"], CHAIN.model(), run, adamw, TOKEN)
-
-
-def test_ranks_that_clip_to_other_norms_hear_of_it() -> None:
-    """At their next norm, for clipping itself asks nobody."""
-
-    def run(model: Any, optimizer: Any, rank: int) -> None:
-        backward(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0 + rank)
-        with pytest.raises(RankError, match=r"max_norm of the last clipping is 1 on rank 0, 2 on rank 1"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    on_ranks(SETUPS["two"], CHAIN.model(), run, adamw, TOKEN)
+    on_ranks(SHARED, CHAIN.model(), run, adamw, token_of(CHAIN))

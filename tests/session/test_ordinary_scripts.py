@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES
@@ -22,14 +21,12 @@ PER_RANK = pipeline(2, num_micro_batches=2, settings={"inputs": "per_rank"})
 
 
 def layers() -> nn.Sequential:
-    """Makes three layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
 def images() -> nn.Sequential:
-    """Makes two kernels for grey images."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
@@ -39,7 +36,6 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
 
 def step(model: Any, optimizer: Any) -> float:
-    """Makes a step; returns its loss."""
     loss = model(X).square().mean()
     loss.backward()
     optimizer.step()
@@ -88,48 +84,6 @@ def test_a_move_that_changes_nothing_is_none() -> None:
         for _ in range(2):
             assert model.to("cpu") is model.float() is model
             step(model, optimizer)
-        for change in (model.half, lambda: model.to(torch.float64)):
-            with pytest.raises(InputError, match=r"split over the ranks.*weight, torch.float32 on cpu, one of"):
-                change()
-
-    on_ranks(TWO, layers(), run)
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_the_wrapper_is_not_pickled(is_split: bool) -> None:
-    """Once, before the first call, it was a TypeError of pickle."""
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        if is_split:
-            step(model, optimizer)
-        for act in (pickle.dumps, copy.copy):
-            with pytest.raises(InputError, match=r"pickle.*state_dict\(\).*save_checkpoint\(\).*deepcopy"):
-                act(model)
-
-    on_ranks(TWO, layers(), run)
-
-
-def test_a_model_in_another_library_s_wrapper_is_refused() -> None:
-    class DistributedDataParallel(nn.Module):
-        """Has the name of torch's."""
-
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        with pytest.raises(InputError, match=r"wrapped by DistributedDataParallel.*leave that wrapper out"):
-            model(X)
-
-    on_ranks(TWO, DistributedDataParallel(layers()), run)
-
-
-def test_sparse_inputs_are_named() -> None:
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        with pytest.raises(InputError, match=r"input input is a sparse .* torch.sparse_coo.*to_dense\(\)"):
-            model(X.to_sparse())
 
     on_ranks(TWO, layers(), run)
 
@@ -148,7 +102,6 @@ def initialise_anew(model: Any) -> None:
 
 
 def add_noise(model: Any) -> None:
-    """Adds noise to weights."""
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         weight.data.add_(torch.zeros_like(weight).normal_(generator=generator))
@@ -178,16 +131,6 @@ def test_edits_draw_what_plain_pytorch_draws(edit: Callable[[Any], None]) -> Non
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
-def test_what_draws_by_the_numbers_of_a_weight_is_refused() -> None:
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        step(model, optimizer)
-        with pytest.raises(InputError, match=r"got poisson\(\) of its numbers"):
-            for weight in model.parameters():
-                torch.poisson(weight.detach().abs())
-
-    on_ranks(TWO, layers(), run)
-
-
 def test_numbers_that_follow_from_no_weight_are_here() -> None:
     """Once, ``init_hidden`` of a language model's script gave a tensor that is elsewhere."""
 
@@ -214,12 +157,10 @@ def in_place(shadow: list[Tensor], model: Any) -> None:
 
 
 def as_new(shadow: list[Tensor], model: Any) -> None:
-    """Makes a new tensor each time."""
     shadow[:] = [mean * 0.9 + weight * 0.1 for mean, weight in zip(shadow, model.parameters(), strict=True)]
 
 
 def for_each(shadow: list[Tensor], model: Any) -> None:
-    """Updates all at once."""
     weights = list(model.parameters())
     torch._foreach_sub_(shadow, torch._foreach_mul(torch._foreach_sub(shadow, weights), 0.1))
 
@@ -247,25 +188,6 @@ def test_an_average_in_a_list_of_clones(update: Callable[[list[Tensor], Any], No
     expected = run(plain, sgd(plain.parameters()), 0)
     for state in on_ranks(TWO, layers(), run):
         torch.testing.assert_close(state, expected)
-
-
-FOLLOWERS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
-    "add_": lambda model, own: [a.data.add_(b) for a, b in zip(own, model.parameters(), strict=True)],
-    "mul_": lambda model, own: [a[:].mul_(b) for a, b in zip(own, model.parameters(), strict=True)],
-}
-
-
-@pytest.mark.parametrize("what", FOLLOWERS)
-def test_an_average_whose_memory_others_use_is_refused(what: str) -> None:
-    """An alias could not be told that its numbers are elsewhere from now on."""
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        step(model, optimizer)
-        own = [torch.zeros(each.shape) for each in model.parameters()]
-        with pytest.raises(InputError, match=rf"got {what}\(\).*copy\.deepcopy\(model\)"), torch.no_grad():
-            FOLLOWERS[what](model, own)
-
-    on_ranks(TWO, layers(), run)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
@@ -336,7 +258,6 @@ Story = Callable[[Any, Any], Any]
 
 
 def step_on(model: Any, optimizer: Any, seed: int) -> Tensor:
-    """Makes a step; returns its loss."""
     loss: Tensor = CASE.loss_of(model(*CASE.batch(7, seed)[0], **CASE.batch(7, seed)[1]), CASE.batch(7, seed))
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -349,19 +270,6 @@ def evaluated(model: Any) -> tuple[Any, Tensor]:
     model.eval()
     with torch.no_grad():
         return model, model(*CASE.batch(7, 9)[0], **CASE.batch(7, 9)[1])
-
-
-def average(model: Any, optimizer: Any) -> Any:
-    """Keeps an average in a copy that was made before the first call; buffers are those of the model."""
-    mean = copy.deepcopy(model)
-    for seed in range(2):
-        step_on(model, optimizer, seed)
-        with torch.no_grad():
-            for kept, new in zip(mean.parameters(), model.parameters(), strict=True):
-                kept.lerp_(new, 0.3)
-            for kept, new in zip(mean.buffers(), model.buffers(), strict=True):
-                kept.copy_(new)
-    return evaluated(mean)
 
 
 def average_of_a_copy_after(model: Any, optimizer: Any) -> Any:
@@ -385,21 +293,6 @@ def average_of_states(model: Any, optimizer: Any) -> Any:
                     kept.copy_(0.7 * kept + 0.3 * new)
     torch.testing.assert_close(list(inner.state_dict().values()), list(mean.state_dict().values()))
     return evaluated(mean)
-
-
-def averaged_model(model: Any, optimizer: Any) -> Any:
-    """Uses PyTorch's own averages, made before and after the first call, whose state has all names."""
-    first = AveragedModel(model, use_buffers=True)
-    step_on(model, optimizer, 0)
-    second = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    step_on(model, optimizer, 1)
-    for each in (first, second):
-        each.update_parameters(model)
-    step_on(model, optimizer, 2)
-    for each in (first, second):
-        each.update_parameters(model)
-    first.load_state_dict(second.state_dict())
-    return evaluated(first)
 
 
 def edits(model: Any, optimizer: Any) -> Any:
@@ -444,25 +337,12 @@ def saved_in_the_middle(model: Any, optimizer: Any) -> Any:
     return evaluated(model)
 
 
-def teacher(model: Any, optimizer: Any) -> Any:
-    """Calls a frozen copy first, which then follows the model."""
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    for seed in range(2):
-        evaluated(frozen)
-        step_on(model, optimizer, seed)
-        frozen.load_state_dict(model.state_dict())
-    return evaluated(frozen)
-
-
 STORIES: tuple[Story, ...] = (
-    average,
     average_of_a_copy_after,
     average_of_states,
-    averaged_model,
     edits,
     second_optimizer,
     saved_in_the_middle,
-    teacher,
 )
 
 
@@ -490,32 +370,87 @@ def test_all_ranks_list_all_parameters() -> None:
     assert on_ranks(SETUPS["two"], CASE.model(), run, adamw, TOKEN) == [expected, expected]
 
 
-def both(*models: Any) -> list[Any]:
-    """Returns the parameters of each."""
-    return [each.parameters() for each in models]
+class DistributedDataParallel(nn.Module):
+    """Has the name of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = layers()
 
 
-JOINS: dict[str, Callable[[Any, nn.Module], Any]] = {
-    "lerp_": lambda model, whole: [a.data.lerp_(b, 0.5) for a, b in zip(*both(whole, model), strict=True)],
-    "add": lambda model, whole: torch.zeros(()) + sum(each.pow(2).sum() for each in model.parameters()),
-    "stack": lambda model, whole: torch.stack([each.grad.norm() for each in model.parameters()]),
-    "item": lambda model, whole: [each.grad.norm().item() for each in model.parameters() if each.grad is not None],
-    "cat": lambda model, whole: nn.utils.parameters_to_vector(model.parameters()),
-    "conv2d|linear": lambda model, whole: model.module(*CASE.batch(7, 0)[0], **CASE.batch(7, 0)[1]),
-    "__reduce_ex__": lambda model, whole: copy.copy([copy.copy(each) for each in model.parameters()]),
-    "backward": lambda model, whole: [each.sum().backward() for each in model.parameters()],
+DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
+Act = Callable[[Any, Any], Any]
+
+
+def split(act: Callable[[Any], Any]) -> Act:
+    """Returns an act after a step."""
+    return lambda model, optimizer: (step(model, optimizer), act(model))
+
+
+def graded(act: Callable[[Any], Any]) -> Act:
+    """Returns an act after a backward."""
+    return lambda model, optimizer: (model(X).square().mean().backward(), act(model))
+
+
+def pairs(model: Any) -> Any:
+    """Returns zeros of a script, each with a weight."""
+    return zip([torch.zeros(each.shape) for each in model.parameters()], model.parameters(), strict=True)
+
+
+MOVED = r"split over the ranks.*weight, torch.float32 on cpu, one of"
+PICKLED = r"pickle.*state_dict\(\).*save_checkpoint\(\).*deepcopy"
+
+
+def joined(name: str) -> str:
+    return rf"Rank \d does not hold .* got ({name})\(\).*copy\.deepcopy\(model\)"
+
+
+REFUSED: dict[str, tuple[Act, str]] = {
+    "half": (split(lambda model: model.half()), MOVED),
+    "double": (split(lambda model: model.to(torch.float64)), MOVED),
+    "pickle before": (lambda model, _: pickle.dumps(model), PICKLED),
+    "pickle": (split(pickle.dumps), PICKLED),
+    "copy": (split(copy.copy), PICKLED),
+    "a sparse input": (
+        lambda model, _: model(X.to_sparse()),
+        r"input input is a sparse .* torch.sparse_coo.*to_dense\(\)",
+    ),
+    "drawing by numbers": (
+        split(lambda model: [torch.poisson(each.detach().abs()) for each in model.parameters()]),
+        r"got poisson\(\) of its numbers",
+    ),
+    # an alias could not be told that its numbers are elsewhere from now on
+    "into others' memory": (split(lambda model: [a.data.add_(b) for a, b in pairs(model)]), joined("add_")),
+    "into a view": (split(lambda model: [a[:].mul_(b.detach()) for a, b in pairs(model)]), joined("mul_")),
+    # once, an average skipped what was elsewhere without a word, and penalties and norms were those of one rank
+    "average": (graded(lambda model: [a.data.lerp_(b, 0.5) for a, b in pairs(model)]), joined("lerp_")),
+    "penalty": (
+        graded(lambda model: torch.zeros(()) + sum(each.pow(2).sum() for each in model.parameters())),
+        joined("add"),
+    ),
+    "norms": (graded(lambda model: torch.stack([each.grad.norm() for each in model.parameters()])), joined("stack")),
+    "norm": (graded(lambda model: [each.grad.norm().item() for each in model.parameters()]), joined("item")),
+    "vector": (graded(lambda model: nn.utils.parameters_to_vector(model.parameters())), joined("cat")),
+    "module": (graded(lambda model: model.module(X)), joined("linear")),
+    "copies": (graded(lambda model: [copy.copy(each) for each in model.parameters()]), joined("__reduce_ex__")),
+    "backward": (graded(lambda model: [each.sum().backward() for each in model.parameters()]), joined("backward")),
 }
 
 
-@pytest.mark.parametrize("what", JOINS)
-def test_joining_what_is_apart_is_refused(what: str) -> None:
-    """Once, an average skipped what was elsewhere without a word, and penalties and norms were those of one rank."""
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_needs_all_on_one_rank_is_refused(what: str) -> None:
+    act, words = REFUSED[what]
 
     def run(model: Any, optimizer: Any, rank: int) -> None:
-        model(*CASE.batch(7, 0)[0], **CASE.batch(7, 0)[1]).backward()
-        with pytest.raises(
-            InputError, match=rf"Rank {rank} does not hold .* got ({what})\(\).*copy\.deepcopy\(model\)"
-        ):
-            JOINS[what](model, CASE.model())
+        with pytest.raises(InputError, match=words):
+            act(model, optimizer)
 
-    on_ranks(SETUPS["two"], CASE.model(), run, adamw, TOKEN)
+    on_ranks(TWO, layers(), run)
+
+
+def test_a_model_in_another_library_s_wrapper_is_refused() -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        with pytest.raises(InputError, match=r"wrapped by DistributedDataParallel.*leave that wrapper out"):
+            model(X)
+
+    on_ranks(TWO, DistributedDataParallel(), run)

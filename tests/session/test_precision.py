@@ -18,10 +18,13 @@ from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.threads import single_world
+from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import words
+from tests.products import diagonal
+from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
-from tests.session.training import Setup, held, merge, on_ranks, pipeline, with_state
+from tests.session.training import QUIET, Setup, held, merge, on_ranks, pipeline, share_of, with_state
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,9 @@ class Way:
     max_norm: float = 0.0
 
     def around(self) -> AbstractContextManager[Any]:
-        """Returns what surrounds a call."""
         return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Returns a scaler, that grows every second step."""
         return torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, growth_interval=2, enabled=self.scale > 0)
 
     def cast(self, given: Any) -> Any:
@@ -79,8 +80,6 @@ class Trained:
 def train_in(
     way: Way, case: Case, setup: Setup, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd
 ) -> Trained:
-    """Trains with AutoVaruna on ranks that are threads."""
-
     def wrap(*given: Any, **settings: Any) -> AutoVaruna:
         return AutoVaruna(*given, scaler=way.scaler(), **settings)
 
@@ -96,7 +95,6 @@ def train_in(
 
 
 def plain_in(way: Way, case: Case, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd) -> Trained:
-    """Trains with plain PyTorch."""
     model = way.cast(case.model())
     record, scales = loop(way, case, model, make_optimizer(model.parameters()), way.scaler(), batches)
     record.weights, record.buffers = weights_of(model), buffers_of(model)
@@ -162,19 +160,16 @@ _one_stage: dict[str, Trained] = {}
 
 
 def one_stage(way: str) -> Trained:
-    """Returns what one stage gives."""
     if way not in _one_stage:
         _one_stage[way] = train_in(WAYS[way], MIXED, pipeline(1), batches())
     return _one_stage[way]
 
 
 def batches(num: int = 3) -> list[Batch]:
-    """Returns uneven batches."""
     return [MIXED.batch(7, step) for step in range(num)]
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "setup"), diagonal(WAYS, [*SETUPS, *list(SETUPS)[1:], *list(SETUPS)[:1]]))
 def test_no_partition_changes_a_bit(way: str, setup: str) -> None:
     found = train_in(WAYS[way], MIXED, SETUPS[setup], batches())
     bit_equal(found.record, one_stage(way).record)
@@ -211,7 +206,6 @@ def test_each_call_has_a_precision_of_its_own() -> None:
 
 
 def calls(model: Any, batch: Batch) -> list[Tensor]:
-    """Returns outputs in several precisions."""
     bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
     outputs = []
     for around in (bfloat16, torch.no_grad(), bfloat16):
@@ -230,7 +224,6 @@ SCALED = {"two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "idle_rank": Se
 
 
 def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Makes an optimizer that unscales gradients itself."""
     return torch.optim.SGD(parameters, lr=0.05, fused=True)
 
 
@@ -328,3 +321,16 @@ def test_a_scaler_that_is_garbage_scales_nothing() -> None:
         assert LossScale(optimizer, None, single_world()).before(is_half=False) == 1.0
     finally:
         gc.enable()
+
+
+def test_a_plan_measured_in_bfloat16_trains_as_plain_pytorch() -> None:
+    """Each rank passes half of a batch."""
+    way, models = WAYS["autocast"], [CASE.model() for _ in range(2)]
+
+    def be_rank(world: World) -> Record:
+        optimizer = sgd(models[world.rank].parameters())
+        wrapped = AutoVaruna(models[world.rank], optimizer, **QUIET)
+        record, _ = loop(way, CASE, wrapped, optimizer, way.scaler(), [share_of(BATCHES[0], [3, 3], world.rank)])
+        return with_state(record, wrapped)
+
+    compare(merge(run_ranks(2, be_rank)), plain_in(way, CASE, BATCHES[:1]).record, rtol=2e-2)

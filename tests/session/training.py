@@ -177,7 +177,7 @@ def try_once(optimizer: torch.optim.Optimizer, device: torch.device) -> Steps:
 
 
 def refuse(
-    model: nn.Module,
+    model: nn.Module | Case,
     words: str,
     arguments: Mapping[str, Any] | None = None,
     error: type[AutoVarunaError] = TraceError,
@@ -185,10 +185,24 @@ def refuse(
 ) -> None:
     """Asserts that a first call, with two micro-batches, is refused with some words, a regular expression.
 
-    Without arguments it is one with six labelled samples.
+    Without arguments it is one with six labelled samples. The plan is laid down; a case is traced once, as in `train`.
     """
-    with pytest.raises(error, match=words):
-        AutoVaruna(model, **{"num_micro_batches": 2, **settings, **QUIET})(**(arguments or labelled(6, 0)[1]))
+    token = token_of(model) if isinstance(model, Case) else None
+    settings = {"num_micro_batches": 2, **settings, **QUIET}
+    with planned(Setup(num_micro_batches=settings["num_micro_batches"]), token), pytest.raises(error, match=words):
+        AutoVaruna(model.model() if isinstance(model, Case) else model, **settings)(**(arguments or labelled(6, 0)[1]))
+
+
+def measure(case: Case, size: int = 6) -> None:
+    """Makes a step on a plan that is searched, for which all parts of a model are measured."""
+    args, kwargs = case.batch(size, 0)
+    with trace_shared(token_of(case)):
+        AutoVaruna(case.model(), num_micro_batches=2, **QUIET)(*args, **kwargs).backward()
+
+
+def token_of(case: Case) -> tuple[str, bool]:
+    """Returns what names the equal models of a case."""
+    return case.name, case.has_dropout
 
 
 def train_as_plain(case: Case, setup: Setup, *sizes: int, exact: bool = False) -> None:
@@ -260,7 +274,7 @@ def train(
         own = [share_of(batch, given, rank) for batch, given in zip(batches, sizes, strict=True)] if sizes else batches
         return train_rank(case, model, optimizer, own, **options)
 
-    records = on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout))
+    records = on_ranks(setup, case.model(), run, make_optimizer, token=token_of(case))
     return merge(weighted_losses(case, records, sizes))
 
 
@@ -310,7 +324,6 @@ def train_rank(
 
 
 def held(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters whose numbers a rank holds."""
     return {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +92,6 @@ def steps(model: Varuna, numbers: range, max_norm: float | None = None) -> list[
 
 
 def plain_steps(model: nn.Module, batch_size: int, numbers: range, max_norm: float | None = None) -> list[float]:
-    """Trains the same with plain PyTorch, in place."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in numbers:
@@ -113,11 +111,5 @@ def on_ranks(num_ranks: int, run: Callable[[World], Any], timeout: float = 500.0
         return run_ranks(num_ranks, run, timeout)
 
 
-def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies of a state's tensors."""
-    return copy.deepcopy(state)
-
-
 def close(got: list[float], expected: list[float], rtol: float = 1e-5) -> bool:
-    """Whether losses agree."""
     return len(got) == len(expected) and all(abs(a - b) <= rtol * abs(b) for a, b in zip(got, expected, strict=True))

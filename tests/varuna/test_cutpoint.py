@@ -24,7 +24,6 @@ from tests.varuna.scripts import net
 
 
 def traced(model: nn.Module, *args: Tensor) -> TracedModel:
-    """Traces a call."""
     return trace(model, describe(model, args or (torch.randn(6, 8),), {})[1], torch.device("cpu"))
 
 
@@ -161,7 +160,6 @@ def problem_of(num_blocks: int, num_ranks: int) -> Problem:
 
 
 def marked(problem: Any, blocks: dict[str, int], **constraints: Any) -> Any:
-    """Returns a problem whose graph has cut points."""
     cut_marks = tuple(CutMark(name, block, "" if block > 0 else "it is broken") for name, block in blocks.items())
     graph: Graph = replace(problem.graph, cut_marks=cut_marks)
     return replace(problem, graph=graph, constraints=replace(problem.constraints, **constraints))

@@ -141,7 +141,6 @@ def test_what_was_saved_of_another_model_is_not_used(tmp_path: Path, monkeypatch
 
 
 def deeper() -> Any:
-    """Returns the model with one more layer."""
     model = net()
     model.layers.append(nn.Linear(12, 12, bias=False))
     nn.init.eye_(model.layers[-1].weight)

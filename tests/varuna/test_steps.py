@@ -85,13 +85,6 @@ def test_a_stage_without_parameters_makes_an_optimizer_like_any_other(fp16: bool
         assert close(first[0], plain_steps(LossAlone(), 6, range(3), max_norm=0.5))
 
 
-def test_no_micro_batch_is_larger_than_the_chunk() -> None:
-    def script(world: Any) -> int:
-        return wrap("0,2;1,3", 10, 2).model.plan.num_micro_batches
-
-    assert on_ranks(4, script) == [6] * 4  # five samples a replica: 2, 2 and 1
-
-
 def test_chunks_of_one_sample_need_no_batch_that_divides() -> None:
     """Once, replicas of 3 and 2 samples asked for 6 micro-batches of 5 samples, which was refused."""
 
@@ -111,21 +104,6 @@ def test_a_script_may_leave_zero_grad_out_or_call_it() -> None:
         return first + steps(model, range(2, 4))
 
     assert close(on_ranks(1, script)[0], plain_steps(net(), 6, range(4)))
-
-
-def test_steps_without_an_optimizer_step_add_up() -> None:
-    def script(world: Any) -> Any:
-        model = wrap("0;1")
-        for step in range(2):
-            model.step(batch(6, step))
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    expected = net()
-    for step in range(2):
-        expected(**batch(6, step)).backward()
-    found = {name: grad for of_rank in on_ranks(2, script) for name, grad in of_rank.items()}
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 PAIRS = [
@@ -205,15 +183,6 @@ def test_the_optimizer_comes_after_wrapping() -> None:
     on_ranks(2, script)
 
 
-def test_a_rank_holds_its_stages_alone() -> None:
-    def script(world: Any) -> Any:
-        model = wrap("0;1")
-        return {name for name, _ in model.named_parameters()}, len(list(model.parameters()))
-
-    (first, _), (second, _) = on_ranks(2, script)
-    assert not first & second and first | second == dict(net().named_parameters()).keys()
-
-
 def test_the_state_is_that_of_the_whole_model() -> None:
     def script(world: Any) -> Any:
         model = wrap("0;1")
@@ -229,8 +198,6 @@ def test_the_state_is_that_of_the_whole_model() -> None:
 
 
 class Scores(nn.Module):
-    """Returns what is no loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 3)
@@ -273,10 +240,6 @@ def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
 def test_inputs_of_replicas_need_replicas_that_are_apart(stage_ranks: Any) -> None:
     with pytest.raises(ConfigError, match=r"inputs = 'per_replica'.*contradict"):
         resolve({"inputs": "per_replica", "stage_ranks": stage_ranks})
-
-
-def test_a_device_that_is_not_said_is_found() -> None:
-    assert wrap(None, device=None).device == wrap(None, device=-1).device
 
 
 def test_a_call_is_refused() -> None:
