@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -39,13 +38,12 @@ from autovaruna.checkpoint.part import (
 from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.life import end_all, hold, is_alive, state_of
 from autovaruna.elastic.server import Server
+from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.runtime.launcher import remove_leftovers
 from autovaruna.runtime.progress import Progress, attempt_folder, read_predicted, read_work
 
-LOCK, SOCKET = "keeper.lock", "standby"
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
-_FIRST_DELAY_SECONDS = 0.5
 _SILENT_SECONDS = 30.0
 """After so long without a word of the manager it counts as lost."""
 
@@ -302,50 +300,6 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
         raise OSError("the copy was not taken")
 
 
-class Standby:
-    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's.
-
-    Args:
-        folder: The job's folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        if not _is_listening(folder / SOCKET):
-            self._start()
-        threading.Thread(target=self._look_after, daemon=True).start()
-
-    def _look_after(self) -> None:
-        delay = _FIRST_DELAY_SECONDS
-        while True:
-            time.sleep(delay)
-            is_there = self._process.poll() is None if self._process else _is_listening(self._folder / SOCKET)
-            if is_there or not self._folder.exists():
-                continue
-            delay = min(60.0, 2 * delay)  # one that cannot start is not tried all the time
-            (self._folder / SOCKET).unlink(missing_ok=True)
-            self._start()
-
-    def _start(self) -> None:
-        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        with open(self._folder / "standby.log", "wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "autovaruna.elastic.standby",
-                    str(self._folder / SOCKET),
-                    str(self._folder / LOCK),
-                ],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-
 class Line:
     """The standard streams: requests in, answers out."""
 
@@ -404,7 +358,7 @@ def main() -> None:
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
     if settings["standby"]:
-        Standby(folder)
+        StandbyProcess(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
     line = Line(keeper)
     line.write({"port": keeper.port, "host": socket.gethostname()})
@@ -412,15 +366,6 @@ def main() -> None:
     line.follow()
     keeper.quit()
     os._exit(0)
-
-
-def _is_listening(path: Path) -> bool:
-    try:
-        with socket.socket(socket.AF_UNIX) as tried:
-            tried.connect(str(path))
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

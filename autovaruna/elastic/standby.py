@@ -15,7 +15,10 @@ import pkgutil
 import select
 import signal
 import socket
+import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,9 @@ import autovaruna
 from autovaruna.elastic import rank_script
 from autovaruna.elastic.life import is_held
 
+LOCK, SOCKET = "keeper.lock", "standby"
+"""Files of a job's folder: held by its keeper, and listened at by its standby process."""
+_FIRST_DELAY_SECONDS = 0.5
 _NOT_IMPORTED = ("__main__", "run_varuna")
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20
@@ -158,6 +164,55 @@ def warm() -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     gc.collect()
     gc.freeze()
+
+
+class StandbyProcess:
+    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's.
+
+    Args:
+        folder: The job's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        if not _is_listening(folder / SOCKET):
+            self._start()
+        threading.Thread(target=self._look_after, daemon=True).start()
+
+    def _look_after(self) -> None:
+        delay = _FIRST_DELAY_SECONDS
+        while True:
+            time.sleep(delay)
+            is_there = self._process.poll() is None if self._process else _is_listening(self._folder / SOCKET)
+            if is_there or not self._folder.exists():
+                continue
+            delay = min(60.0, 2 * delay)  # one that cannot start is not tried all the time
+            (self._folder / SOCKET).unlink(missing_ok=True)
+            self._start()
+
+    def _start(self) -> None:
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        call = [
+            sys.executable,
+            "-m",
+            "autovaruna.elastic.standby",
+            str(self._folder / SOCKET),
+            str(self._folder / LOCK),
+        ]
+        with open(self._folder / "standby.log", "wb") as log:
+            self._process = subprocess.Popen(
+                call, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+
+def _is_listening(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.connect(str(path))
+    except OSError:
+        return False
+    return True
 
 
 def main() -> None:
