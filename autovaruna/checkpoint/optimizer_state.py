@@ -15,30 +15,32 @@ from autovaruna.runtime.optimizers.optimizer import CutOptimizer, own_of
 from autovaruna.runtime.weights.placement import OwnedState
 
 
-def encode_groups(optimizer: CutOptimizer, tensors: dict[str, Tensor]) -> Json:
-    """Returns class and groups of an optimizer, whose parameters are names.
+def encode_groups(optimizer: CutOptimizer, own: Mapping[str, Any], tensors: dict[str, Tensor]) -> Json:
+    """Returns class and groups of an optimizer, whose parameters are names; `own` is its `own_state()`.
 
     Raises:
         CheckpointError: an option of a group is of a type that no checkpoint can hold.
     """
-    own = optimizer.own_state()["param_groups"]
     groups = []
-    for index, (group, names) in enumerate(zip(own, optimizer.names, strict=True)):
+    for index, (group, names) in enumerate(zip(own["param_groups"], optimizer.names, strict=True)):
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({**encode(options, f"optimizer.param_groups.{index}", tensors), "params": list(names)})
     return {"class": type(optimizer.optimizer).__name__, "param_groups": groups}
 
 
 def encode_state(
-    optimizer: CutOptimizer, state: OwnedState, wanted: Callable[[str], bool], tensors: dict[str, Tensor]
+    optimizer: CutOptimizer,
+    own: Mapping[str, Any],
+    state: OwnedState,
+    wanted: Callable[[str], bool],
+    tensors: dict[str, Tensor],
 ) -> dict[str, Json]:
-    """Returns the state of the wanted parameters that this rank holds, by first name.
+    """Returns the state of the wanted parameters that this rank holds, by first name; `own` is its `own_state()`.
 
     Raises:
         CheckpointError: something in it is of a type that no checkpoint can hold.
     """
     optimizer.check()
-    own = optimizer.own_state()
     places = [place for group in own["param_groups"] for place in group["params"]]
     names = _own_names(optimizer, state)
     return {

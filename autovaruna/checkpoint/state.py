@@ -138,9 +138,12 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
     documents: dict[str, Any] = {"generators": {str(rank): encode(generators, f"rng.{rank}", others)}}
     if subject.optimizer is not None:
         first = {subject.first(name): place for name, place in writer.items()}
+        own = subject.optimizer.own_state()
         documents["optimizer_state"] = encode_state(
-            subject.optimizer, subject.state, lambda name: first.get(name, 0) == rank, others
+            subject.optimizer, own, subject.state, lambda name: first.get(name, 0) == rank, others
         )
+        if rank == 0:
+            documents["optimizer"] = encode_groups(subject.optimizer, own, others)
     if rank == 0:
         documents |= _of_first_rank(subject, content, others)
         documents["ties"] = {name: first for name, first in subject.saved_names(tensors).items() if name != first}
@@ -190,8 +193,6 @@ def _of_first_rank(subject: Subject, content: Content, others: dict[str, Tensor]
         "seed": subject.seed,
         "num_calls": subject.num_calls,
     }
-    if subject.optimizer is not None:
-        found["optimizer"] = encode_groups(subject.optimizer, others)
     for name, part in (("scaler", content.scaler), ("lr_scheduler", content.lr_scheduler)):
         if part is not None:
             found[name] = encode(part.state_dict(), name, others)

@@ -170,6 +170,7 @@ class Job:
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[signal.Signals] = []
         self._num_ends = 0
+        self._status: int | None = None
 
     def command(self, host_file: str) -> list[str]:
         """Returns the call of mpirun."""
@@ -249,6 +250,11 @@ class Job:
 
         A job of which not every rank has said that it ended well has not ended well, whatever mpirun says.
         """
+        if self._status is None:
+            self._status = self._wait()
+        return self._status
+
+    def _wait(self) -> int:
         assert self._process is not None
         status = self._process.wait()
         self.output.wait()

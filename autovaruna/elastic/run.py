@@ -140,6 +140,7 @@ class Run:
 
     def _fault(self, leaving: Outcome | None) -> Outcome | None:
         """Returns how the run has ended, or must end; None: it goes on."""
+        status_of_all = None if self.job.is_running else self.job.wait()  # then it is known how each rank has ended
         while not self._ended.empty():
             rank, status = self._ended.get()
             if status == 0:
@@ -148,8 +149,8 @@ class Run:
                 return leaving or self._left_by_itself()
             lost = self._hosts.take_now(self._own, self.watch)
             return self._or_lost(lost, self._by_rank(rank, status))
-        if not self.job.is_running:
-            return self._by_mpirun(self.job.wait(), leaving)
+        if status_of_all is not None:
+            return self._by_mpirun(status_of_all, leaving)
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
         if (hang := self.watch.hang()) is not None:
