@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.life import end_all, hold, is_alive, state_of
 from autovaruna.elastic.server import Server
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
+from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
 from autovaruna.runtime.progress import Progress, attempt_folder, folders_in, read_predicted, read_work
 
@@ -183,6 +185,17 @@ class Keeper:
             if int(folder.name.partition("-")[2]) < before:
                 shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(self.folder / "restore", ignore_errors=True)
+        self._plan_ahead()
+
+    def _plan_ahead(self) -> None:
+        """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
+        asked, taken = self.folder / ahead.FILE, self.folder / f"taken-{ahead.FILE}"
+        with suppress(OSError):
+            asked.replace(taken)
+            with open(self.folder / "ahead.log", "wb") as log:
+                call = [sys.executable, "-m", ahead.__name__, str(taken)]
+                process = subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            threading.Thread(target=process.wait, daemon=True).start()
 
     def save(self, places: list[str], partial: str) -> None:
         """Writes parts of this host to a checkpoint's folder on disk."""
@@ -201,7 +214,8 @@ class Keeper:
         attempt = self._attempt
         if attempt is not None:
             self.end(attempt.number, "")
-        end_all(str(self.folder / SOCKET).encode())
+        for file in (SOCKET, f"taken-{ahead.FILE}"):  # which the job's other processes have in their command lines
+            end_all(str(self.folder / file).encode())
         if self._file:
             Path(self._file).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)

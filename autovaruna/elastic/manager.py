@@ -23,12 +23,14 @@ from autovaruna.elastic.job import Grid, Job, handling
 from autovaruna.elastic.link import job_folder
 from autovaruna.elastic.notices import EventLog, Notices
 from autovaruna.elastic.options import Options
-from autovaruna.elastic.run import LEFT, Outcome, Run, named_deployment
+from autovaruna.elastic.run import LEFT, Outcome, Run
 from autovaruna.elastic.snapshots import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import Watch
+from autovaruna.planner.ahead import deployment_name
 from autovaruna.runtime.progress import JobPlace
 
+DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
 _NO_PROGRESS = 3
@@ -95,12 +97,14 @@ class Manager:
             return Outcome(f"no state could be handed out: {error}")
         seconds = {"state": time.monotonic() - began}
         options, grid = self._choose(replace(self._options, hosts=names))
-        options = replace(options, variables={**self._variables_of_plan(names), **options.variables})
+        deployment = self._deployment(names)
+        options = replace(options, variables={**self._variables_of_plan(deployment), **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
         self._watch = Watch(self._watch.attempt + 1, self._watch.longest_seconds)
         step = None if state is None else state.step
-        place = JobPlace(str(self._folder), self._watch.attempt, len(names), step, self._ways.checkpoints)
+        number, checkpoints = self._watch.attempt, self._ways.checkpoints
+        place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
         self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log)
         self._note_start(names, state, run.job.num_ranks)
@@ -131,12 +135,16 @@ class Manager:
             hand_out(state, [self._hosts.links[host] for host in names], up)
         return state
 
-    def _variables_of_plan(self, names: Mapping[str, int]) -> dict[str, str]:
+    def _deployment(self, names: Mapping[str, int]) -> str:
+        """Returns the file of the plan for some hosts; empty: the user has named one, whatever the hosts are."""
+        if _DEPLOYMENT in os.environ or _DEPLOYMENT in self._options.variables:
+            return ""
+        return DEFAULT_DEPLOYMENT if names == self._options.hosts else deployment_name(names.values())
+
+    def _variables_of_plan(self, deployment: str) -> dict[str, str]:
         """Returns settings by which the plans of other numbers of ranks do not take each other's place."""
-        found = {"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if self._hosts.slow.take_wish() else {}
-        if names != self._options.hosts and _DEPLOYMENT not in os.environ:
-            found[_DEPLOYMENT] = named_deployment(names)
-        return found
+        found = {_DEPLOYMENT: deployment} if deployment not in ("", DEFAULT_DEPLOYMENT) else {}
+        return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if self._hosts.slow.take_wish() else {})
 
     def _note_start(self, names: Mapping[str, int], state: State | None, num_ranks: int) -> None:
         where, known = f"{num_ranks} ranks on {', '.join(names)}", {"hosts": list(names), "ranks": num_ranks}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
@@ -239,8 +239,3 @@ class Run:
             if left and min(left) < float("inf")
             else _LEAVE_SECONDS
         )
-
-
-def named_deployment(hosts: Mapping[str, int]) -> str:
-    """Returns the file of the plan for so many ranks on each host."""
-    return f"deployment-{'-'.join(map(str, hosts.values()))}.json"

@@ -35,6 +35,7 @@ class JobPlace:
         num_hosts: hosts of this attempt; of several, each keeps a copy of another's part.
         step: what the state in ``folder/restore`` is of; None: there is none, the job starts from the beginning.
         checkpoints: where the manager has states written to disk; None: nowhere.
+        deployment: the name of the file of this number of ranks' plan; empty: all numbers have one file.
     """
 
     folder: str
@@ -42,6 +43,7 @@ class JobPlace:
     num_hosts: int = 1
     step: int | None = None
     checkpoints: str | None = None
+    deployment: str = ""
 
     @property
     def restore(self) -> Path:
