@@ -47,11 +47,12 @@ def held(process: int) -> tuple[int, int, int]:
     return len(os.listdir(place / "fd")), len(os.listdir(place / "task")), pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def files_of_jobs() -> int:
-    """Returns how many files jobs have in memory and in the folder for temporary files."""
-    places = [*Path("/dev/shm").glob("autovaruna-*"), *Path("/dev/shm").glob("sm_segment.*")]
-    places += Path(tempfile.gettempdir()).glob("ompi.*")
-    return sum(1 + sum(len(names) + len(folders) for _, folders, names in os.walk(place)) for place in places)
+def num_files(standby: int) -> int:
+    """Returns how many files a job has in memory, and all of Open MPI have beside them."""
+    line = Path(f"/proc/{standby}/cmdline").read_bytes().split(b"\0")
+    folder = next(Path(word.decode()).parent for word in line if word.startswith(b"/dev/shm/"))
+    own = sum(len(names) + len(folders) for _, folders, names in os.walk(folder))
+    return own + len([*Path("/dev/shm").glob("sm_segment.*"), *Path(tempfile.gettempdir()).glob("ompi.*")])
 
 
 def main() -> int:
@@ -83,7 +84,7 @@ def main() -> int:
         own = [each for each in processes("elastic.keeper") if os.stat(f"/proc/{each}").st_uid == os.getuid()]
         keeper = next(each for each in own if parent_of(each) == job.pid)
         (standby,) = [each for each in processes("elastic.standby") if parent_of(each) == keeper]
-        now = {"manager": held(job.pid), "keeper": held(keeper), "standby": held(standby), "files": files_of_jobs()}
+        now = {"manager": held(job.pid), "keeper": held(keeper), "standby": held(standby), "files": num_files(standby)}
         if num_restarts % options.every == 0:
             words = ", ".join(f"{name} {value}" for name, value in now.items())
             print(f"{num_restarts:5} restarts, {time.monotonic() - begin:7.1f} s, step {newest}: {words}", flush=True)
@@ -110,7 +111,7 @@ def differences(early: dict[str, object], now: dict[str, object]) -> list[str]:
     found = []
     for name, before in early.items():
         limits = (SLACK_FILES, SLACK_FILES, SLACK_BYTES)
-        pairs = zip(before, now[name], limits) if isinstance(before, tuple) else [(before, now[name], 40)]
+        pairs = zip(before, now[name], limits, strict=True) if isinstance(before, tuple) else [(before, now[name], 40)]
         found += [f"{name}: {value} after {first}" for first, value, most in pairs if value > first + most]
     return found
 

@@ -161,13 +161,16 @@ class Keeper:
         attempt = int(slot.parent.parent.name.partition("-")[2])
         return {"attempt": attempt, "place": str(slot.relative_to(self.folder)), "part": asdict(part)}
 
-    def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
-        """Puts a state together for the next ranks.
+    def restore(
+        self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
+    ) -> None:
+        """Puts a state together for the next ranks; what is older is forgotten.
 
         Args:
             texts: Small files.
             own: Files of this host, by name, with where they are in its folder.
             others: Files of other hosts, by name, with what is in a `Pointer`.
+            attempt: The one that the state is of.
         """
         place = self.folder / "restore"
         shutil.rmtree(place, ignore_errors=True)
@@ -178,14 +181,18 @@ class Keeper:
             os.link(self._inside(where), place / name)
         for name, pointer in others.items():
             read_record(pointer, Pointer).write(place / name)
+        self._forget(attempt)
 
     def drop(self, before: int) -> None:
         """Forgets earlier attempts and what was put together from them."""
+        self._forget(before)
+        shutil.rmtree(self.folder / "restore", ignore_errors=True)
+        self._plan_ahead()
+
+    def _forget(self, before: int) -> None:
         for folder in folders_in(self.folder, "attempt-"):
             if int(folder.name.partition("-")[2]) < before:
                 shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(self.folder / "restore", ignore_errors=True)
-        self._plan_ahead()
 
     def _plan_ahead(self) -> None:
         """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""

@@ -47,10 +47,12 @@ class State:
 
     Attributes:
         step: its step.
-        held: by rank of the run that wrote it, the hosts that have the rank's part, the rank's own first.
+        attempt: the run of the job that wrote it.
+        held: by rank of that run, the hosts that have the rank's part, the rank's own first.
     """
 
     step: int
+    attempt: int
     held: Mapping[int, Sequence[Held]]
 
     @property
@@ -70,7 +72,7 @@ def find_state(links: Sequence[Link]) -> State | None:
             places = found.setdefault((part.step, held.attempt, part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
-    return State(max(whole)[0], found[max(whole)]) if whole else None
+    return State(*max(whole)[:2], found[max(whole)]) if whole else None
 
 
 def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> None:
@@ -99,7 +101,7 @@ def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> 
                 else:
                     keeper = ports[chosen.host]
                     others[name] = asdict(Pointer(keeper.address, keeper.port, where))
-        asked.append(link.ask("restore", texts=texts, own=own, others=others))
+        asked.append(link.ask("restore", texts=texts, own=own, others=others, attempt=state.attempt))
     for answer in asked:
         answer.result(_INVENTORY_SECONDS)
 
