@@ -478,6 +478,12 @@ class AutoVaruna(nn.Module):
         found = getattr(self.module, name)
         return wraps(found)(partial(self._call_method, name)) if method_of(self.module, found, name) else found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets on the wrapped model what it has and the wrapper does not (``model.temperature = 0.5``)."""
+        module = self.__dict__.get("module")
+        is_own = module is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(module, name)
+        super().__setattr__(name, value) if is_own else setattr(module, name, value)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Moves or casts the model, as ``to``, ``half`` and the like ask; after the split, where nothing changes."""
         if self._wrapped.engine is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class StageModule:
         self._streams: list[int] = []
         self.is_random = False
         self._bound_buffers: list[tuple[str, Tensor]] = []
+        self._bound_frozen: list[tuple[str, Tensor]] = []
         self.bind()
 
     def bind(self) -> None:
@@ -82,11 +84,14 @@ class StageModule:
         self._streams = [place for place, each in places if each.source is Source.RANDOM]
         self.is_random = bool(self._streams)
         self._bound_buffers = [(name, self._buffers[name]) for name in self.part.piece.named(Source.BUFFER)]
+        parameters = [(place, each.name) for place, each in places if each.source is Source.PARAMETER]
+        self._bound_frozen = [(name, self._bound[place]) for place, name in parameters if arguments[place].block < 0]
 
     def is_bound(self) -> bool:
-        """Whether every leaf still shares the memory of its parameter, and no buffer has been replaced."""
-        for (name, _), leaf in self.leaves.items():
-            if leaf.data_ptr() != self._parameters[name].data_ptr():
+        """Whether all parameters still have the memory that is bound, and no buffer has been replaced."""
+        leaves = [(name, leaf) for (name, _), leaf in self.leaves.items()]
+        for name, known in chain(leaves, self._bound_frozen):
+            if known.data_ptr() != self._parameters[name].data_ptr():
                 return False
         return all(self._buffers[name] is known for name, known in self._bound_buffers)
 
