@@ -62,7 +62,12 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=1e9, help="end after so long")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="autovaruna-restarts-"))
+    with tempfile.TemporaryDirectory(prefix="autovaruna-restarts-") as folder:
+        return kill_again_and_again(options, Path(folder))
+
+
+def kill_again_and_again(options: argparse.Namespace, folder: Path) -> int:
+    """Kills a rank each time that the job has come further; returns the status of this program."""
     command = [sys.executable, "-m", "autovaruna", "run", "--ranks_per_host", "2", "--max_restarts", "1000000"]
     job = subprocess.Popen(
         [*command, str(SCRIPT), "1000000", "0"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -27,7 +27,8 @@ from autovaruna.runtime.progress import JobPlace, Reporter
 _SHARE = 0.01
 """Of a step's seconds that snapshots may take."""
 _NUM_TIMED = 8
-"""The last snapshots, of which the fastest counts; of steps it is the fastest, too."""
+"""Of the last snapshots, and of the last steps, the fastest counts: others have waited for what has nothing to do with
+them."""
 _LEAVING_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Snapshots:
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         self._period = 1
         self._steps_since = 0
-        self._step_seconds = math.inf
+        self._step_seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         self._is_broken = False
         self._before: tuple[int, float] | None = None
 
@@ -69,7 +70,7 @@ class Snapshots:
         """Notes that the optimizer has stepped: how long steps take is measured from one such border to the next."""
         now = time.perf_counter()
         if self._before is not None and num_steps > self._before[0]:
-            self._step_seconds = min(self._step_seconds, (now - self._before[1]) / (num_steps - self._before[0]))
+            self._step_seconds.append((now - self._before[1]) / (num_steps - self._before[0]))
         self._before = num_steps, now
         self._steps_since += 1
 
@@ -111,8 +112,8 @@ class Snapshots:
         self._latest, self._steps_since = content.step, 0
         seconds = time.perf_counter() - begin
         self._seconds.append(seconds)
-        if math.isfinite(self._step_seconds):
-            self._period = max(1, math.ceil(min(self._seconds) / (_SHARE * self._step_seconds)))
+        if self._step_seconds:
+            self._period = max(1, math.ceil(min(self._seconds) / (_SHARE * min(self._step_seconds))))
         if self._before is not None:
             self._before = self._before[0], self._before[1] + seconds
 

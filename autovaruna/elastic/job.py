@@ -66,11 +66,12 @@ class Output:
 
     def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
         is_lost = False  # the stream is read to its end all the same, or the job would stand still
-        for line in stream:
-            for piece in pieces_of(line.decode(errors="replace")):
-                shown = self._shown(piece)
-                if shown is not None and not is_lost:
-                    is_lost = not _write(target, shown)
+        with stream:
+            for line in stream:
+                for piece in pieces_of(line.decode(errors="replace")):
+                    shown = self._shown(piece)
+                    if shown is not None and not is_lost:
+                        is_lost = not _write(target, shown)
 
     def _shown(self, line: str) -> str | None:
         """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
