@@ -165,7 +165,8 @@ class Run:
         if leaving is not None or self.watch.hosts_that_hear:
             return leaving or self._left_by_itself()
         why = f"mpirun ended with status {status} before every rank had finished"
-        return self._or_lost(lost, Outcome(why) if self.job.output.has_started else Outcome(why, status or 1))
+        goes_on = self.job.output.has_started or self._has_state or status == 128 + signal.SIGKILL
+        return self._or_lost(lost, Outcome(why, None if goes_on else status or 1, error=status or 1))
 
     def _by_rank(self, rank: int, status: int) -> Outcome:
         """Returns the outcome where a rank has ended: for what its script did, or after another one.
