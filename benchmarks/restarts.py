@@ -1,9 +1,9 @@
 """Kills a rank of a small job again and again, and prints what manager, keeper and host have more of each time.
 
-The job trains two ranks of this machine under `autovaruna run`. A rank is killed as soon as the job has come further
+The job trains on ranks of this machine under `autovaruna run`. A rank is killed as soon as the job has come further
 than before, so that each start is from the newest state in memory.
 
-python benchmarks/restarts.py [--restarts N] [--every K]
+python benchmarks/restarts.py [--restarts N] [--ranks R] [--every K]
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main() -> int:
     """Kills; returns 1 if anything has grown, or the job has not come to its end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--restarts", type=int, default=1000)
+    parser.add_argument("--ranks", default="1")
     parser.add_argument("--every", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=1e9, help="end after so long")
     options = parser.parse_args()
@@ -68,7 +69,16 @@ def main() -> int:
 
 def kill_again_and_again(options: argparse.Namespace, folder: Path) -> int:
     """Kills a rank each time that the job has come further; returns the status of this program."""
-    command = [sys.executable, "-m", "autovaruna", "run", "--ranks_per_host", "2", "--max_restarts", "1000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "autovaruna",
+        "run",
+        "--ranks_per_host",
+        options.ranks,
+        "--max_restarts",
+        "1000000",
+    ]
     job = subprocess.Popen(
         [*command, str(SCRIPT), "1000000", "0"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

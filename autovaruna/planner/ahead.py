@@ -13,10 +13,12 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from autovaruna.config.files import parse, read_record, write_whole
 from autovaruna.errors import AutoVarunaError, DeploymentError
@@ -56,7 +58,7 @@ class Request:
 
     def write(self, path: Path) -> None:
         """Writes it to a file; raises OSError if that cannot be."""
-        write_whole(path, json.dumps(asdict(self)), is_synced=False)
+        write_whole(path, json.dumps(msgspec.to_builtins(self)), is_synced=False)
 
     def fewer(self) -> Iterator[Request]:
         """Yields requests for one host less, once for each numbers of ranks that are left, and for one rank less."""
