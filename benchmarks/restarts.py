@@ -92,13 +92,15 @@ def kill_again_and_again(options: argparse.Namespace, folder: Path) -> int:
         if seen < goal or not found:
             continue
         newest, seen, goal = int(found[1]), 0, draw.randrange(2, 12)
+        (standby,) = [each for each in processes("elastic.standby") if parent_of(each) in children_of(job.pid)]
+        ranks = children_of(standby)
+        if not ranks:  # these lines are older than the kill before
+            continue
         if num_restarts == options.restarts or time.monotonic() - begin > options.seconds:
             (folder / "stop").write_text("0")
             seen = -1 << 60
             continue
-        own = [each for each in processes("elastic.keeper") if os.stat(f"/proc/{each}").st_uid == os.getuid()]
-        keeper = next(each for each in own if parent_of(each) == job.pid)
-        (standby,) = [each for each in processes("elastic.standby") if parent_of(each) == keeper]
+        keeper = parent_of(standby)
         now = {"manager": held(job.pid), "keeper": held(keeper), "standby": held(standby), "files": num_files(standby)}
         if num_restarts % options.every == 0:
             words = ", ".join(f"{name} {value}" for name, value in now.items())
@@ -106,11 +108,15 @@ def kill_again_and_again(options: argparse.Namespace, folder: Path) -> int:
         early = now if num_restarts == _EARLY else early
         grown = differences(early, now)
         num_restarts += 1
-        ranks = [each for each in processes("elastic.standby") if parent_of(each) == standby]
         os.kill(draw.choice(ranks), signal.SIGKILL)
     status = job.wait()
     print(f"{num_restarts} restarts in {time.monotonic() - begin:.0f} s, status {status}; grown: {grown or 'nothing'}")
     return int(bool(grown) or status != 0)
+
+
+def children_of(process: int) -> list[int]:
+    """Returns the children of a process."""
+    return [int(word) for task in Path(f"/proc/{process}/task").glob("*/children") for word in task.read_text().split()]
 
 
 def parent_of(process: int) -> int:

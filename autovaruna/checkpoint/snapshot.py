@@ -26,6 +26,8 @@ from autovaruna.runtime.progress import JobPlace, Reporter
 
 _SHARE = 0.01
 """Of a step's seconds that snapshots may take."""
+_FIRST_SHARE = 0.5
+"""The same while their files are made, which takes longer than to overwrite them."""
 _NUM_TIMED = 8
 """Of the last snapshots, and of the last steps, the fastest counts: others have waited for what has nothing to do with
 them."""
@@ -113,7 +115,8 @@ class Snapshots:
         seconds = time.perf_counter() - begin
         self._seconds.append(seconds)
         if self._step_seconds:
-            self._period = max(1, math.ceil(min(self._seconds) / (_SHARE * min(self._step_seconds))))
+            share = _SHARE if len(self._seconds) > len(self._slots) else _FIRST_SHARE
+            self._period = max(1, math.ceil(min(self._seconds) / (share * min(self._step_seconds))))
         if self._before is not None:
             self._before = self._before[0], self._before[1] + seconds
 
