@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "hosts" / "elastic_train.py"
@@ -107,8 +108,9 @@ def kill_again_and_again(options: argparse.Namespace, folder: Path) -> int:
             print(f"{num_restarts:5} restarts, {time.monotonic() - begin:7.1f} s, step {newest}: {words}", flush=True)
         early = now if num_restarts == _EARLY else early
         grown = differences(early, now)
-        num_restarts += 1
-        os.kill(draw.choice(ranks), signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(draw.choice(ranks), signal.SIGKILL)
+            num_restarts += 1
     status = job.wait()
     print(f"{num_restarts} restarts in {time.monotonic() - begin:.0f} s, status {status}; grown: {grown or 'nothing'}")
     return int(bool(grown) or status != 0)
