@@ -145,7 +145,7 @@ class Checkpoints:
             answers({link.host: link.ask("hold", on=True) for link in links}, _HOLD_SECONDS)
             state = find_state(links)
             if state is not None and state.step != self._step:
-                path = save(state, {link.host: link for link in links}, self._folder)
+                path = self._write(state, {link.host: link for link in links}, self._folder)
                 self._step = state.step
                 self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
         except Exception as error:
@@ -153,30 +153,20 @@ class Checkpoints:
         finally:
             answers({link.host: link.ask("hold", on=False) for link in links}, _HOLD_SECONDS)
 
+    def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
+        """Has hosts write a state that nobody changes meanwhile; returns the checkpoint's folder."""
+        from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
+        from autovaruna.checkpoint.write import Report, commit
 
-def save(state: State, links: Mapping[str, Link], root: str) -> Path:
-    """Writes a checkpoint and returns its folder.
-
-    Args:
-        state: What is written; nobody changes it meanwhile.
-        links: The hosts that have it, by name.
-        root: A folder that they all share.
-
-    Raises:
-        OSError, CheckpointError: it cannot be written.
-    """
-    from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
-    from autovaruna.checkpoint.write import Report, commit
-
-    chosen = [held[0] for _, held in sorted(state.held.items())]
-    with ExitStack() as locks:
-        partial = folder.begin(Path(root).absolute(), state.step, locks)
-        asked = []
-        for host in {held.host for held in chosen}:
-            places = [held.place for held in chosen if held.host == host]
-            asked.append(links[host].ask("save", places=places, partial=os.fspath(partial)))
-        for answer in asked:
-            answer.result(_WRITE_SECONDS)
-        reports = [Report(held.part.files, held.part.documents) for held in chosen]
-        texts = {name: text.encode() for held in chosen for name, text in held.part.extra_files.items()}
-        return commit(partial, state.step, reports, texts, _NUM_KEPT)
+        chosen = [held[0] for _, held in sorted(state.held.items())]
+        with ExitStack() as locks:
+            partial = folder.begin(Path(root).absolute(), state.step, locks)
+            asked = []
+            for host in {held.host for held in chosen}:
+                places = [held.place for held in chosen if held.host == host]
+                asked.append(links[host].ask("save", places=places, partial=os.fspath(partial)))
+            for answer in asked:
+                answer.result(_WRITE_SECONDS)
+            reports = [Report(held.part.files, held.part.documents) for held in chosen]
+            texts = {name: text.encode() for held in chosen for name, text in held.part.extra_files.items()}
+            return commit(partial, state.step, reports, texts, _NUM_KEPT)
