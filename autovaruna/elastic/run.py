@@ -234,7 +234,7 @@ class Run:
 
     def _patience(self) -> float:
         """Returns how long ranks may take to come to a border, seconds."""
-        left = [until - time.monotonic() for until in self._hosts.noticed.values()]
+        left = [until - time.monotonic() for until in list(self._hosts.noticed.values())]  # a thread adds to them
         return (
             max(0.0, min([*left, _LEAVE_SECONDS]) - BEAT_SECONDS)
             if left and min(left) < float("inf")
