@@ -235,8 +235,6 @@ class Run:
     def _patience(self) -> float:
         """Returns how long ranks may take to come to a border, seconds."""
         left = [until - time.monotonic() for until in list(self._hosts.noticed.values())]  # a thread adds to them
-        return (
-            max(0.0, min([*left, _LEAVE_SECONDS]) - BEAT_SECONDS)
-            if left and min(left) < float("inf")
-            else _LEAVE_SECONDS
-        )
+        if not left or min(left) == float("inf"):
+            return _LEAVE_SECONDS
+        return max(0.0, min([*left, _LEAVE_SECONDS]) - BEAT_SECONDS)
