@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -258,6 +259,8 @@ class Job:
     def _wait(self) -> int:
         assert self._process is not None
         status = self._process.wait()
+        own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
+        shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
         self.output.wait()
         if not self.output.has_started and status and not self._num_ends:
             sys.stderr.write(
