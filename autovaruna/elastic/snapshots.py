@@ -156,7 +156,7 @@ class Checkpoints:
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
         """Has hosts write a state that nobody changes meanwhile; returns the checkpoint's folder."""
         from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
-        from autovaruna.checkpoint.write import Report, commit
+        from autovaruna.checkpoint.save import Report, commit
 
         chosen = [held[0] for _, held in sorted(state.held.items())]
         with ExitStack() as locks:

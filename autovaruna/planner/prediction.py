@@ -15,13 +15,11 @@ from autovaruna.graph.records import Graph
 from autovaruna.planner.cost_table import Array
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import check
 from autovaruna.schedule.bound import Bounds, lower_bound
+from autovaruna.schedule.check import check
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
-from autovaruna.schedule.messages import work_seconds
-from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
-from autovaruna.schedule.policy import Policy
-from autovaruna.schedule.registry import POLICIES
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, work_seconds
+from autovaruna.schedule.registry import POLICIES, Policy
 from autovaruna.schedule.simulation import Simulation
 from autovaruna.schedule.simulator import simulate, simulate_below
 

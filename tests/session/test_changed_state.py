@@ -16,10 +16,10 @@ from torch.nn.utils import parametrizations
 
 from autovaruna import AutoVaruna, InputError, RankError, TraceError
 from autovaruna.graph.guards import Guards
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.case import Batch, Case, floats, generator
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.ranks import run_ranks
 from tests.reference import compare, part, plain_micro_batched, ranges, sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse, train
 
