@@ -67,12 +67,11 @@ class Output:
 
     def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
         is_lost = False  # the stream is read to its end all the same, or the job would stand still
-        with stream:
-            for line in stream:
-                for piece in pieces_of(line.decode(errors="replace")):
-                    shown = self._shown(piece)
-                    if shown is not None and not is_lost:
-                        is_lost = not _write(target, shown)
+        for line in stream:
+            for piece in pieces_of(line.decode(errors="replace")):
+                shown = self._shown(piece)
+                if shown is not None and not is_lost:
+                    is_lost = not _write(target, shown)
 
     def _shown(self, line: str) -> str | None:
         """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
@@ -262,6 +261,8 @@ class Job:
         own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
         shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
         self.output.wait()
+        for stream in filter(None, (self._process.stdout, self._process.stderr)):
+            stream.close()
         if not self.output.has_started and status and not self._num_ends:
             sys.stderr.write(
                 f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "
