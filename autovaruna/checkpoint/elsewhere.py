@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ TOKEN = "token"
 MOST_BYTES = 8 << 20
 """Of one answer."""
 _SUFFIX = ".elsewhere"
+_SILENT_SECONDS = 10
+"""After so long without a sign of life of the other host, whoever reads or writes gets an error."""
 _ERRORS = (OSError, EOFError, ValueError)
 
 
@@ -125,9 +128,17 @@ def connect(host: str, port: int, token: bytes) -> Connection:
         OSError: nobody is there, or it is another.
     """
     try:
-        return Client((host, port), authkey=token)
+        connection = Client((host, port), authkey=token)
     except Exception as error:  # AuthenticationError is no OSError
         raise OSError(f"{host}:{port}: {type(error).__name__} {error}") from error
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:  # a host without power sends no word of its end
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+            if hasattr(socket, option):  # on Linux
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_SECONDS * 1000)
+    return connection
 
 
 def _pointer_of(path: Path) -> Path:

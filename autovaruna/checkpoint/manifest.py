@@ -29,6 +29,7 @@ CHUNK_BYTES = 8 << 20
 ROW_WORDS = 32_749
 _DAMAGES = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO, None}
 """What a file system says of a file that is lost or broken."""
+_CRC_OF_NO_ROWS = zlib.crc32(bytes(8 * ROW_WORDS))
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -36,6 +37,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 def checksum(chunk: Bytes) -> str:
     """Returns the checksum of at most `CHUNK_BYTES` bytes, as eight hexadecimal digits."""
     num_rows = len(chunk) // (8 * ROW_WORDS)
+    if not num_rows:
+        return f"{zlib.crc32(chunk.data, _CRC_OF_NO_ROWS):08x}"
     end = num_rows * 8 * ROW_WORDS
     total = np.add.reduce(chunk[:end].view("<u8").reshape(num_rows, ROW_WORDS), axis=0)  # one call: other threads run
     return f"{zlib.crc32(chunk[end:].data, zlib.crc32(total.data)):08x}"

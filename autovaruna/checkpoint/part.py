@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from autovaruna.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from autovaruna.config.files import read_record, write_whole
+from autovaruna.config.files import read_record
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"
@@ -63,7 +64,9 @@ def read_part(slot: Path) -> RankPart | None:
 
 def write_record(slot: Path, part: RankPart) -> None:
     """Makes a part complete whose files are there."""
-    write_whole(slot / RECORD, msgspec.json.encode(part).decode(), is_synced=False)
+    new = slot / f".{RECORD}"
+    new.write_bytes(msgspec.json.encode(part))
+    os.replace(new, slot / RECORD)
 
 
 def slots_of(rank_folder: Path) -> list[Path]:

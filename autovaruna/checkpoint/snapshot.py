@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +22,15 @@ from autovaruna.checkpoint.part import COPIED, HOLD, LEAVE, RECORD, RankPart, sl
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.progress import JobPlace
+from autovaruna.runtime.progress import JobPlace, Reporter
 
 _SHARE = 0.01
 """Of a step's seconds that snapshots may take."""
+_FIRST_SHARE = 0.5
+"""The same while their files are made, which takes longer than to overwrite them."""
+_NUM_TIMED = 8
+"""Of the last snapshots, and of the last steps, the fastest counts: others have waited for what has nothing to do with
+them."""
 _LEAVING_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -43,16 +50,21 @@ class Snapshots:
     Args:
         place: The job's.
         rank: This rank.
+        reporter: Shows what they are of.
     """
 
-    def __init__(self, place: JobPlace, rank: int) -> None:
+    def __init__(self, place: JobPlace, rank: int, reporter: Reporter) -> None:
         self._place = place
         self._folder = place.of_rank(rank)
+        self._reporter = reporter
         self._slots = slots_of(self._folder)
+        self._next = 0
         self._latest: int | None = None
+        self._texts: dict[str, str] | None = None
+        self._seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         self._period = 1
         self._steps_since = 0
-        self._step_seconds = math.inf
+        self._step_seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         self._is_broken = False
         self._before: tuple[int, float] | None = None
 
@@ -60,7 +72,7 @@ class Snapshots:
         """Notes that the optimizer has stepped: how long steps take is measured from one such border to the next."""
         now = time.perf_counter()
         if self._before is not None and num_steps > self._before[0]:
-            self._step_seconds = min(self._step_seconds, (now - self._before[1]) / (num_steps - self._before[0]))
+            self._step_seconds.append((now - self._before[1]) / (num_steps - self._before[0]))
         self._before = num_steps, now
         self._steps_since += 1
 
@@ -92,30 +104,37 @@ class Snapshots:
         """
         begin = time.perf_counter()
         try:
-            self._write(subject, content, self._slots[0])
+            self._write(subject, content)
         except (OSError, CheckpointError) as error:
             self._is_broken = True
             logger.warning("no more snapshots in memory of this host: %s", error)
             return
-        self._slots.reverse()  # the next one takes the place of the one before this
+        self._reporter.note_snapshot(self._next, content.step)
+        self._next = 1 - self._next
         self._latest, self._steps_since = content.step, 0
         seconds = time.perf_counter() - begin
-        if math.isfinite(self._step_seconds):
-            self._period = max(1, math.ceil(seconds / (_SHARE * self._step_seconds)))
+        self._seconds.append(seconds)
+        if self._step_seconds:
+            share = _SHARE if len(self._seconds) > len(self._slots) else _FIRST_SHARE
+            self._period = max(1, math.ceil(min(self._seconds) / (share * min(self._step_seconds))))
         if self._before is not None:
             self._before = self._before[0], self._before[1] + seconds
 
-    def _write(self, subject: Subject, content: Content, slot: Path) -> None:
+    def _write(self, subject: Subject, content: Content) -> None:
+        slot = self._slots[self._next]
+        self._reporter.note_snapshot(self._next, -1)
         slot.mkdir(parents=True, exist_ok=True, mode=0o700)
         (slot / RECORD).unlink(missing_ok=True)
         part = compose(subject, content, is_shared=True)
-        for name in {path.name for path in slot.iterdir()} - part.files.keys():
+        for name in set(os.listdir(slot)) - part.files.keys():
             (slot / name).unlink()
-        files = {name: write_file(slot / name, chunks_of(rows), is_new=False) for name, rows in part.files.items()}
+        files = {name: write_file(slot / name, chunks_of(rows), False, False) for name, rows in part.files.items()}
         world = subject.world
-        texts = {name: data.decode() for name, data in config_files(subject.model).items()} if world.rank == 0 else {}
+        if self._texts is None:
+            found = config_files(subject.model) if world.rank == 0 else {}
+            self._texts = {name: data.decode() for name, data in found.items()}
         whose = content.step, world.rank, world.num_ranks
-        write_record(slot, RankPart(*whose, files, part.weights, part.documents, texts))
+        write_record(slot, RankPart(*whose, files, part.weights, part.documents, self._texts))
 
     def wait_for_copy(self) -> None:
         """Returns when the latest snapshot is on another host, too, or the host does not answer for long."""

@@ -134,9 +134,12 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
     documents: dict[str, Any] = {"generators": {str(rank): encode(generators, f"rng.{rank}", others)}}
     if subject.optimizer is not None:
         first = {subject.first(name): place for name, place in writer.items()}
+        own = subject.optimizer.own_state()
         documents["optimizer_state"] = encode_state(
-            subject.optimizer, subject.state, lambda name: first.get(name, 0) == rank, others
+            subject.optimizer, own, subject.state, lambda name: first.get(name, 0) == rank, others
         )
+        if rank == 0:
+            documents["optimizer"] = encode_groups(subject.optimizer, own, others)
     if rank == 0:
         documents |= _of_first_rank(subject, content, others)
         documents["ties"] = {name: first for name, first in subject.saved_names(tensors).items() if name != first}
@@ -185,8 +188,6 @@ def _of_first_rank(subject: Subject, content: Content, others: dict[str, Tensor]
         "seed": subject.seed,
         "num_calls": subject.num_calls,
     }
-    if subject.optimizer is not None:
-        found["optimizer"] = encode_groups(subject.optimizer, others)
     for name, part in (("scaler", content.scaler), ("lr_scheduler", content.lr_scheduler)):
         if part is not None:
             found[name] = encode(part.state_dict(), name, others)
@@ -213,30 +214,32 @@ def config_files(model: Any) -> dict[str, bytes]:
     return found
 
 
-def encode_groups(optimizer: CutOptimizer, tensors: dict[str, Tensor]) -> Json:
-    """Returns class and groups of an optimizer, whose parameters are names.
+def encode_groups(optimizer: CutOptimizer, own: Mapping[str, Any], tensors: dict[str, Tensor]) -> Json:
+    """Returns class and groups of an optimizer, whose parameters are names; `own` is its `own_state()`.
 
     Raises:
         CheckpointError: an option of a group is of a type that no checkpoint can hold.
     """
-    own = optimizer.own_state()["param_groups"]
     groups = []
-    for index, (group, names) in enumerate(zip(own, optimizer.names, strict=True)):
+    for index, (group, names) in enumerate(zip(own["param_groups"], optimizer.names, strict=True)):
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({**encode(options, f"optimizer.param_groups.{index}", tensors), "params": list(names)})
     return {"class": type(optimizer.optimizer).__name__, "param_groups": groups}
 
 
 def encode_state(
-    optimizer: CutOptimizer, state: OwnedState, wanted: Callable[[str], bool], tensors: dict[str, Tensor]
+    optimizer: CutOptimizer,
+    own: Mapping[str, Any],
+    state: OwnedState,
+    wanted: Callable[[str], bool],
+    tensors: dict[str, Tensor],
 ) -> dict[str, Json]:
-    """Returns the state of the wanted parameters that this rank holds, by first name.
+    """Returns the state of the wanted parameters that this rank holds, by first name; `own` is its `own_state()`.
 
     Raises:
         CheckpointError: something in it is of a type that no checkpoint can hold.
     """
     optimizer.check()
-    own = optimizer.own_state()
     places = [place for group in own["param_groups"] for place in group["params"]]
     names = _own_names(optimizer, state)
     return {

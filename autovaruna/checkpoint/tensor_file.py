@@ -8,10 +8,12 @@ they are summed on their way to the disk, and read straight into a model's memor
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from autovaruna.checkpoint.document import dtype_of
 from autovaruna.checkpoint.elsewhere import ByteFile, is_elsewhere, open_bytes
-from autovaruna.checkpoint.manifest import num_threads
+from autovaruna.checkpoint.manifest import Bytes, num_threads
 from autovaruna.config.files import parse
 from autovaruna.errors import CheckpointError
 
@@ -71,7 +73,10 @@ class Entry:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor as one row; they share its memory if it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def lay_out(tensors: Mapping[str, Tensor]) -> Rows:
@@ -83,31 +88,36 @@ def lay_out(tensors: Mapping[str, Tensor]) -> Rows:
     Raises:
         CheckpointError: a tensor's dtype is none that such a file can hold.
     """
-    header: dict[str, Any] = {}
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header(tuple((name, tensors[name].dtype, tensors[name].shape) for name in names))
+    return [torch.from_numpy(header), *(bytes_of(tensors[name]) for name in names)]
+
+
+@lru_cache(maxsize=8)  # snapshots in memory have the same header again and again
+def _header(described: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Bytes:
+    """Returns the bytes before those of tensors, which have a name, a dtype and a shape each."""
+    header: dict[str, Any] = {}
     end = 0
-    for name in names:
-        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        header[name] = {**_described(name, tensors[name]), "data_offsets": [begin, end]}
-    noted = {name: str(tensor.dtype)[6:] for name, tensor in tensors.items() if tensor.dtype not in NAMES}
+    for name, dtype, shape in described:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {**_described(name, dtype, shape), "data_offsets": [begin, end]}
+    noted = {name: str(dtype)[6:] for name, dtype, _ in described if dtype not in NAMES}
     metadata = METADATA | ({NOTE: json.dumps(noted)} if noted else {})
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    first = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
-    return [torch.from_numpy(first), *(bytes_of(tensors[name]) for name in names)]
+    return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
 
 
-def _described(name: str, tensor: Tensor) -> dict[str, Any]:
+def _described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Any]:
     """Returns what the header says of a tensor, but where it is."""
-    dtype = tensor.dtype
     if dtype in NAMES:
-        return {"dtype": NAMES[dtype], "shape": list(tensor.shape)}
+        return {"dtype": NAMES[dtype], "shape": list(shape)}
     if not (dtype.is_floating_point or dtype.is_complex):
         raise CheckpointError(
             f"{name} is of {dtype}, which checkpoints cannot hold. Expected floating point, complex numbers, or "
             f"one of {', '.join(str(each)[6:] for each in NAMES if not each.is_floating_point)}; convert it."
         )
-    return {"dtype": NAMES[torch.uint8], "shape": [*tensor.shape, dtype.itemsize]}
+    return {"dtype": NAMES[torch.uint8], "shape": [*shape, dtype.itemsize]}
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:

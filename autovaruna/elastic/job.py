@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -170,6 +171,7 @@ class Job:
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[signal.Signals] = []
         self._num_ends = 0
+        self._status: int | None = None
 
     def command(self, host_file: str) -> list[str]:
         """Returns the call of mpirun."""
@@ -249,9 +251,18 @@ class Job:
 
         A job of which not every rank has said that it ended well has not ended well, whatever mpirun says.
         """
+        if self._status is None:
+            self._status = self._wait()
+        return self._status
+
+    def _wait(self) -> int:
         assert self._process is not None
         status = self._process.wait()
+        own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
+        shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
         self.output.wait()
+        for stream in filter(None, (self._process.stdout, self._process.stderr)):
+            stream.close()
         if not self.output.has_started and status and not self._num_ends:
             sys.stderr.write(
                 f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -39,13 +39,13 @@ from autovaruna.checkpoint.part import (
 from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.life import end_all, hold, is_alive, state_of
 from autovaruna.elastic.server import Server
+from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
+from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.progress import Progress, attempt_folder, read_predicted, read_work
+from autovaruna.runtime.progress import Progress, attempt_folder, folders_in, read_predicted, read_work
 
-LOCK, SOCKET = "keeper.lock", "standby"
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
-_FIRST_DELAY_SECONDS = 0.5
 _SILENT_SECONDS = 30.0
 """After so long without a word of the manager it counts as lost."""
 
@@ -82,8 +82,8 @@ class Keeper:
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
         self._gone: dict[str, float] = {}
-        for act in (self._copy_on, self._look_on):
-            threading.Thread(target=act, daemon=True).start()
+        self._taken: dict[Path, Path] = {}
+        threading.Thread(target=self._look_on, daemon=True).start()
 
     # what the manager asks for
 
@@ -94,7 +94,10 @@ class Keeper:
             (self.folder / name).unlink(missing_ok=True)
         self._copied = None
         self._gone = {}
-        self._attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
+        self._taken.clear()
+        self._attempt = attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
+        if buddy is not None:
+            threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
     def ping(self) -> dict[str, Any]:
         """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone."""
@@ -113,7 +116,7 @@ class Keeper:
             "attempt": None if attempt is None else attempt.number,
             "ranks": found,
             "predicted": predicted,
-            "newest": self._newest_step(),
+            "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
         }
@@ -146,7 +149,8 @@ class Keeper:
 
     def inventory(self) -> list[dict[str, Any]]:
         """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
-        slots = [slot for folder in sorted(self.folder.glob("attempt-*/*")) for slot in sorted(folder.glob("slot-*"))]
+        ranks = [rank for attempt in folders_in(self.folder, "attempt-") for rank in folders_in(attempt, "")]
+        slots = [slot for rank in ranks for slot in slots_of(rank)]
         with ThreadPoolExecutor(8) as pool:
             return [each for each in pool.map(self._found, slots) if each is not None]
 
@@ -157,13 +161,16 @@ class Keeper:
         attempt = int(slot.parent.parent.name.partition("-")[2])
         return {"attempt": attempt, "place": str(slot.relative_to(self.folder)), "part": asdict(part)}
 
-    def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
-        """Puts a state together for the next ranks.
+    def restore(
+        self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
+    ) -> None:
+        """Puts a state together for the next ranks; what is older is forgotten.
 
         Args:
             texts: Small files.
             own: Files of this host, by name, with where they are in its folder.
             others: Files of other hosts, by name, with what is in a `Pointer`.
+            attempt: The one that the state is of.
         """
         place = self.folder / "restore"
         shutil.rmtree(place, ignore_errors=True)
@@ -174,13 +181,28 @@ class Keeper:
             os.link(self._inside(where), place / name)
         for name, pointer in others.items():
             read_record(pointer, Pointer).write(place / name)
+        self._forget(attempt)
 
     def drop(self, before: int) -> None:
         """Forgets earlier attempts and what was put together from them."""
-        for folder in self.folder.glob("attempt-*"):
+        self._forget(before)
+        shutil.rmtree(self.folder / "restore", ignore_errors=True)
+        self._plan_ahead()
+
+    def _forget(self, before: int) -> None:
+        for folder in folders_in(self.folder, "attempt-"):
             if int(folder.name.partition("-")[2]) < before:
                 shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(self.folder / "restore", ignore_errors=True)
+
+    def _plan_ahead(self) -> None:
+        """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
+        asked, taken = self.folder / ahead.FILE, self.folder / f"taken-{ahead.FILE}"
+        with suppress(OSError):
+            asked.replace(taken)
+            with open(self.folder / "ahead.log", "wb") as log:
+                call = [sys.executable, "-m", ahead.__name__, str(taken)]
+                process = subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            threading.Thread(target=process.wait, daemon=True).start()
 
     def save(self, places: list[str], partial: str) -> None:
         """Writes parts of this host to a checkpoint's folder on disk."""
@@ -199,7 +221,8 @@ class Keeper:
         attempt = self._attempt
         if attempt is not None:
             self.end(attempt.number, "")
-        end_all(str(self.folder / SOCKET).encode())
+        for file in (SOCKET, f"taken-{ahead.FILE}"):  # which the job's other processes have in their command lines
+            end_all(str(self.folder / file).encode())
         if self._file:
             Path(self._file).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -215,44 +238,39 @@ class Keeper:
 
     # copies on another host
 
-    def _copy_on(self) -> None:
-        """Copies what ranks write to another host, and tells the ranks when it is there."""
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            attempt = self._attempt
-            if attempt is None or attempt.buddy is None:
-                continue
-            step = self._newest_step()
-            if step is None or self._copied == (attempt.number, step):
-                continue
+    def _copy_on(self, attempt: Attempt) -> None:
+        """Copies what ranks write to another host, and tells the ranks when it is there, until the attempt is over."""
+        while self._attempt is attempt:
             try:
-                self._copy(attempt, step)
+                assert attempt.buddy is not None
+                with connect(*attempt.buddy, self.token) as connection:
+                    while self._attempt is attempt:
+                        self._copy_newest(attempt, connection)
+                        time.sleep(_LOOK_SECONDS)
             except (OSError, EOFError, ValueError):  # the other host is gone, or too slow: the manager knows by itself
                 time.sleep(10 * _LOOK_SECONDS)
-                continue
-            self._copied = attempt.number, step
-            write_whole(attempt_folder(self.folder, attempt.number) / COPIED, str(step), is_synced=False)
 
-    def _newest_step(self) -> int | None:
-        """Returns the newest step that all ranks of this host have written; None: there is none."""
-        steps = [
-            {part.step for slot in slots_of(folder) if (part := read_part(slot)) is not None}
-            for folder in self._rank_folders()
-        ]
-        return max(set.intersection(*steps), default=None) if steps else None
+    def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
+        """Copies the newest step that all ranks of this host have, unless that is done."""
+        held = self._held_steps()
+        step = _newest_of(held.values())
+        if step is None or self._copied == (attempt.number, step):
+            return
+        for folder, steps in held.items():
+            _send_part(connection, slots_of(folder)[steps.index(step)], attempt.number)
+        self._copied = attempt.number, step
+        write_whole(attempt_folder(self.folder, attempt.number) / COPIED, str(step), is_synced=False)
 
-    def _copy(self, attempt: Attempt, step: int) -> None:
-        assert attempt.buddy is not None
-        with connect(*attempt.buddy, self.token) as connection:
-            for folder in self._rank_folders():
-                slots = [slot for slot in slots_of(folder) if (part := read_part(slot)) and part.step == step]
-                _send_part(connection, slots[0], attempt.number)
+    def _held_steps(self) -> dict[Path, Sequence[int]]:
+        """Returns the steps in the places of each rank of this host, by its folder; -1: nothing whole."""
+        ranks = {folder: Progress.read(folder) for folder in self._rank_folders()}
+        return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
     def _take(self, connection: Connection, request: Mapping[str, Any]) -> None:
         """Takes a copy of another host's part."""
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
-        slot = min(slots_of(folder), key=lambda each: -1 if (its := read_part(each)) is None else its.step)
+        slot = self._place_of_copy(folder)
         slot.mkdir(parents=True, exist_ok=True, mode=0o700)
         (slot / RECORD).unlink(missing_ok=True)
         for name, record in part.files.items():
@@ -265,7 +283,15 @@ class Keeper:
         if not part.is_intact(slot):
             raise ValueError("it was changed on its way")
         write_record(slot, part)
+        self._taken[folder] = slot
         connection.send_bytes(b"taken")
+
+    def _place_of_copy(self, folder: Path) -> Path:
+        """Returns the place of a rank's copies that has the older one."""
+        slots = slots_of(folder)
+        if folder in self._taken:
+            return slots[1 - slots.index(self._taken[folder])]
+        return min(slots, key=lambda each: -1 if (its := read_part(each)) is None else its.step)
 
     # other keepers and ranks
 
@@ -286,7 +312,12 @@ class Keeper:
     def _rank_folders(self) -> list[Path]:
         """Returns the folders of the ranks that this host has now."""
         attempt = self._attempt
-        return [] if attempt is None else sorted(attempt_folder(self.folder, attempt.number).glob("rank-*"))
+        return [] if attempt is None else folders_in(attempt_folder(self.folder, attempt.number), "rank-")
+
+
+def _newest_of(held: Collection[Sequence[int]]) -> int | None:
+    """Returns the newest step that each of some ranks has; None: there is none."""
+    return max((step for step in set.intersection(*map(set, held)) if step >= 0), default=None) if held else None
 
 
 def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
@@ -300,50 +331,6 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
                 connection.send_bytes(file.read(min(MOST_BYTES, record.size - begin)))
     if connection.recv_bytes(MOST_BYTES) != b"taken":
         raise OSError("the copy was not taken")
-
-
-class Standby:
-    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's.
-
-    Args:
-        folder: The job's folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        if not _is_listening(folder / SOCKET):
-            self._start()
-        threading.Thread(target=self._look_after, daemon=True).start()
-
-    def _look_after(self) -> None:
-        delay = _FIRST_DELAY_SECONDS
-        while True:
-            time.sleep(delay)
-            is_there = self._process.poll() is None if self._process else _is_listening(self._folder / SOCKET)
-            if is_there or not self._folder.exists():
-                continue
-            delay = min(60.0, 2 * delay)  # one that cannot start is not tried all the time
-            (self._folder / SOCKET).unlink(missing_ok=True)
-            self._start()
-
-    def _start(self) -> None:
-        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        with open(self._folder / "standby.log", "wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "autovaruna.elastic.standby",
-                    str(self._folder / SOCKET),
-                    str(self._folder / LOCK),
-                ],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
 
 
 class Line:
@@ -404,7 +391,7 @@ def main() -> None:
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
     if settings["standby"]:
-        Standby(folder)
+        StandbyProcess(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
     line = Line(keeper)
     line.write({"port": keeper.port, "host": socket.gethostname()})
@@ -412,15 +399,6 @@ def main() -> None:
     line.follow()
     keeper.quit()
     os._exit(0)
-
-
-def _is_listening(path: Path) -> bool:
-    try:
-        with socket.socket(socket.AF_UNIX) as tried:
-            tried.connect(str(path))
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

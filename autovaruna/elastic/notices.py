@@ -1,4 +1,7 @@
-"""Brings notices that a host will be taken away to the managers of this user's jobs, from hosts with the same HOME."""
+"""What a job tells people, and what they tell it: its events, and notices that a host will be taken away.
+
+Notices reach the managers of this user's jobs from every host with the same HOME.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import json
 import os
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +25,32 @@ from autovaruna.elastic.server import Server
 from autovaruna.errors import ConfigError
 
 _FOLDER = "~/.autovaruna/jobs"
+
+
+class EventLog:
+    """The events of one job.
+
+    Args:
+        path: A file that gets a line of JSON for each; None: none does.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+
+    def note(self, what: str, text: str, **details: Any) -> None:
+        """Notes an event.
+
+        Args:
+            what: Its kind, one word.
+            text: What happened, for a person.
+            details: More of it, for programs.
+        """
+        sys.stderr.write(f"autovaruna: {text}\n")
+        sys.stderr.flush()
+        if self._path is not None:
+            line = json.dumps({"time": round(time.time(), 3), "event": what, "text": text, **details})
+            with suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 @dataclass(frozen=True)

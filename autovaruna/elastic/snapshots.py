@@ -1,17 +1,27 @@
-"""Finds the newest state that the hosts of a job have whole, and puts it where the next ranks find it."""
+"""Finds the newest state that the hosts of a job have whole, and puts it where the next ranks find it, or on disk."""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from autovaruna.checkpoint.elsewhere import Pointer
 from autovaruna.checkpoint.part import RankPart, small_files
 from autovaruna.config.files import read_record
 from autovaruna.elastic.link import Link, answers
+from autovaruna.elastic.notices import EventLog
 
 _INVENTORY_SECONDS = 60.0
+_HOLD_SECONDS = 10.0
+_WRITE_SECONDS = 3600.0
+_NUM_KEPT = 2
+"""Checkpoints that stay in the folder."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +47,12 @@ class State:
 
     Attributes:
         step: its step.
-        held: by rank of the run that wrote it, the hosts that have the rank's part, the rank's own first.
+        attempt: the run of the job that wrote it.
+        held: by rank of that run, the hosts that have the rank's part, the rank's own first.
     """
 
     step: int
+    attempt: int
     held: Mapping[int, Sequence[Held]]
 
     @property
@@ -60,7 +72,7 @@ def find_state(links: Sequence[Link]) -> State | None:
             places = found.setdefault((part.step, held.attempt, part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
-    return State(max(whole)[0], found[max(whole)]) if whole else None
+    return State(*max(whole)[:2], found[max(whole)]) if whole else None
 
 
 def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> None:
@@ -89,6 +101,72 @@ def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> 
                 else:
                     keeper = ports[chosen.host]
                     others[name] = asdict(Pointer(keeper.address, keeper.port, where))
-        asked.append(link.ask("restore", texts=texts, own=own, others=others))
+        asked.append(link.ask("restore", texts=texts, own=own, others=others, attempt=state.attempt))
     for answer in asked:
         answer.result(_INVENTORY_SECONDS)
+
+
+class Checkpoints:
+    """Writes states that hosts have in memory to disk as checkpoints, while their ranks go on.
+
+    Args:
+        folder: A folder that the hosts share; None: nothing is written.
+        seconds: How long after one checkpoint the next is due.
+        log: Hears of each.
+    """
+
+    def __init__(self, folder: str | None, seconds: float, log: EventLog) -> None:
+        self._folder = folder
+        self._seconds = seconds
+        self._log = log
+        self._last = time.monotonic()
+        self._step = -1
+        self._thread: threading.Thread | None = None
+
+    def save_if_due(self, links: Sequence[Link]) -> None:
+        """Has keepers write what they hold to disk, in a thread."""
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if self._folder is None or is_busy or time.monotonic() - self._last < self._seconds:
+            return
+        self._last = time.monotonic()
+        self._thread = threading.Thread(target=self.save, args=(links,), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def save(self, links: Sequence[Link]) -> None:
+        """Writes the newest state that some hosts have; why it cannot be is noted."""
+        self.wait()
+        assert self._folder is not None
+        try:
+            answers({link.host: link.ask("hold", on=True) for link in links}, _HOLD_SECONDS)
+            state = find_state(links)
+            if state is not None and state.step != self._step:
+                path = self._write(state, {link.host: link for link in links}, self._folder)
+                self._step = state.step
+                self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
+        except Exception as error:
+            self._log.note("checkpoint", f"no checkpoint could be written: {error}")
+        finally:
+            answers({link.host: link.ask("hold", on=False) for link in links}, _HOLD_SECONDS)
+
+    def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
+        """Has hosts write a state that nobody changes meanwhile; returns the checkpoint's folder."""
+        from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
+        from autovaruna.checkpoint.save import Report, commit
+
+        chosen = [held[0] for _, held in sorted(state.held.items())]
+        with ExitStack() as locks:
+            partial = folder.begin(Path(root).absolute(), state.step, locks)
+            asked = []
+            for host in {held.host for held in chosen}:
+                places = [held.place for held in chosen if held.host == host]
+                asked.append(links[host].ask("save", places=places, partial=os.fspath(partial)))
+            for answer in asked:
+                answer.result(_WRITE_SECONDS)
+            reports = [Report(held.part.files, held.part.documents) for held in chosen]
+            texts = {name: text.encode() for held in chosen for name, text in held.part.extra_files.items()}
+            return commit(partial, state.step, reports, texts, _NUM_KEPT)

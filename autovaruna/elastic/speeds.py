@@ -27,21 +27,6 @@ _MISSING_STEPS = 100
 
 
 @dataclass(frozen=True)
-class Report:
-    """A rank has ended a step.
-
-    Attributes:
-        rank: Which one.
-        step: The step's number; they ascend.
-        seconds: What its stages computed in it, waits not counted.
-    """
-
-    rank: int
-    step: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Slow:
     """A rank has become slow.
 
@@ -85,10 +70,16 @@ class Speeds:
         self._plan = _Comparison(SLOW, is_own=False)
         self._plan.expected = {rank: seconds for rank, seconds in predicted.items() if seconds > 0}
 
-    def report(self, report: Report) -> list[Slow | Recovered]:
-        """Hears of a rank's step; ranks are compared once all have reported it."""
-        self._last[report.rank] = report.step
-        self._pending.setdefault(report.step, {})[report.rank] = report.seconds
+    def report(self, rank: int, step: int, seconds: float) -> list[Slow | Recovered]:
+        """Hears of a rank's step; ranks are compared once all have reported it.
+
+        Args:
+            rank: Which one.
+            step: The step's number; they ascend.
+            seconds: What the rank's stages computed in it, waits not counted.
+        """
+        self._last[rank] = step
+        self._pending.setdefault(step, {})[rank] = seconds
         complete = max(min(self._last.values()), max(self._last.values()) - _MISSING_STEPS)
         events: list[Slow | Recovered] = []
         for step in sorted(step for step in self._pending if step <= complete):

@@ -7,6 +7,8 @@ thread is started, before the fork.
 from __future__ import annotations
 
 import array
+import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -15,7 +17,10 @@ import pkgutil
 import select
 import signal
 import socket
+import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +29,9 @@ import autovaruna
 from autovaruna.elastic import rank_script
 from autovaruna.elastic.life import is_held
 
+LOCK, SOCKET = "keeper.lock", "standby"
+"""Files of a job's folder: held by its keeper, and listened at by its standby process."""
+_FIRST_DELAY_SECONDS = 0.5
 _NOT_IMPORTED = ("__main__", "run_varuna")
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20
@@ -160,14 +168,92 @@ def warm() -> None:
     gc.freeze()
 
 
+class StandbyProcess:
+    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's.
+
+    Args:
+        folder: The job's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        if not _is_listening(folder / SOCKET):
+            self._start()
+        threading.Thread(target=self._look_after, daemon=True).start()
+
+    def _look_after(self) -> None:
+        delay = _FIRST_DELAY_SECONDS
+        while True:
+            time.sleep(delay)
+            is_there = self._process.poll() is None if self._process else _is_listening(self._folder / SOCKET)
+            if is_there or not self._folder.exists():
+                continue
+            delay = min(60.0, 2 * delay)  # one that cannot start is not tried all the time
+            (self._folder / SOCKET).unlink(missing_ok=True)
+            self._start()
+
+    def _start(self) -> None:
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        call = [
+            sys.executable,
+            "-m",
+            "autovaruna.elastic.standby",
+            str(self._folder / SOCKET),
+            str(self._folder / LOCK),
+        ]
+        with open(self._folder / "standby.log", "wb") as log:
+            self._process = subprocess.Popen(
+                call, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+
+def _is_listening(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.connect(str(path))
+    except OSError:
+        return False
+    return True
+
+
+class QuickEnd:
+    """Ends this process once all that is to be done at its end is done, without taking the interpreter apart.
+
+    That takes a forked process with torch as long as a start. Made before anything else asks to be called at the end,
+    it comes last.
+
+    Attributes:
+        status: what the process ends with; None: as Python does.
+    """
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self.status is not None:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            ctypes.CDLL(None).fflush(None)
+            os._exit(self.status)
+
+
 def main() -> None:
     """Is the process: ``python -m autovaruna.elastic.standby SOCKET KEEPER_LOCK``."""
     path, lock = map(Path, sys.argv[1:])
+    end = QuickEnd()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     warm()
     serve(path, lock)
-    rank_script.main()
+    try:
+        rank_script.main()
+        end.status = 0
+    except SystemExit as left:
+        end.status = (left.code or 0) & 0xFF if isinstance(left.code, int | None) else None
+        raise
 
 
 if __name__ == "__main__":

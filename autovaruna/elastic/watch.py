@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autovaruna.elastic.speeds import Recovered, Report, Slow, Speeds
+from autovaruna.elastic.speeds import Recovered, Slow, Speeds
 
 _LEAST_SECONDS = 20.0
 _TIMES_LONGEST = 20.0
@@ -95,7 +95,7 @@ class Watch:
             for call, seconds in seen.report["work"]:
                 if call > seen.last_call:
                     seen.last_call = call
-                    self.changes += self._speeds.report(Report(rank, call, seconds))
+                    self.changes += self._speeds.report(rank, call, seconds)
 
     def host_of(self, rank: int) -> str:
         """Returns the host of a rank."""

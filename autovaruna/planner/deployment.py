@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
+
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
         told.append(f"the ranks of each host changed ({_listed(saved.hosts)} -> {_listed(now.hosts)})")
     if saved.device != now.device:
         told.append(f"the device changed ({saved.device} -> {now.device})")
-    if saved.num_ranks == now.num_ranks and saved.memory_bytes != now.memory_bytes:
+    limits = zip_longest(saved.memory_bytes, now.memory_bytes, fillvalue=0.0)
+    if saved.num_ranks == now.num_ranks and not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in limits):
         told.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
     return told + _changed("setting ", _plain(saved.settings), _plain(now.settings))
 
@@ -95,9 +99,6 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 def _bytes(limits: tuple[float, ...]) -> str:
     return ", ".join(dict.fromkeys(readable(limit) for limit in limits)) or "none"
-
-
-_ROUNDING = 1e-6
 
 
 def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:

@@ -19,7 +19,7 @@ from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
-_FORMAT = struct.Struct("<6Qd")
+_FORMAT = struct.Struct("<6Qd2q")
 _NUM_KEPT = 64
 _WORK = struct.Struct("<Qd")
 _FILE, _PREDICTED = "progress", "predicted.json"
@@ -35,6 +35,7 @@ class JobPlace:
         num_hosts: hosts of this attempt; of several, each keeps a copy of another's part.
         step: what the state in ``folder/restore`` is of; None: there is none, the job starts from the beginning.
         checkpoints: where the manager has states written to disk; None: nowhere.
+        deployment: the name of the file of this number of ranks' plan; empty: all numbers have one file.
     """
 
     folder: str
@@ -42,6 +43,7 @@ class JobPlace:
     num_hosts: int = 1
     step: int | None = None
     checkpoints: str | None = None
+    deployment: str = ""
 
     @property
     def restore(self) -> Path:
@@ -51,6 +53,14 @@ class JobPlace:
     def of_rank(self, rank: int) -> Path:
         """Returns the folder of a rank in this attempt."""
         return attempt_folder(Path(self.folder), self.attempt) / f"rank-{rank:05d}"
+
+
+def folders_in(folder: Path, prefix: str) -> list[Path]:
+    """Returns what is in a folder by the beginning of its name, in order; nothing, if the folder has gone meanwhile."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if name.startswith(prefix))
+    except OSError:
+        return []
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
@@ -76,6 +86,7 @@ class Progress:
         hears_end: whether it has been asked to end.
         work_seconds: seconds that its stages have computed, waits left out.
         is_kept: whether it takes snapshots, so that it can leave at a border between two steps.
+        snapshots: the step of what is whole in each of its two places for snapshots; -1: nothing is.
     """
 
     process: int = 0
@@ -85,21 +96,24 @@ class Progress:
     hears_end: bool = False
     work_seconds: float = 0.0
     is_kept: bool = False
+    snapshots: tuple[int, int] = (-1, -1)
 
     def pack(self) -> bytes:
         """Returns it as bytes."""
         numbers = self.process, self.calls, self.is_inside, self.steps, self.hears_end, self.is_kept
-        return _FORMAT.pack(*numbers, self.work_seconds)
+        return _FORMAT.pack(*numbers, self.work_seconds, *self.snapshots)
 
     @staticmethod
     def read(rank_folder: Path) -> Progress | None:
         """Returns what a rank has last written; None: it has not started."""
         try:
             data = (rank_folder / _FILE).read_bytes()
-            process, calls, is_inside, steps, hears_end, is_kept, work = _FORMAT.unpack(data[: _FORMAT.size])
+            process, calls, is_inside, steps, hears_end, is_kept, work, *held = _FORMAT.unpack(data[: _FORMAT.size])
         except (OSError, struct.error):
             return None
-        return Progress(process, calls, bool(is_inside), steps, bool(hears_end), work, bool(is_kept))
+        return Progress(
+            process, calls, bool(is_inside), steps, bool(hears_end), work, bool(is_kept), (held[0], held[1])
+        )
 
 
 def read_work(rank_folder: Path) -> list[tuple[int, float]]:
@@ -134,6 +148,12 @@ class Reporter:
     def write(self) -> None:
         """Shows the progress as it is now."""
         self._memory[: _FORMAT.size] = self.progress.pack()
+
+    def note_snapshot(self, place: int, step: int) -> None:
+        """Shows the step of what a place for snapshots holds; -1: nothing whole."""
+        first, second = self.progress.snapshots
+        self.progress.snapshots = (step, second) if place == 0 else (first, step)
+        self.write()
 
     def predict(self, seconds: Callable[[], Mapping[int, float]]) -> None:
         """Shows what the plan predicts of each rank's step, once."""

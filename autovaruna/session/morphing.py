@@ -76,7 +76,7 @@ class Morphing:
         listen()
         self._first_step = step
         if self._snapshots is None:
-            self._snapshots = Snapshots(self.place, self._world.rank)
+            self._snapshots = Snapshots(self.place, self._world.rank, self._reporter)
             if optimizer is not None:
                 optimizer.register_step_post_hook(self._note_generators)
         num_before = (0 if sampler is None else sampler.state_dict()["num_batches"]) - self._num_batches

@@ -26,6 +26,7 @@ from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
+from autovaruna.planner import ahead
 from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
@@ -45,6 +46,7 @@ from autovaruna.planner.sharing import plan_with_sharing
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizers.optimizer import sharing_of
+from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import World, on_all
@@ -303,7 +305,18 @@ class Preparation:
         self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
         if self._settings.save_deployment:
             self._on_all(self._save_on_first, "saving the deployment")
+            self._ask_for_fewer(problem)
         return self.plan
+
+    def _ask_for_fewer(self, problem: Problem) -> None:
+        """Lets the keeper of this host have plans made for fewer ranks, if the manager gives each number a file."""
+        place, path = job_place(), Path(at_home(self._settings.deployment_file)).absolute()
+        if place is None or path.name != place.deployment or self._world.rank > 0:
+            return
+        shares_memory = self.device.type == "cpu" and not self._settings.memory_limit_bytes
+        request = ahead.Request(problem, self._fingerprint, self._sharing, str(path.parent), shares_memory)
+        with suppress(OSError):  # it would only save time
+            request.write(Path(place.folder, ahead.FILE))
 
     def _save_on_first(self) -> None:
         if self._world.rank > 0:

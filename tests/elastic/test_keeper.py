@@ -118,13 +118,16 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     pointer = asdict(Pointer("h2", 5, "there"))
     own = {"weights": "attempt-00001/rank-00001/slot-0/weights"}
-    link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(10.0)
+    part_in(tmp_path / "job" / "attempt-00000" / "rank-00001" / "slot-0")
+    restored = {"own": own, "others": {"others": pointer}, "attempt": 1}
+    link.ask("restore", texts={"state.json": "{}"}, **restored).result(10.0)
+    assert [each.name for each in (tmp_path / "job").glob("attempt-*")] == ["attempt-00001"]
     place = tmp_path / "job" / "restore"
     assert sorted(each.name for each in place.iterdir()) == ["others.elsewhere", "state.json", "weights"]
     assert (place / "weights").read_bytes() == b"weights"
     assert json.loads((place / "others.elsewhere").read_text()) == pointer
     with pytest.raises(OSError, match="not in the job's folder"):
-        link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
+        link.ask("restore", texts={}, own={"x": "../secret"}, others={}, attempt=1).result(10.0)
     link.ask("drop", before=2).result(10.0)
     assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
 

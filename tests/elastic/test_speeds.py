@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from autovaruna.elastic.speeds import Recovered, Report, Slow, Speeds
+from autovaruna.elastic.speeds import Recovered, Slow, Speeds
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.records import predicted_seconds
 from autovaruna.planner.search import make_plan
@@ -35,7 +35,7 @@ class Job:
         for step in steps:
             for rank in self.rng.sample(sorted(self.seconds), len(self.seconds)):
                 seconds = self.seconds[rank] * factor(rank, step) * (1 + self.noise * self.rng.gauss(0, 1))
-                said += self.speeds.report(Report(rank, step, seconds))
+                said += self.speeds.report(rank, step, seconds)
         return said
 
 

@@ -168,8 +168,9 @@ class ElasticRun:
         return {rank: (host, pid) for rank, (attempt, host, pid) in sorted(found.items()) if attempt == newest}
 
     def process(self, host: str, containing: str) -> int:
-        """Returns a process of a host by its command line; 0: there is none."""
-        return next((pid for pid, _ in self.hosts.processes(host, containing)), 0)
+        """Returns a process of a host by its command line, not one that speaks with it elsewhere; 0: there is none."""
+        found = self.hosts.processes(host, containing)
+        return next((pid for pid, line in found if not line.startswith("ssh ")), 0)
 
     def strike(self, process: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to a process, if it is still there."""

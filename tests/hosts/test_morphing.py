@@ -99,16 +99,14 @@ def test_each_sample_comes_once_while_hosts_come_and_go(three_hosts: Hosts):
     with job(ElasticRun(hosts, script, ["--no_standby"], listed=["h1", "h2"])) as run:
         run.wait_for_steps(20)
         run.list_hosts(hosts.names)
-        assert started(run)["hosts"] == hosts.names
+        wait_until_trained_on(run, hosts.names)
         run.wait_for_steps(20)
         run.list_hosts(["h1", "h2"])
         told = hosts.run("h1", [sys.executable, "-m", "autovaruna", "notify", "h2", "--seconds", "60"])
-        while started(run)["hosts"] != ["h1"]:
-            pass
+        wait_until_trained_on(run, ["h1"])
         run.wait_for_steps(20)
         run.list_hosts(hosts.names)
-        while started(run)["hosts"] != hosts.names:
-            pass
+        wait_until_trained_on(run, hosts.names)
         assert run.finish(120) == 0, f"{told.stdout}{run.text}"
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
     taken = [line for _, line in run.lines if "] took " in line]
@@ -121,9 +119,11 @@ def test_each_sample_comes_once_while_hosts_come_and_go(three_hosts: Hosts):
     assert [float(loss) for _, loss in run.losses()] == pytest.approx(plain_losses(num_samples, batch_size), rel=1e-5)
 
 
-def started(run: ElasticRun) -> dict[str, Any]:
-    """Returns how the job was started the next time, once it trains."""
-    since = len(run.events)
-    event = run.wait_for_event("start", since)
-    run.wait_for_event("running", since)
-    return event
+def wait_until_trained_on(run: ElasticRun, names: list[str]) -> None:
+    """Returns once the job trains on some hosts, however many starts that takes."""
+
+    def is_so() -> bool:
+        last = [event for event in run.events if event["event"] in ("start", "running")][-2:]
+        return [event["event"] for event in last] == ["start", "running"] and last[0]["hosts"] == names
+
+    run.wait(is_so, f"training on {names}", 90.0)

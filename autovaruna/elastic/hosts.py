@@ -1,0 +1,316 @@
+"""Defines `Hosts`: the hosts of a job with their keepers, which of them can be used, and which are too slow for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autovaruna.elastic.link import Link, answers
+from autovaruna.elastic.notices import EventLog
+from autovaruna.elastic.options import Morphing, is_this_machine, list_hosts
+from autovaruna.elastic.speeds import Slow
+from autovaruna.elastic.watch import Watch
+from autovaruna.errors import ConfigError
+
+BEAT_SECONDS = 1.0
+LOOK_SECONDS = 0.05
+END_SECONDS = 10.0
+"""How long a keeper may take to do what it is asked for."""
+_START_SECONDS = 60.0
+_REOPEN_SECONDS = 6.0
+_AGAIN_SECONDS = 5.0
+"""How long after a keeper has gone it is tried again, doubled each time up to a minute."""
+SLOW_FILE = "slow_machines.out"
+"""Gets the hosts that are left out, a name a line, as Varuna writes it."""
+_BETWEEN_SECONDS = 120.0
+"""The least time between two plans that are made anew for the sake of speeds."""
+_LEFT_OUT_SECONDS = 600.0
+"""After so long a host that was left out is tried again; doubled each time that it is still slow."""
+
+
+class Hosts:
+    """The hosts of a job.
+
+    Args:
+        listed: Ranks of each host.
+        ways: How the job goes on when hosts come and go.
+        settings: The first line of every keeper.
+        own_file: What else the keeper of this machine removes at the end.
+        log: Hears of what happens to them.
+
+    Attributes:
+        listed: ranks of each host in the machine list.
+        links: the keepers, by host.
+        noticed: hosts that are to be left, with when they go, on the monotonic clock, seconds.
+        lost: hosts of the run that do not answer any more.
+        slow: those that are left out because they are slow.
+    """
+
+    def __init__(
+        self, listed: Mapping[str, int], ways: Morphing, settings: Mapping[str, Any], own_file: Path, log: EventLog
+    ) -> None:
+        self.listed = dict(listed)
+        self.links: dict[str, Link] = {}
+        self.noticed: dict[str, float] = {}
+        self.lost: set[str] = set()
+        self.slow = SlowHosts(log, ways.slow_factor)
+        self._ways = ways
+        self._settings = settings
+        self._own_file = own_file
+        self._log = log
+        self._delays: dict[str, float] = {}
+        self._begun: list[Link] = []
+        self._machine_time = _time_of(ways.machine_list)
+        self._last_look = 0.0
+
+    def start(self, check: Callable[[], None]) -> None:
+        """Starts the keepers and waits until each is up, or has failed.
+
+        Args:
+            check: Is called while it waits, and may raise.
+
+        Raises:
+            ConfigError: none can be started, or too few.
+        """
+        for host in self.listed:
+            self._open(host)
+        deadline = time.monotonic() + _START_SECONDS
+        while any(not link.is_ready and not link.is_gone for link in self.links.values()):
+            check()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_SECONDS)
+        failed = {host: link.words or "it does not answer" for host, link in self.links.items() if not link.is_up}
+        if (failed and sum(self.usable().values()) < self._ways.min_ranks) or len(failed) == len(self.listed):
+            words = "; ".join(f"{host}: {text}" for host, text in failed.items())
+            raise ConfigError(
+                f"no keeper can be started on {', '.join(failed)} ({words}). Expected machines that ssh reaches "
+                f"without a password, each with {sys.executable} and a folder {self._ways.memory} to write to"
+            )
+        for host, text in failed.items():
+            self._log.note("unreachable", f"host {host} cannot be used: {text}", host=host)
+
+    def _open(self, host: str) -> None:
+        own = {"file": str(self._own_file)} if is_this_machine(host) else {}
+        self.links[host] = Link(host, {**self._settings, **own})
+
+    def usable(self) -> dict[str, int]:
+        """Returns the hosts that the job can run on now, with their ranks."""
+        up = self.up()
+        return {
+            host: count
+            for host, count in self.listed.items()
+            if host in up and host not in self.noticed and not self.slow.leaves_out(host)
+        }
+
+    def up(self) -> dict[str, Link]:
+        """Returns the keepers that answer, by host."""
+        return {host: link for host, link in self.links.items() if link.is_up and not link.is_silent}
+
+    def look_around(self) -> None:
+        """Reads the machine list if it has changed, and tries hosts again whose keepers have gone. Never waits."""
+        now = time.monotonic()
+        if now - self._last_look < BEAT_SECONDS:
+            return
+        self._last_look = now
+        self._read_list()
+        for host in self.listed:
+            link = self.links.get(host)
+            if link is None:
+                self._open(host)
+            elif link.is_gone:
+                delay = self._delays.get(host, 0.0)
+                if now - link.began > delay:
+                    self._delays[host] = min(60.0, max(_AGAIN_SECONDS, 2 * delay))
+                    self._open(host)
+            elif link.is_up:
+                self._delays.pop(host, None)
+            elif now - link.began > _START_SECONDS:
+                link.cut()
+
+    def _read_list(self) -> None:
+        changed = _time_of(self._ways.machine_list)
+        if self._ways.discover_hosts is None and changed == self._machine_time:
+            return
+        self._machine_time = changed
+        try:
+            listed = list_hosts(self._ways.machine_list, self._ways.gpus_per_node, self._ways.discover_hosts)
+        except ConfigError as error:
+            self._log.note("list", f"the machine list is left as it was: {error}")
+            return
+        if self._ways.discover_hosts is None or listed != self.listed:
+            for host in listed:  # whoever lists a host again wants it back
+                self.noticed.pop(host, None)
+                self.slow.forgive(host)
+        for host in sorted(listed.keys() ^ self.listed.keys()):
+            was = "added to" if host in listed else "taken from"
+            self._log.note("list", f"host {host} was {was} the machine list", host=host)
+        self.listed = listed
+
+    def notice(self, host: str, seconds: float) -> str:
+        """Takes a notice that a host will be taken away; returns what is wrong with that, in words."""
+        known = next((each for each in self.listed if each.rpartition("@")[2] == host), None)
+        if known is None:
+            return f"{host} is no host of this job; those are {', '.join(self.listed)}"
+        self._log.note("notice", f"host {known} goes in {seconds:g} s", host=known, seconds=seconds)
+        self.noticed[known] = time.monotonic() + seconds
+        return ""
+
+    # those of a run
+
+    def begin(self, hosts: Iterable[str], number: int) -> None:
+        """Tells keepers of the run that begins, and each where copies of its ranks' parts go."""
+        links = [self.links[host] for host in hosts]
+        asked = {}
+        for place, link in enumerate(links):
+            buddy = links[(place + 1) % len(links)]
+            to = None if buddy is link else [buddy.address, buddy.port]
+            asked[link.host] = link.ask("begin", number=number, buddy=to)
+        answers(asked, END_SECONDS)
+        self._begun = links
+
+    def begin_anew(self, hosts: Iterable[str], number: int) -> None:
+        """Tells all keepers again if one of them has been started anew, which the others would not find."""
+        links = [self.links.get(host) for host in hosts]
+        if links != self._begun and all(link is not None and link.is_up for link in links):
+            self.begin(hosts, number)
+
+    def ask(self, hosts: Iterable[str], do: str, **arguments: Any) -> dict[str, Future[Any]]:
+        """Asks keepers to do something; those that are not there are left out."""
+        return {host: self.links[host].ask(do, **arguments) for host in hosts if host in self.links}
+
+    def take_reports(self, hosts: Iterable[str], watch: Watch) -> None:
+        """Passes on what keepers have said; a silent host is lost, one whose keeper has gone gets another."""
+        for host in hosts:
+            link = self.links.get(host)
+            if link is None:
+                continue
+            if link.is_silent:
+                if host not in self.lost:
+                    self._log.note("lost", f"host {host} does not answer any more", host=host)
+                self.lost.add(host)
+            elif link.is_gone and host not in self._delays:
+                self._delays[host] = _AGAIN_SECONDS
+                self._open(host)
+            else:
+                watch.take(host, link.report)
+        self.slow.take(watch)
+
+    def take_now(self, hosts: Iterable[str], watch: Watch) -> list[str]:
+        """Passes on what keepers say of their ranks now; returns the hosts that do not answer."""
+        reports = answers(self.ask(hosts, "ping"), BEAT_SECONDS)
+        for host, report in reports.items():
+            watch.take(host, report)
+        return sorted(set(hosts) - reports.keys())
+
+    def is_lost(self, host: str) -> bool:
+        """Says whether a host of the run is gone; one whose keeper alone has gone gets a new one, and goes on."""
+        link = self.links.get(host)
+        if link is None or host in self.lost:
+            return True
+        is_late = not link.is_up and time.monotonic() - link.began > _REOPEN_SECONDS
+        return is_late or (link.is_gone and host in self._delays)
+
+    def cut(self, hosts: Iterable[str]) -> None:
+        """Gives hosts up that do not answer."""
+        for host in hosts:
+            if (link := self.links.get(host)) is not None:
+                link.cut()
+
+    def release(self, hosts: Iterable[str]) -> None:
+        """Ends the keepers of hosts that are not in the list any more; the job is on others, which have its state."""
+        for host in self.links.keys() - self.listed.keys() - set(hosts):
+            self.links.pop(host).quit()
+
+    def close(self) -> None:
+        """Ends all keepers, which remove what is the job's."""
+        for link in self.links.values():
+            link.quit()
+        for link in self.links.values():
+            link.wait(END_SECONDS)
+
+
+def _time_of(path: str | None) -> int:
+    """Returns when a file was last changed; 0: there is none."""
+    with suppress(OSError):
+        return 0 if path is None else os.stat(path).st_mtime_ns
+    return 0
+
+
+class SlowHosts:
+    """The hosts of a job that have become slow.
+
+    Args:
+        log: Hears of each change.
+        most: How many times as long as before a rank may take, for its host to stay.
+
+    Attributes:
+        wants_plan: whether a plan by the speeds of now would be better.
+    """
+
+    def __init__(self, log: EventLog, most: float) -> None:
+        self.wants_plan = False
+        self._log = log
+        self._most = most
+        self._until: dict[str, float] = {}
+        self._patience: dict[str, float] = {}
+        self._has_planned = False
+        self._known: set[str] = set()
+        self._last_plan = -_BETWEEN_SECONDS
+
+    def take(self, watch: Watch) -> None:
+        """Takes what has been seen of the ranks' speeds."""
+        while watch.changes:
+            change = watch.changes.pop(0)
+            host = watch.host_of(change.rank)
+            if isinstance(change, Slow):
+                self._take_slow(change, host)
+            elif host in self._known:
+                self._known.discard(host)
+                self._log.note("recovered", f"rank {change.rank} on {host} is as fast as before", host=host)
+                self._wish()
+
+    def _take_slow(self, slow: Slow, host: str) -> None:
+        is_by_plan = slow.compared_with == "the prediction"
+        if is_by_plan and self._has_planned:  # a plan that was made anew has measured the ranks by itself
+            return
+        text = f"rank {slow.rank} on {host} takes {slow.factor:.2f} times as long as {slow.compared_with}"
+        self._log.note("slow", text, host=host, rank=slow.rank, factor=slow.factor, compared_with=slow.compared_with)
+        self._known.add(host)
+        if is_by_plan or slow.factor < self._most:
+            self._wish()
+            return
+        seconds = self._patience.get(host, _LEFT_OUT_SECONDS)
+        self._patience[host], self._until[host] = 2 * seconds, time.monotonic() + seconds
+        self._write()
+
+    def _wish(self) -> None:
+        self.wants_plan |= time.monotonic() - self._last_plan > _BETWEEN_SECONDS
+
+    def take_wish(self) -> bool:
+        """Says whether the plan is to be made anew for the run that begins; then that is done."""
+        is_wanted, self.wants_plan = self.wants_plan, False
+        if is_wanted:
+            self._has_planned, self._last_plan = True, time.monotonic()
+        return is_wanted
+
+    def leaves_out(self, host: str) -> bool:
+        """Says whether a host is left out now."""
+        if host in self._until and time.monotonic() > self._until[host]:
+            self.forgive(host)
+        return host in self._until
+
+    def forgive(self, host: str) -> None:
+        """Lets a host that was left out be used again."""
+        if self._until.pop(host, None) is not None:
+            self._write()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            Path(SLOW_FILE).write_text("".join(f"{host}\n" for host in sorted(self._until)), encoding="utf-8")

@@ -1,0 +1,240 @@
+"""Defines `Run`: one run of a job, followed until it has ended, or must.
+
+How it goes on is known from what its ranks, their keepers and mpirun say, and from what is asked for: signals, notices,
+the machine list. A run that may go on elsewhere ends at the border between two steps, if its ranks come to one in time.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
+from autovaruna.elastic.job import LOST_OTHERS, Grid, Job
+from autovaruna.elastic.link import answers
+from autovaruna.elastic.notices import EventLog
+from autovaruna.elastic.options import Options
+from autovaruna.elastic.snapshots import Checkpoints
+from autovaruna.elastic.watch import Watch
+from autovaruna.runtime.progress import JobPlace
+
+LEFT = 75
+"""What a rank ends with that has left at a step's border."""
+_LEAVE_SECONDS = 120.0
+
+
+@dataclass
+class Outcome:
+    """How a run of the job has ended.
+
+    Attributes:
+        why: in words.
+        status: what the whole job ends with; None: it goes on.
+        error: what a rank's script has ended with, if it was that.
+        lost: hosts that do not answer any more.
+        is_fault: whether something has failed, in contrast to what was asked for.
+        began: when it was noticed, on the monotonic clock, seconds.
+    """
+
+    why: str
+    status: int | None = None
+    error: int = 1
+    lost: tuple[str, ...] = ()
+    is_fault: bool = True
+    began: float = field(default_factory=time.monotonic)
+
+
+class Run:
+    """One run of a job, which has begun when it is made.
+
+    Args:
+        hosts: The hosts of the job; those of the run are in the options.
+        options: How the script is started.
+        grid: The ranks of each stage; None: the script finds them.
+        place: What ranks are told of their hosts' memory.
+        standby: The socket of the standby process on each host; empty: there is none.
+        watch: Gets what the ranks report.
+        log: Hears of what happens.
+
+    Attributes:
+        job: its mpirun.
+        watch: the same.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        options: Options,
+        grid: Grid | None,
+        place: JobPlace,
+        standby: str,
+        watch: Watch,
+        log: EventLog,
+    ) -> None:
+        self.watch = watch
+        self._hosts = hosts
+        self._own = options.hosts
+        self._number = place.attempt
+        self._first_step = options.resume_step or 0
+        self._has_state = place.step is not None
+        self._log = log
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        hosts.lost.clear()
+        hosts.begin(self._own, self._number)
+        self.job = Job(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
+        self.job.start()
+
+    def follow(
+        self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: Sequence[signal.Signals]
+    ) -> Outcome:
+        """Returns how the run ends, as soon as that is known.
+
+        Args:
+            since: When the run before ended, on the monotonic clock, seconds.
+            seconds: What the start has taken so far, by phase.
+            checkpoints: Where states are written, from time to time.
+            signals: Those that this process has got, now and later.
+        """
+        hosts, started = self._hosts, time.monotonic()
+        has_dropped = has_stepped = False
+        leaving: Outcome | None = None
+        deadline = 0.0
+        while True:
+            hosts.look_around()
+            hosts.take_reports(self._own, self.watch)
+            hosts.begin_anew(self._own, self._number)
+            if (outcome := self._fault(leaving)) is not None:
+                return outcome
+            if not has_stepped and self.watch.num_steps > self._first_step:
+                has_stepped = True
+                seconds["first_step"] = time.monotonic() - started
+                self._log.note("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
+            if self.watch.holds_state(self._own):
+                if not has_dropped:
+                    has_dropped = True
+                    hosts.ask(self._own, "drop", before=self._number)
+                hosts.release(self._own)
+                checkpoints.save_if_due([hosts.links[host] for host in self._own if host in hosts.links])
+            if leaving is None and (leaving := self._reason_to_leave(signals)) is not None:
+                deadline = time.monotonic() + self._patience()
+                hosts.take_now(self._own, self.watch)
+                if not self.watch.can_leave:
+                    return leaving
+                hosts.ask(self._own, "leave")
+            if leaving is not None and time.monotonic() > deadline:
+                return leaving
+            time.sleep(LOOK_SECONDS)
+
+    def end(self, hosts: Sequence[str]) -> None:
+        """Ends what is left of the run on some hosts, at once."""
+        self.job.kill()
+        up = [host for host in hosts if host in self._hosts.links and self._hosts.links[host].is_up]
+        answers(self._hosts.ask(up, "end", number=self._number, namespace=self.job.namespace), END_SECONDS)
+        if not self.job.is_running:
+            self.job.wait()
+
+    # how it ends
+
+    def _fault(self, leaving: Outcome | None) -> Outcome | None:
+        """Returns how the run has ended, or must end; None: it goes on."""
+        status_of_all = None if self.job.is_running else self.job.wait()  # then it is known how each rank has ended
+        while not self._ended.empty():
+            rank, status = self._ended.get()
+            if status == 0:
+                continue
+            if status == LEFT or leaving is not None:
+                return leaving or self._left_by_itself()
+            lost = self._hosts.take_now(self._own, self.watch)
+            return self._or_lost(lost, self._by_rank(rank, status))
+        if status_of_all is not None:
+            return self._by_mpirun(status_of_all, leaving)
+        if lost := [host for host in self._own if self._hosts.is_lost(host)]:
+            return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
+        if (hang := self.watch.hang()) is not None:
+            return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}")
+        return None
+
+    def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
+        """Returns the outcome where mpirun has ended, and no rank has said that it failed."""
+        lost = self._hosts.take_now(self._own, self.watch)
+        if status == 0 and not self.watch.hosts_that_hear:
+            return Outcome("the job has finished", 0, is_fault=False)
+        if leaving is not None or self.watch.hosts_that_hear:
+            return leaving or self._left_by_itself()
+        why = f"mpirun ended with status {status} before every rank had finished"
+        goes_on = self.job.output.has_started or self._has_state or status == 128 + signal.SIGKILL
+        return self._or_lost(lost, Outcome(why, None if goes_on else status or 1, error=status or 1))
+
+    def _by_rank(self, rank: int, status: int) -> Outcome:
+        """Returns the outcome where a rank has ended: for what its script did, or after another one.
+
+        A job that has not come to any step ends with the error of its script.
+        """
+        ended = self.job.output.ended
+        if status == LOST_OTHERS:
+            first = next(((its, each) for its, each in ended.items() if each not in (0, status)), None)
+            if first is None:
+                return Outcome(self.watch.words_of_gone(ended) or f"rank {rank} has lost other ranks")
+            rank, status = first
+        if status < 0:
+            return Outcome(f"rank {rank} was ended by {signal.Signals(-status).name}")
+        goes_on = self.watch.holds_any or self._has_state
+        return Outcome(f"rank {rank} ended with status {status}", None if goes_on else status, error=status)
+
+    def _or_lost(self, lost: Sequence[str], outcome: Outcome) -> Outcome:
+        """Returns the outcome, or that hosts were lost, if any does not answer: what ranks said follows from it."""
+        if not lost:
+            return outcome
+        self._hosts.cut(lost)
+        return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost), began=outcome.began)
+
+    def _left_by_itself(self) -> Outcome:
+        """Returns the outcome where ranks were asked to end by signals that came past the manager."""
+        hosts = self.watch.hosts_that_hear
+        self._hosts.noticed |= dict.fromkeys(hosts, float("inf"))
+        if not self._hosts.usable():
+            self._hosts.noticed.clear()  # there is no other host: the job goes on here, as long as it may
+        return Outcome(f"a signal asked ranks on {', '.join(hosts) or 'a host'} to end", is_fault=False)
+
+    # what is asked for
+
+    def _reason_to_leave(self, signals: Sequence[signal.Signals]) -> Outcome | None:
+        """Returns why the run should end at the next border, and the job go on elsewhere; None: it should not."""
+        if signals:
+            return Outcome(f"{signals[0].name} came", LEFT, is_fault=False)
+        why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
+        return Outcome(why, is_fault=False) if why else None
+
+    def _unwanted_host(self) -> str:
+        """Says which host of the run is to be left; empty: none."""
+        hosts = self._hosts
+        if gone := [host for host in self._own if host in hosts.noticed or host not in hosts.listed]:
+            return f"host {', '.join(gone)} is to be left"
+        slow = [host for host in self._own if hosts.slow.leaves_out(host)]
+        if slow and any(host not in slow for host in hosts.usable()):
+            return f"host {', '.join(slow)} is slow"
+        for host in slow:
+            hosts.slow.forgive(host)
+        return ""
+
+    def _better_hosts(self) -> str:
+        """Says why the job would do better on the hosts of now; empty: it would not."""
+        hosts = self._hosts
+        if hosts.slow.wants_plan:
+            return "the plan is made anew, for ranks as fast as they are now"
+        usable = hosts.usable()
+        if new := [host for host in usable if host not in self._own and hosts.links[host].is_ready]:
+            return f"host {', '.join(new)} is there"
+        if other := [host for host, count in self._own.items() if usable.get(host, count) != count]:
+            return f"host {', '.join(other)} has other numbers of ranks"
+        return ""
+
+    def _patience(self) -> float:
+        """Returns how long ranks may take to come to a border, seconds."""
+        left = [until - time.monotonic() for until in list(self._hosts.noticed.values())]  # a thread adds to them
+        if not left or min(left) == float("inf"):
+            return _LEAVE_SECONDS
+        return max(0.0, min([*left, _LEAVE_SECONDS]) - BEAT_SECONDS)
