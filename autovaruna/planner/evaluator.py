@@ -20,7 +20,7 @@ _LONG_INTERLEAVED_VARIANTS = 2
 _REACHED = 0.9999
 _LOOSE = 1.35
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
-_TURNS, _HALVINGS = 3, 5
+_HALVINGS = 5
 _NEAR = 1.02
 """Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
@@ -134,43 +134,30 @@ class Evaluator:
     def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
         """Returns a faster plan that saves less memory, if one fits: stages do not hold all at the same time.
 
-        How far what a plan's instructions need is below what its depths do depends on it, so this takes a few turns.
+        It is found by halving what its depths may need.
         """
         below = min(below, self.least_seconds * _NEAR)
         free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
         if free is None or self.planner.bound(free) >= below:
             return None
-        if choices_of(free.stages) == choices_of(plan.stages):
-            return None if is_within(plan, self.planner.limits) else self._squeezed(candidate, below)
+        if choices_of(free.stages) == choices_of(plan.stages) and is_within(plan, self.planner.limits):
+            return None
         whole, best = self.planner.predict_whole(free, is_quick=True), None
         if is_within(whole, self.planner.limits):
             return replace(free, predicted_seconds=whole.predicted_seconds) if whole.predicted_seconds < below else None
-        loose = self.planner.build(candidate, self._loose)
-        whole = self.planner.predict_whole(loose or plan, is_quick=True)
-        for _ in range(_TURNS):
-            by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
-            rows = zip(self.planner.limits, by_depths, whole.rank_bytes(), strict=True)
-            built = self.planner.build(candidate, [limit + bounded - needed for limit, bounded, needed in rows])
-            if built is None or choices_of(built.stages) == choices_of(whole.stages):
-                break
-            whole = self.planner.predict_whole(built, is_quick=True)
-            if whole.predicted_seconds < below and is_within(whole, self.planner.limits):
-                below = whole.predicted_seconds
-                best = replace(built, predicted_seconds=below)
-        return best or (self._squeezed(candidate, below) if is_within(whole, self._loose) else None)
-
-    def _squeezed(self, candidate: Candidate, below: float) -> Plan | None:
-        """Returns a plan that fits by its instructions, found by halving what its depths may need."""
-        best, (low, high) = None, (1.0, _LOOSE)
-        for _ in range(_HALVINGS if self.planner.step_costs(candidate) <= SHORT_SECONDS else 0):
+        low, high = 1.0, _LOOSE
+        for _ in range(_HALVINGS):
             middle = (low + high) / 2
             built = self.planner.build(candidate, [middle * limit for limit in self.planner.limits])
-            whole = self.planner.predict_whole(built, is_quick=True) if built else None
-            if built and whole and not is_within(whole, self.planner.limits):
+            if built is None:
+                low = middle
+                continue
+            whole = self.planner.predict_whole(built, is_quick=True)
+            if not is_within(whole, self.planner.limits):
                 high = middle
                 continue
             low = middle
-            if built and whole and whole.predicted_seconds < below:
+            if whole.predicted_seconds < below:
                 below, best = whole.predicted_seconds, replace(built, predicted_seconds=whole.predicted_seconds)
         return best
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import Ranks, in_a_row, rank_orders
+from autovaruna.planner.ranges import Array
 from autovaruna.planner.search_space import MAX_UNITS
 from autovaruna.schedule.pipeline import share_of
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cut_points import plan_with_cut_points
 from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
 from autovaruna.planner.grids import (
     Choice,
@@ -33,9 +32,14 @@ from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
-from autovaruna.planner.records import Plan
-from autovaruna.planner.search_space import cut_positions, micro_batch_counts, stages_per_rank, zoomed_positions
-from autovaruna.planner.simplicity import Simplicity, what_was_given_up
+from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
+from autovaruna.planner.search_space import (
+    cut_positions,
+    micro_batch_counts,
+    plan_with_cut_points,
+    stages_per_rank,
+    zoomed_positions,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -247,8 +251,8 @@ class _Search:
 
     def _is_slow(self, shape: Shape) -> bool:
         """Returns whether a shape takes so long to simulate that its first cuts have to stand for all."""
-        seconds = least_seconds([len(ranks) for ranks in shape.groups], shape.num_micro_batches, is_shared=True)
-        return seconds * len(shape.pattern) > SHORT_SECONDS * len(shape.groups)
+        counts = [len(shape.groups[group]) for group in shape.pattern]
+        return least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
 
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
         """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
@@ -266,8 +270,8 @@ class _Search:
             some = list(islice(candidates_of(self.planner, shape), 1 if self._is_slow(shape) else None))
             # What fits by its depths alone may recompute for no need.
             tight = [plan for each in some if self._is_slow(shape) and (plan := self.planner.build(each))]
-            plans = tight or [self.planner.build(each, free) for each in some]
-            bounded.append(shape._replace(seconds=min(self.planner.bound(plan) for plan in plans if plan)))
+            plans = tight or [plan for each in some if (plan := self.planner.build(each, free))]
+            bounded.append(shape._replace(seconds=min(map(self.planner.bound, plans))))
         return varied(bounded)
 
     def _try_what_fits(self) -> None:
