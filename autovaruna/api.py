@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import pytree
-from autovaruna.checkpoint.collective import on_first
-from autovaruna.checkpoint.folder import has_checkpoints
+from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.snapshot import HasPosition
@@ -29,13 +28,13 @@ from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.export.methods import OwnMethods, method_of
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.direct_calls import own_code
+from autovaruna.runtime.autograd import own_code
 from autovaruna.runtime.environment import promise, show_errors_in_few_lines
-from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.clipping import clip_grad_norm, norms_of_all, total_of
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.remote_parameter import RemoteTensor
+from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.world import World
-from autovaruna.session.device import find_device
+from autovaruna.session.machine import find_device
 from autovaruna.session.morphing import refuse_several
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
@@ -477,6 +476,12 @@ class AutoVaruna(nn.Module):
             raise AttributeError(name)
         found = getattr(self.module, name)
         return wraps(found)(partial(self._call_method, name)) if method_of(self.module, found, name) else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets on the wrapped model what it has and the wrapper does not (``model.temperature = 0.5``)."""
+        module = self.__dict__.get("module")
+        is_own = module is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(module, name)
+        super().__setattr__(name, value) if is_own else setattr(module, name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Moves or casts the model, as ``to``, ``half`` and the like ask; after the split, where nothing changes."""

@@ -1,10 +1,63 @@
-"""Is the launcher's command line: ``python -m autovaruna.run_varuna --machine_list FILE ... script.py arguments``."""
+"""Is Varuna's launcher: ``python -m autovaruna.run_varuna --machine_list FILE ... script.py arguments``.
+
+It starts jobs over the manager of `autovaruna.elastic`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
-from autovaruna.varuna.launcher import main
+from autovaruna.elastic.job import Grid
+from autovaruna.elastic.manager import start
+from autovaruna.elastic.options import Options, read_options
+from autovaruna.errors import AutoVarunaError, ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a job and returns its status: that of its first rank that failed, 128 and more for a signal."""
+    try:
+        return start(read_options(arguments), choose)
+    except AutoVarunaError as error:
+        sys.stderr.write(f"run_varuna: {error}\n")
+        return 2
+
+
+def choose(options: Options) -> tuple[Options, Grid | None]:
+    """Returns the options with stages and micro-batch size, and the ranks of each stage; None: the script finds them.
+
+    Raises:
+        ConfigError: a profile needs the batch size, too.
+        PlanError: nothing fits.
+    """
+    if not options.num_stages and options.profile_folder:
+        if options.batch_size is None:
+            raise ConfigError("--profile_folder needs --batch_size, the samples of a step over all ranks")
+        from autovaruna.varuna.profiler import AutoConfig  # needs torch, which takes seconds
+
+        found = AutoConfig(
+            options.num_ranks, options.batch_size, options.profile_folder, chunk_size=options.chunk_size
+        ).best
+        sys.stderr.write(
+            f"run_varuna: found {found.num_stages} stages of {found.num_replicas} replicas, micro-batches of "
+            f"{found.micro_batch_size} samples: {found.seconds:.4g} s a step\n"
+        )
+        options = replace(options, num_stages=found.num_stages, chunk_size=found.micro_batch_size)
+    if not options.num_stages:
+        return options, None
+    num_replicas = options.num_ranks // options.num_stages
+    if options.batch_size is not None and options.batch_size < num_replicas:
+        raise ConfigError(
+            f"--batch_size is {options.batch_size} for {num_replicas} replicas; expected at least one sample for each"
+        )
+    left = options.num_ranks - options.num_stages * num_replicas
+    if left:
+        sys.stderr.write(f"run_varuna: {left} of {options.num_ranks} ranks are left over by --nstages\n")
+    from autovaruna.varuna.grid import grid_of
+
+    return options, grid_of(options.num_stages, num_replicas)
+
 
 if __name__ == "__main__":
     sys.exit(main())

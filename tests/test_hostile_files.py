@@ -35,8 +35,7 @@ from autovaruna.profiler.measure import measure, to_profile
 from autovaruna.profiler.records import Cluster
 from autovaruna.profiler.roofline import read_device
 from autovaruna.session.preparation import read_saved_plan
-from autovaruna.varuna.auto_config import AutoConfig
-from autovaruna.varuna.profiler import Facts, ProfileFolder
+from autovaruna.varuna.profiler import AutoConfig, Facts, ProfileFolder
 from tests.checkpoint.test_damage import forge
 from tests.planner.cases import make_problem
 from tests.products import WHOLE

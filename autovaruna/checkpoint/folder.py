@@ -12,6 +12,8 @@ So names alone say which is the newest, whatever clocks say, and a damaged file 
 A job locks the claim, the folder that it writes and, with a lock that many may have, the one that it loads from. The
 system takes locks away when a job dies: a folder on its way without a lock has been left behind. Where a file system
 has no locks, folders count as left behind, and claims as free.
+
+Ranks that save or load act together, and make sure that they ask for the same.
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from autovaruna.checkpoint.manifest import MANIFEST
 from autovaruna.config.files import at_home
-from autovaruna.errors import CheckpointError
+from autovaruna.errors import AutoVarunaError, CheckpointError, InputError
+from autovaruna.runtime.world import World, differences, gather_on_all, on_all
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +57,7 @@ class Saved:
 
     Attributes:
         branch: how often runs had gone back to an earlier step.
-        step: its step.
         edition: how often it had been saved before.
-        path: its folder.
     """
 
     branch: int
@@ -277,3 +282,65 @@ def _lock(descriptor: int, how: int) -> bool:
     except OSError:
         return True  # no locks here
     return True
+
+
+def together(world: World, act: Callable[[], Result], what: str) -> Result:
+    """Returns what `act` returns; an error on one rank is an error on all. Collective.
+
+    Ranks that have failed wait for those that are still at work, however long.
+    """
+    return on_all(world, partial(as_ours, act, what), what, waits=True)
+
+
+def as_ours(act: Callable[[], Result], what: str) -> Result:
+    """Returns what `act` returns.
+
+    Raises:
+        AutoVarunaError: it fails, whatever it raises: a script can catch the same on every rank.
+    """
+    try:
+        return act()
+    except AutoVarunaError:
+        raise
+    except Exception as error:  # no memory, as a rule
+        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error!s:.500}") from error
+
+
+def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
+    """Returns on every rank what `act` returns on rank 0. Collective."""
+    return gather(world, lambda: act() if world.rank == 0 else None, what)[0]  # type: ignore[return-value]
+
+
+def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
+    """Returns what `act` returns on each rank; as `together`. Collective."""
+    return gather_on_all(world, partial(as_ours, act, what), what, waits=True)
+
+
+def place_of(given: str | os.PathLike[str]) -> str:
+    """Returns the path that a script gives.
+
+    Raises:
+        InputError: no file can have that path.
+    """
+    try:
+        path = at_home(given)
+    except TypeError:
+        path = ""
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InputError(f"The folder of checkpoints is {given!r}; expected a path, as 'checkpoints'.")
+    return path
+
+
+def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
+    """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective."""
+    every = world.gather_objects((dict(own), place, _real(place)), what)
+    is_one = len({given for _, given, _ in every}) == 1
+    return differences([mine if is_one else {**mine, "dir": real} for mine, _, real in every])
+
+
+def _real(path: str) -> str:
+    """Returns the one path of a folder that may have several."""
+    try:
+        return os.path.realpath(path)
+    except OSError:  # the folder that the script is in has gone
+        return path

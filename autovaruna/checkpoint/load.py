@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.optimizer_state import check_optimizer, load_optimizer
 from autovaruna.checkpoint.source import Source, choose
-from autovaruna.checkpoint.state import Subject
+from autovaruna.checkpoint.state import Subject, check_optimizer, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
 from autovaruna.runtime.transport.threads import single_world
-from autovaruna.runtime.weights.placement import OwnedState, materialize
+from autovaruna.runtime.weights import OwnedState, materialize
 
 _MOST_NAMES = 8
 
@@ -49,13 +48,19 @@ class CheckpointInfo:
 
 
 class Loading:
-    """A checkpoint that is being loaded."""
+    """A checkpoint that is being loaded.
 
-    def __init__(self, source: Source) -> None:
+    Args:
+        source: The checkpoint.
+        scaler, lr_scheduler: Get the states that it has of such; None: the script has none.
+    """
+
+    def __init__(self, source: Source, scaler: Any = None, lr_scheduler: Any = None) -> None:
         self.source = source
+        self._parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
         self.state = source.state or {}
 
-    def check(self, subject: Subject, is_strict: bool, scaler: Any = None, lr_scheduler: Any = None) -> None:
+    def check(self, subject: Subject, is_strict: bool) -> None:
         """Makes sure that everything fits, before anything is changed.
 
         Raises:
@@ -67,7 +72,7 @@ class Loading:
         if subject.optimizer is not None and optimizer is not None:
             subject.optimizer.check()
             problems += check_optimizer(subject.optimizer, optimizer, subject.first)
-        for name, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
+        for name, part in self._parts.items():
             if part is not None and name not in self.state:
                 problems.append(f"it was saved without {name}=")
         if problems:
@@ -75,18 +80,18 @@ class Loading:
                 f"{self.source.path} does not fit the model: {'; '.join(problems)}. Nothing has been changed."
             )
 
-    def remark(self, subject: Subject, **parts: Any) -> None:
+    def remark(self, subject: Subject) -> None:
         """Warns of what a user may have forgotten, and of what changes on the way."""
-        for text in self._remarks(subject, **parts):
+        for text in self._remarks(subject):
             logger.warning("loading %s: %s", self.source.path, text)
 
-    def _remarks(self, subject: Subject, scaler: Any = None, lr_scheduler: Any = None) -> list[str]:
+    def _remarks(self, subject: Subject) -> list[str]:
         tensors = subject.tensors()
         others = {
             entry.dtype for name in tensors if (entry := self._entry(name)) and entry.dtype != tensors[name].dtype
         }
         found = [f"weights of {dtype} become those of the model's own dtype" for dtype in sorted(others, key=str)]
-        for name, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
+        for name, part in self._parts.items():
             if part is None and name in self.state:
                 found.append(f"it holds the state of a {name}, which load_checkpoint got none for: give it {name}=")
         found += [
@@ -140,9 +145,9 @@ class Loading:
             with self._taking("optimizer"):
                 load_optimizer(subject.optimizer, subject.state, known, state, subject.first, reader, dtypes)
 
-    def load_rest(self, rank: int, scaler: Any = None, lr_scheduler: Any = None) -> CheckpointInfo:
+    def load_rest(self, rank: int) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""
-        for name, part in (("scaler", scaler), ("lr_scheduler", lr_scheduler)):
+        for name, part in self._parts.items():
             if part is not None:
                 with self._taking(name):
                     part.load_state_dict(decode(self.state[name], self._read))
@@ -256,7 +261,6 @@ def load_checkpoint(
     Args:
         dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
         model: The model; parameters on ``meta`` get memory on the host.
-        optimizer: Its optimizer.
         step: The step, or ``"latest"``: the newest that is intact.
         scaler: A GradScaler.
         lr_scheduler: A schedule of the learning rate.
@@ -273,11 +277,11 @@ def load_checkpoint(
     names = {id(state.tensor(name)): name for name in state.places}
     subject = Subject(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))
     with ExitStack() as locks:
-        loading = Loading(choose(world, dir, step, locks))
-        loading.check(subject, strict, scaler, lr_scheduler)
-        loading.remark(subject, scaler=scaler, lr_scheduler=lr_scheduler)
+        loading = Loading(choose(world, dir, step, locks), scaler, lr_scheduler)
+        loading.check(subject, strict)
+        loading.remark(subject)
         load_all(loading, subject, torch.device("cpu"))
-        return loading.load_rest(world.rank, scaler, lr_scheduler)
+        return loading.load_rest(world.rank)
 
 
 def load_all(loading: Loading, subject: Subject, device: torch.device) -> None:

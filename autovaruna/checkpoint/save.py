@@ -1,8 +1,9 @@
 """Saves checkpoints from all ranks, at once or in the background.
 
-In the background, a rank copies its part to memory of its own, and one thread writes the copy. The threads of the ranks
-find each other through files, for messages belong to the training: a rank that writes has a mark in the folder. When
-its files are on the disk, the mark gets its report; if it fails, the mark goes (which works on a full disk too). Rank 0
+There is one writer. It takes the bytes of tensors (`tensor_file.lay_out`) from wherever they are: those of the model,
+or a copy that `HostMemory` keeps of them while training goes on, which one thread writes. The threads of the ranks find
+each other through files, for messages belong to the training: a rank that writes has a mark in the folder. When its
+files are on the disk, the mark gets its report; if it fails, the mark goes (which works on a full disk too). Rank 0
 waits for the reports and completes the checkpoint.
 """
 
@@ -15,25 +16,36 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.collective import different_requests, gather, on_first, place_of, together
+from autovaruna.checkpoint.document import Json
+from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
+from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Bytes, FileRecord, Manifest, checksum
+from autovaruna.checkpoint.part import INDEX, STATE, joined_documents
 from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_files
-from autovaruna.checkpoint.write import HostMemory, Report, cannot_write, commit, mark_of, write_part
+from autovaruna.checkpoint.tensor_file import Rows, read_header
 from autovaruna.config.files import at_home, read_record
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World
 
-POLL_SECONDS = 0.02
-
 logger = logging.getLogger(__name__)
+POLL_SECONDS = 0.02
+_MARK = ".rank-"
+"""What names of files begin with that ranks have in the folder of a checkpoint while they write."""
+_LOCAL = "autovaruna-checkpoint-"
+_UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -245,7 +257,6 @@ class BackgroundWrite:
             self._fail(error)
 
     def join(self) -> None:
-        """Waits until this rank has nothing more to do."""
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -297,3 +308,201 @@ def available_bytes() -> float:
         return float("inf")
     known = dict(line.split(":") for line in lines)
     return 1024.0 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else float("inf")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has written.
+
+    Attributes:
+        documents: its share of ``state.json``.
+    """
+
+    files: Mapping[str, FileRecord]
+    documents: Mapping[str, Json]
+
+
+class HostMemory:
+    """Memory on the host for a copy of a rank's part; one save after the other uses it. For CUDA it is pinned."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def missing_bytes(self, part: Part) -> int:
+        """Returns how much more memory a copy takes."""
+        needed = _num_bytes(part)
+        if len(self._memory) >= needed:
+            return 0
+        return 1 << (needed - 1).bit_length() if _is_on_cuda(part) else needed  # torch pins powers of two
+
+    def copy(self, part: Part) -> dict[str, Rows]:
+        """Returns the files of a part from memory that nobody changes until the next copy."""
+        needed, pins = _num_bytes(part), _is_on_cuda(part)
+        if len(self._memory) < needed:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there is no second one
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pins)
+        copied: dict[str, Rows] = {}
+        end = 0
+        for name, rows in part.files.items():
+            begin = end
+            for row in rows:
+                end += len(row)
+                self._memory[end - len(row) : end].copy_(row, non_blocking=True)
+            copied[name] = [self._memory[begin:end]]
+        if pins:
+            torch.cuda.synchronize()
+        return copied
+
+
+def _num_bytes(part: Part) -> int:
+    """Returns the memory that a copy takes, with some room for a part that grows a little from save to save."""
+    return -(-sum(len(row) for rows in part.files.values() for row in rows) // _UNIT_BYTES) * _UNIT_BYTES
+
+
+def _is_on_cuda(part: Part) -> bool:
+    return any(row.is_cuda for rows in part.files.values() for row in rows)
+
+
+def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
+    """Writes the files of a rank to the disk.
+
+    Args:
+        part: What it writes.
+        partial: The folder where the checkpoint grows.
+        tempdir: A local folder where files are written first; None: straight to `partial`.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    records = {}
+    for name, rows in part.files.items():
+        place = Path(tempdir or partial / name)
+        try:
+            if tempdir is None:
+                records[name] = write_file(place, chunks_of(rows))
+            else:
+                with _local_folder(place) as local:
+                    records[name] = write_file(local / name, chunks_of(rows), syncs=False)
+                    place = partial / name
+                    _copy_synced(local / name, place)
+        except OSError as error:
+            raise cannot_write(place, error) from error
+    return Report(records, part.documents)
+
+
+def _copy_synced(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
+    """Writes a file chunk by chunk, and sums each on its way; it is on the disk on return, if `syncs`.
+
+    A file that is not new is overwritten in its place: one in memory keeps its pages.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    size, checksums = 0, []
+    with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
+        for chunk in chunks:
+            checksums.append(checksum(chunk))
+            size += file.write(chunk.data)
+        file.truncate()
+        if syncs:
+            file.flush()
+            os.fsync(file.fileno())
+    return FileRecord(size, tuple(checksums))
+
+
+def chunks_of(rows: Rows) -> Iterator[Bytes]:
+    """Yields the chunks of a file; what lies in one row on the host is not copied."""
+    if 0 < sum(row.numel() for row in rows) <= CHUNK_BYTES and len({row.device for row in rows}) == 1:
+        yield torch.cat(list(rows)).cpu().numpy()  # in one call: many are small
+        return
+    pieces: list[Bytes] = []
+    size = 0
+    for row in rows:
+        begin, end = 0, row.numel()
+        while begin < end:
+            piece = row[begin : begin + CHUNK_BYTES - size].cpu().numpy()
+            pieces.append(piece)
+            begin, size = begin + len(piece), size + len(piece)
+            if size == CHUNK_BYTES:
+                yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+                pieces, size = [], 0
+    if pieces:
+        yield np.concatenate(pieces)
+
+
+def mark_of(folder: Path, rank: int) -> Path:
+    """Returns the mark of a rank that is writing; it goes when the checkpoint is complete."""
+    return folder / f"{_MARK}{rank:05d}"
+
+
+def commit(
+    partial: Path, step: int, reports: Sequence[Report], extra_files: Mapping[str, bytes], keep: int | None
+) -> Path:
+    """Writes what is still missing, gives the checkpoint its name, and then removes old ones.
+
+    Raises:
+        CheckpointError: something cannot be written.
+    """
+    try:
+        small = {
+            INDEX: _json(_index(partial)),
+            STATE: _json(joined_documents([report.documents for report in reports])),
+            **extra_files,
+        }
+        records = {name: write_file(partial / name, chunks_of([_row(data)])) for name, data in small.items()}
+        for report in reports:
+            records |= report.files
+        write_file(partial / MANIFEST, chunks_of([_row(Manifest(step, records).to_json().encode())]))
+        for mark in partial.glob(f"{_MARK}*"):
+            mark.unlink()
+        folder.sync_folder(partial)
+        complete = folder.finish(partial, step)
+        folder.remove_old(complete, keep)
+        return complete
+    except OSError as error:
+        raise cannot_write(partial, error) from error
+
+
+def _index(partial: Path) -> dict[str, Any]:
+    """Returns the file of each weight, as Hugging Face's tools expect it."""
+    entries = [entry for path in partial.glob("model-*") for entry in read_header(path)[0].values()]
+    weight_map = {entry.name: entry.path.name for entry in entries}
+    return {
+        "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=1, allow_nan=False).encode()
+
+
+def _row(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+@contextmanager
+def _local_folder(tempdir: Path) -> Iterator[Path]:
+    """Makes a folder in a temporary one, and takes away those that killed jobs have left there."""
+    with ExitStack() as stack:
+        with folder.lock(tempdir, waits=True):
+            for entry in os.scandir(tempdir):
+                if entry.name.startswith(_LOCAL) and entry.is_dir():
+                    folder.remove_unlocked(Path(entry.path))
+            local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_LOCAL, dir=tempdir)))
+            stack.enter_context(folder.lock(local))
+        yield local
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """Returns the error that says which file could not be written, and why."""
+    return CheckpointError(
+        f"{path} cannot be written: {error.strerror or error}. The checkpoint is not complete and has been removed; "
+        "earlier ones are as they were. Make room, or save to a folder that can be written to."
+    )

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autovaruna.checkpoint.part import COPIED, HOLD, LEAVE, RECORD, RankPart, slots_of, write_record
+from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
-from autovaruna.checkpoint.write import chunks_of, write_file
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.progress import JobPlace
 

@@ -16,9 +16,18 @@ from typing import Any
 import msgspec
 import torch
 
-from autovaruna.checkpoint.collective import different_requests, gather, on_first, place_of, together
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.folder import Saved, lock_to_read, other_job, saved_in
+from autovaruna.checkpoint.folder import (
+    Saved,
+    different_requests,
+    gather,
+    lock_to_read,
+    on_first,
+    other_job,
+    place_of,
+    saved_in,
+    together,
+)
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.checkpoint.tensor_file import Entry, read_header
@@ -38,7 +47,6 @@ class Source:
     """Tensors that can be read.
 
     Attributes:
-        path: the folder or file.
         weights: where each weight is, by name.
         others: where all other tensors are.
         ties: names that are tied to one of `weights`, and to which.
@@ -56,7 +64,6 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
     """Returns a checkpoint that is intact; the ranks share the checking. Collective.
 
     Args:
-        world: The ranks.
         root: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
         step: The step, or ``"latest"``: the newest that is intact.
         locks: Keeps another job that saves from removing the checkpoint, until it is closed.

@@ -182,7 +182,6 @@ class Reader:
         """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype.
 
         Args:
-            name: Its name.
             place: Memory for it.
             like: A tensor whose order of memory a new one of the same shape has: kernels that go through both count
                 on that.

@@ -80,7 +80,6 @@ def draw_bars(
     Args:
         rows: For each row, the bars of each kind.
         colours: The kinds, as the legend names them; later ones are drawn over earlier ones.
-        path: The file.
         end_seconds: Where the picture ends; None: with the last bar.
 
     Raises:

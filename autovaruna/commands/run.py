@@ -8,7 +8,7 @@ import gc
 from autovaruna.elastic.manager import start
 from autovaruna.elastic.options import add_options as add_launch_options
 from autovaruna.elastic.options import options_in
-from autovaruna.varuna.launcher import choose
+from autovaruna.run_varuna import choose
 
 HELP = "run a training script, and go on when hosts come and go"
 

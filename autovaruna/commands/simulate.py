@@ -14,7 +14,7 @@ from autovaruna.elastic.replay import Change, Costs, Throughput, read_trace, rep
 from autovaruna.errors import ConfigError, PlanError
 from autovaruna.planner.deployment import load
 from autovaruna.planner.table import seconds
-from autovaruna.varuna.auto_config import AutoConfig
+from autovaruna.varuna.profiler import AutoConfig
 
 HELP = "replay a trace of hosts that come and go against a plan"
 _MEANINGS = {

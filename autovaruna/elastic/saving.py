@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.write import Report, commit
+from autovaruna.checkpoint.save import Report, commit
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.snapshots import State
 

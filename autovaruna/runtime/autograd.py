@@ -8,21 +8,27 @@ leaf's: a copy of every message, and other last bits in the stage before. No ope
 What `model(...)` returns is the output of one autograd function whose inputs are the parameters of this rank and the
 inputs that need a gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient
 that comes in, exactly as autograd does for any other function.
+
+Such a gradient is that of the global batch. One that comes from a module which the script calls itself, beside the
+wrapper, is that of a rank's own samples, with which copies of the weights would drift apart: `DirectCalls` notices it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from threading import Lock, local
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.modules.module import register_module_forward_hook
 
-from autovaruna._torch import SingleLevelFunction, is_graph_kept
+from autovaruna._torch import FakeTensor, SingleLevelFunction, is_graph_kept, pytree
 from autovaruna.errors import OrderError
-from autovaruna.runtime.direct_calls import own_code
 
 
 def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
@@ -66,7 +72,7 @@ class _Published(SingleLevelFunction):
                 "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
                 "backward without it; compute a penalty on gradients in the model's own forward."
             )
-        finish, is_kept = ctx.finish, _is_graph_kept()
+        finish, is_kept = ctx.finish, bool(is_graph_kept())
         if finish is None:
             raise OrderError(
                 "Backward through the same step a second time: its gradients have been given out. Call the model "
@@ -76,11 +82,6 @@ class _Published(SingleLevelFunction):
             ctx.finish = None
         with own_code():
             return None, None, None, None, *finish(gradients, is_kept)
-
-
-def _is_graph_kept() -> bool:
-    """Whether the backward that runs now keeps its graph for another one."""
-    return bool(is_graph_kept())
 
 
 def follows_a_call(tensor: Tensor) -> bool:
@@ -136,3 +137,61 @@ def while_unchanged(finish: Finish, held: Mapping[str, Tensor], saved: Collectio
         return finish(gradients, is_kept)
 
     return checked
+
+
+_on_this_thread = local()
+_owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = WeakKeyDictionary()
+_lock = Lock()
+_is_watching = False
+
+
+@contextmanager
+def own_code() -> Iterator[None]:
+    """Notes that what runs on this thread is the library's own."""
+    before = getattr(_on_this_thread, "is_own", False)
+    _on_this_thread.is_own = True
+    try:
+        yield
+    finally:
+        _on_this_thread.is_own = before
+
+
+class DirectCalls:
+    """The modules of a model, beside the wrapper, through which a backward has gone.
+
+    Attributes:
+        used: their paths.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        global _is_watching
+        self.used: set[str] = set()
+        for path, module in model.named_modules():
+            _owners[module] = ref(self), path
+        with _lock:
+            if not _is_watching:
+                register_module_forward_hook(_note)
+                _is_watching = True
+
+    def take(self) -> str:
+        """Returns the outermost module that a backward has gone through since the last time; empty: through none."""
+        used, self.used = self.used, set()
+        return min((path or "the model itself" for path in used), key=len, default="")
+
+    def note(self, path: str, output: Any) -> None:
+        """Waits for a backward through what a module has returned."""
+        for each in pytree.tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad and not isinstance(each, FakeTensor):
+                each.register_hook(partial(self._add, path))  # type: ignore[no-untyped-call]
+
+    def _add(self, path: str, gradient: Tensor) -> None:
+        self.used.add(path)
+
+
+def _note(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or getattr(_on_this_thread, "is_own", False):
+        return
+    known, path = _owners.get(module, (None, ""))
+    owner = None if known is None else known()
+    if owner is not None and not any(isinstance(each, nn.Parameter) for each in args):  # those make weights of weights
+        owner.note(path, output)

@@ -298,7 +298,6 @@ class Watch:
     these counts, and hears once no rank can go on. Collectives go through the detector, too.
 
     Args:
-        transport: Carries notices.
         advance: Lets what goes on by itself while this rank waits, such as sums, advance; never blocks.
 
     Attributes:
@@ -470,12 +469,7 @@ class Watch:
 
 
 class LongWait:
-    """A wait that has lasted for a while: tells the detector, and later the log, what is waited for.
-
-    Args:
-        watch: Of this rank.
-        waiting: Says what it waits for.
-    """
+    """A wait that has lasted for a while: tells the detector, and later the log, what is waited for."""
 
     def __init__(self, watch: Watch, waiting: Waiting) -> None:
         self._watch = watch

@@ -20,22 +20,21 @@ from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.batch import GlobalBatch, Job
-from autovaruna.runtime.gradients import Backwards, GradientBook, GradientSum
+from autovaruna.runtime.batch import GlobalBatch, Job, Traffic
+from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.step_runner import RankParts, StepRunner
-from autovaruna.runtime.trace import EventTrace
-from autovaruna.runtime.traffic import Traffic
-from autovaruna.runtime.weights.placement import OwnedState, Placement, placement_of
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.trace import EventTrace, Metrics
+from autovaruna.runtime.weights import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Assignment, Split, StagePart, carry_over, split
 
+logger = logging.getLogger(__name__)
 _KNOWN_SIZES = 1024
 _KNOWN_BATCHES = 8
 """Batches of other sizes whose messages are kept: the last one of an epoch, for example."""
@@ -63,21 +62,32 @@ class Prepared:
     is_half: bool
 
 
-class PreparedGraphs:
-    """The graphs of a planned model, as this rank runs them.
+def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
+    return frozenset(instruction.stage for rank in schedule for instruction in rank if instruction.kind is kind)
+
+
+def _is_half(traced: TracedModel) -> bool:
+    return any(
+        fact.needs_gradient and isinstance(fact.value, Tensor) and fact.value.dtype is torch.float16
+        for fact in traced.facts.values()
+    )
+
+
+class Engine:
+    """Runs a planned model on this rank.
 
     Args:
-        state: The model's parameters and buffers, of which this rank holds its part.
-        plan: The plan.
         assignment: The stages of the graph that was planned.
-        placement: Who holds which parameter; it grows with graphs that change further buffers.
+        placement: Who holds which parameter.
         orders: The instructions of every rank, for each graph.
-        settings: The settings.
-        world: The ranks.
-        device: Where this rank computes.
+        seed: What random nodes are seeded from.
+        of_model: Says in errors which model this is, behind other words.
 
     Attributes:
-        books: those that sum the gradients of the graphs that have run.
+        placement: who holds which parameter, and which buffer that calls have changed.
+        seed: what random nodes are seeded from.
+        backwards: the caller's backwards, and the gradients that are kept back.
+        metrics: of the last step that went backward.
 
     Raises:
         PlanError: stages are to be compiled, and the plan splits their backward.
@@ -93,143 +103,23 @@ class PreparedGraphs:
         settings: Settings,
         world: World,
         device: torch.device,
-    ) -> None:
-        self.placement = placement
-        self._state = state
-        self._plan = plan
-        self._assignment = assignment
-        self._orders = orders
-        self._backend = settings.compile_stages
-        self._world = world
-        self._device = device
-        self._known: dict[str, Prepared] = {}
-        self.books: list[GradientBook] = []
-        if _stages_with(Kind.WEIGHT, orders.planned) and self._backend is not False:
-            raise PlanError(SPLIT_REFUSAL)
-
-    def of(self, traced: TracedModel) -> Prepared:
-        """Returns a graph's stages, bound to the parameters as they are now."""
-        if traced.key not in self._known:
-            self._known[traced.key] = self._prepare(traced)
-        prepared = self._known[traced.key]
-        for stage in prepared.stages.values():
-            if not stage.is_bound():
-                stage.bind()
-        return prepared
-
-    def forget(self, key: str) -> None:
-        """Forgets a graph, unless it has kept gradients back."""
-        prepared = self._known.get(key)
-        if prepared is not None and not prepared.gradients.may_have_kept:
-            del self._known[key]
-            self.books.remove(prepared.gradients)
-
-    def _prepare(self, traced: TracedModel) -> Prepared:
-        assignment = carry_over(self._assignment, traced)
-        self._learn_holders(traced, assignment)
-        parts = split(traced, assignment)
-        stages = self._stages(parts, traced)
-        total = GradientSum(parts, self._plan, self._world, self._state.parameters(), self.placement)
-        schedule = self._orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
-        book = GradientBook(total, list(stages.values()), self._world)
-        self.books.append(book)
-        return Prepared(
-            parts,
-            stages,
-            book,
-            lru_cache(_KNOWN_BATCHES)(
-                partial(Traffic, parts, self._plan, self._world.rank, schedule[self._world.rank])
-            ),
-            _stages_with(Kind.RECOMPUTE, schedule),
-            _stages_with(Kind.WEIGHT, schedule),
-            _is_half(traced),
-        )
-
-    def _stages(self, parts: Split, traced: TracedModel) -> dict[int, StageModule]:
-        """Returns the stages of this rank."""
-        parameters, buffers = self._state.parameters(), self._state.buffers()
-        constants = {name: tensor.to(self._device) for name, tensor in traced.constants.items()}
-
-        @lru_cache(_KNOWN_SIZES)
-        def size_of(name: str, batch_size: int, lengths: tuple[int, ...]) -> Any:
-            return traced.sizes.in_call(free_value(traced.nodes[name]), batch_size, lengths)
-
-        return {
-            part.index: StageModule(part, parameters, buffers, constants, size_of, self._compiled(part, traced))
-            for part in parts.stages
-            if self._world.rank in self._plan.stages[part.index].ranks
-        }
-
-    def _compiled(self, part: StagePart, traced: TracedModel) -> CompiledPiece | None:
-        """Returns what runs a stage if stages are compiled."""
-        if self._backend is False:
-            return None
-        return CompiledPiece(part.piece, traced, "inductor" if self._backend is True else self._backend)
-
-    def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
-        """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
-        stages = {name: assignment.holders[name] for name in traced.changed_state - self.placement.holders.keys()}
-        every = placement_of(assignment, self._plan).holders
-        ranks = {name: every[name] for name in stages}
-        self._assignment = replace(self._assignment, holders=self._assignment.holders | stages)
-        self.placement = replace(self.placement, holders=self.placement.holders | ranks)
-
-
-def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
-    return frozenset(instruction.stage for rank in schedule for instruction in rank if instruction.kind is kind)
-
-
-def _is_half(traced: TracedModel) -> bool:
-    return any(
-        fact.needs_gradient and isinstance(fact.value, Tensor) and fact.value.dtype is torch.float16
-        for fact in traced.facts.values()
-    )
-
-
-logger = logging.getLogger(__name__)
-
-
-class Engine:
-    """Runs a planned model on this rank.
-
-    Args:
-        graphs: The model's graphs, split as the plan says.
-        state: The model's parameters and buffers, of which this rank holds its part.
-        plan: The plan.
-        settings: The settings.
-        world: The ranks.
-        device: Where this rank computes.
-        seed: What random nodes are seeded from.
-        loss_scale: The scale of the caller's loop.
-        of_model: Says in errors which model this is, behind other words.
-        trace: Records the instructions of every step.
-
-    Attributes:
-        plan: the plan.
-        seed: what random nodes are seeded from.
-        backwards: the caller's backwards, and the gradients that are kept back.
-        metrics: of the last step that went backward.
-    """
-
-    def __init__(
-        self,
-        graphs: PreparedGraphs,
-        state: OwnedState,
-        plan: Plan,
-        settings: Settings,
-        world: World,
-        device: torch.device,
         seed: int,
         loss_scale: LossScale,
         of_model: str = "",
         trace: EventTrace | None = None,
     ) -> None:
+        if _stages_with(Kind.WEIGHT, orders.planned) and settings.compile_stages is not False:
+            raise PlanError(SPLIT_REFUSAL)
         if settings.offload and device.type != "cuda" and world.rank == 0:
             logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
         self.plan = plan
         self.seed = seed
-        self.backwards = Backwards(state, graphs.books)
-        self._graphs = graphs
+        self.placement = placement
+        self._assignment = assignment
+        self._orders = orders
+        self._known: dict[str, Prepared] = {}
+        self._books: list[GradientBook] = []
+        self.backwards = Backwards(state, self._books)
         self._settings = settings
         self._of_model = of_model
         own = {
@@ -257,7 +147,6 @@ class Engine:
         """Runs one call and returns what the model returns. Collective.
 
         Args:
-            traced: The call's graph.
             tensors: This rank's mini-batch, in the order of the graph's inputs.
             number: How many calls there were before.
             batch: The micro-batches of all ranks.
@@ -265,7 +154,7 @@ class Engine:
             asks_for_sums: Whether gradients are to be summed over ranks now.
             lengths: Those that vary in the graph, in this call.
         """
-        prepared = self._graphs.of(traced)
+        prepared = self._prepared(traced)
         needs_gradient = torch.is_grad_enabled() and traced.needs_gradient
         if needs_gradient and not self.plan.needs_gradient:
             raise InputError(
@@ -302,6 +191,67 @@ class Engine:
         )
         return traced.output_tree.unflatten(_stand_ins(traced, runner.run()), Undelivered)
 
+    def _prepared(self, traced: TracedModel) -> Prepared:
+        """Returns a graph's stages, bound to the parameters as they are now."""
+        if traced.key not in self._known:
+            self._known[traced.key] = self._prepare(traced)
+        prepared = self._known[traced.key]
+        for stage in prepared.stages.values():
+            if not stage.is_bound():
+                stage.bind()
+        return prepared
+
+    def _prepare(self, traced: TracedModel) -> Prepared:
+        assignment = carry_over(self._assignment, traced)
+        self._learn_holders(traced, assignment)
+        parts = split(traced, assignment)
+        stages = self._stages(parts, traced)
+        schedule = self._orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
+        parameters, own = self._rank.state.parameters(), list(stages.values())
+        book = GradientBook(parts, self.plan, self._rank.world, parameters, self.placement, own)
+        self._books.append(book)
+        return Prepared(
+            parts,
+            stages,
+            book,
+            lru_cache(_KNOWN_BATCHES)(
+                partial(Traffic, parts, self.plan, self._rank.world.rank, schedule[self._rank.world.rank])
+            ),
+            _stages_with(Kind.RECOMPUTE, schedule),
+            _stages_with(Kind.WEIGHT, schedule),
+            _is_half(traced),
+        )
+
+    def _stages(self, parts: Split, traced: TracedModel) -> dict[int, StageModule]:
+        """Returns the stages of this rank."""
+        parameters, buffer = self._rank.state.parameters(), self._rank.state.tensor
+        constants = {name: tensor.to(self._rank.device) for name, tensor in traced.constants.items()}
+
+        @lru_cache(_KNOWN_SIZES)
+        def size_of(name: str, batch_size: int, lengths: tuple[int, ...]) -> Any:
+            return traced.sizes.in_call(free_value(traced.nodes[name]), batch_size, lengths)
+
+        return {
+            part.index: StageModule(part, parameters, buffer, constants, size_of, self._compiled(part, traced))
+            for part in parts.stages
+            if self._rank.world.rank in self.plan.stages[part.index].ranks
+        }
+
+    def _compiled(self, part: StagePart, traced: TracedModel) -> CompiledPiece | None:
+        """Returns what runs a stage if stages are compiled."""
+        backend = self._settings.compile_stages
+        return (
+            None if backend is False else CompiledPiece(part.piece, traced, "inductor" if backend is True else backend)
+        )
+
+    def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
+        """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
+        stages = {name: assignment.holders[name] for name in traced.changed_state - self.placement.holders.keys()}
+        every = placement_of(assignment, self.plan).holders
+        ranks = {name: every[name] for name in stages}
+        self._assignment = replace(self._assignment, holders=self._assignment.holders | stages)
+        self.placement = replace(self.placement, holders=self.placement.holders | ranks)
+
     def _key(self, traced: TracedModel, lengths: tuple[int, ...]) -> str:
         """Returns the key of messages for such lengths; of those that were met longest ago, messages are forgotten."""
         if not lengths:
@@ -314,14 +264,12 @@ class Engine:
         return key
 
     def forget(self, key: str) -> None:
-        """Forgets a graph. All ranks do at the same call."""
-        self._graphs.forget(key)
+        """Forgets a graph, unless it has kept gradients back. All ranks do at the same call."""
+        prepared = self._known.get(key)
+        if prepared is not None and not prepared.gradients.may_have_kept:
+            del self._known[key]
+            self._books.remove(prepared.gradients)
         self._rank.mail.forget(key)
-
-    @property
-    def placement(self) -> Placement:
-        """Who holds which parameter, and which buffer that calls have changed."""
-        return self._graphs.placement
 
     @property
     def doings(self) -> tuple[Hashable, ...]:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
 from autovaruna.runtime.sums import Sums
-from autovaruna.runtime.weights.placement import OwnedState, Placement
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor, note_gradients
-from autovaruna.runtime.weights.shares import note_gradients_of_others, steps_here
+from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
 from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
@@ -50,7 +49,6 @@ class Order:
 
     Attributes:
         spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
-        uses: their uses.
         stages: the uses of the others, by the ranks that sum them and by stage.
         owners: the ranks that alone get the sums of parameters that are shared out.
     """
@@ -71,82 +69,10 @@ class Order:
                 self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
 
 
-class GradientSum:
-    """Sums gradients for one split.
-
-    Args:
-        split: The stages.
-        plan: Their ranks.
-        world: The ranks' way to talk.
-        parameters: This rank's parameters by first name.
-        placement: Who holds each parameter, and so needs its gradient.
-    """
-
-    def __init__(
-        self,
-        split: Split,
-        plan: Plan,
-        world: World,
-        parameters: Mapping[str, nn.Parameter],
-        placement: Placement,
-    ) -> None:
-        self._world = world
-        self._parameters = parameters
-        self._placement = placement
-        self._uses: dict[str, list[Use]] = {}
-        for parameter in split.traced.graph.parameters:
-            if parameter.needs_gradient:
-                self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
-        self._orders: dict[str, Order] = {}
-        self._varies = split.traced.has_kept_modules
-
-    def begin(self, origin: str) -> Summation | None:
-        """Returns the sums of a step, to be started stage by stage; None while ranks do not know what they will sum."""
-        order = None if self._varies else self._orders.get(origin)
-        return None if order is None else Summation(order, self._world, self._parameters)
-
-    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
-        """Sums the accumulators of all ranks. Collective for the ranks that hold a stage.
-
-        Args:
-            accumulators: This rank's, by use; they are overwritten.
-            origin: What the backward started from; None: several, so that ranks must agree anew.
-
-        Returns:
-            For each parameter of this rank that has a gradient, the gradient of the global batch; not of those that
-            another rank owns.
-        """
-        order = self._agree(accumulators, origin)
-        return Summation(order, self._world, self._parameters).finish(accumulators)
-
-    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
-        """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
-
-        Where a call goes backward from the same outputs, its graph gives the same parameters a gradient, unless a
-        module that is kept whole chooses among its own.
-        """
-        origin = None if self._varies else origin
-        order = None if origin is None else self._orders.get(origin)
-        if order is None:
-            agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
-            live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
-            holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
-            own = {name: live[name] for name in holders if self._world.rank in holders[name]}
-            order = Order(own, holders, self._placement.owners)
-        if origin is not None:
-            self._orders[origin] = order
-        return order
-
-
 class Summation:
     """The gradients of one step on their way.
 
     The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended.
-
-    Args:
-        order: What is summed.
-        world: The ranks.
-        parameters: This rank's parameters by first name.
     """
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -248,28 +174,42 @@ def _add_all(parts: list[Tensor]) -> Tensor:
 
 
 class GradientBook:
-    """Takes gradients from the leaves of a graph's stages, and keeps back what is not to be summed yet.
+    """Takes gradients from the leaves of a split's stages, sums them, and keeps back what is not to be summed yet.
 
     Args:
-        total: Sums over ranks.
-        stages: This rank's stages.
-        world: The ranks' way to talk.
+        placement: Who holds each parameter, and so needs its gradient.
 
     Attributes:
         may_have_kept: whether some rank may keep gradients back.
     """
 
-    def __init__(self, total: GradientSum, stages: Sequence[StageModule], world: World) -> None:
-        self._sum = total
-        self._stages = stages
+    def __init__(
+        self,
+        split: Split,
+        plan: Plan,
+        world: World,
+        parameters: Mapping[str, nn.Parameter],
+        placement: Placement,
+        stages: Sequence[StageModule],
+    ) -> None:
         self._world = world
+        self._parameters = parameters
+        self._placement = placement
+        self._stages = stages
+        self._uses: dict[str, list[Use]] = {}
+        for parameter in split.traced.graph.parameters:
+            if parameter.needs_gradient:
+                self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
+        self._orders: dict[str, Order] = {}
+        self._varies = split.traced.has_kept_modules
         self._kept: dict[ParameterUse, Tensor] = {}
         self.may_have_kept = False
         self._early: Summation | None = None
 
     def begin(self, origin: str) -> None:
         """Begins a step whose gradients will be summed, stage by stage if ranks know what they will sum."""
-        self._early = self._sum.begin(origin)
+        order = None if self._varies else self._orders.get(origin)
+        self._early = None if order is None else Summation(order, self._world, self._parameters)
 
     def end_stage(self, stage: int) -> None:
         """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
@@ -289,10 +229,21 @@ class GradientBook:
         for use, gradient in accumulators.items():
             self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
 
-    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str) -> dict[str, Tensor]:
-        """Sums gradients over uses and ranks, of which `begin` may have started some; see `GradientSum.total`."""
+    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
+        """Sums the accumulators of all ranks; `begin` may have started some. Collective for ranks that hold a stage.
+
+        Args:
+            accumulators: This rank's, by use; they are overwritten.
+            origin: What the backward started from; None: several, so that ranks must agree anew.
+
+        Returns:
+            For each parameter of this rank that has a gradient, the gradient of the global batch; not of those that
+            another rank owns.
+        """
         early, self._early = self._early, None
-        return self._sum.total(accumulators, origin) if early is None else early.finish(accumulators)
+        if early is None or origin is None:
+            early = Summation(self._agree(accumulators, origin), self._world, self._parameters)
+        return early.finish(accumulators)
 
     def take_kept(self) -> dict[str, Tensor]:
         """Sums what was kept back. Collective."""
@@ -300,19 +251,36 @@ class GradientBook:
             return {}
         kept, self._kept, self.may_have_kept = self._kept, {}, False
         is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
-        return self._sum.total(kept, None) if is_any else {}
+        return self.total(kept, None) if is_any else {}
 
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
         self._early = None
         _taken(self._stages)
 
+    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
+        """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
+
+        Where a call goes backward from the same outputs, its graph gives the same parameters a gradient, unless a
+        module that is kept whole chooses among its own.
+        """
+        origin = None if self._varies else origin
+        order = None if origin is None else self._orders.get(origin)
+        if order is None:
+            agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+            live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
+            holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
+            own = {name: live[name] for name in holders if self._world.rank in holders[name]}
+            order = Order(own, holders, self._placement.owners)
+        if origin is not None:
+            self._orders[origin] = order
+        return order
+
 
 class Backwards:
     """The caller's backwards through all calls of one model, and the gradients that they have left to be summed.
 
     Args:
-        state: The model's parameters.
         books: Those of the model's graphs, which grow with these.
 
     Attributes:

@@ -1,16 +1,22 @@
-"""Holds micro-batches on one rank: its own samples, and what a stage keeps between a forward and its backward."""
+"""Holds what a rank keeps during a call: its own samples, stages between forward and backward, and changed state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from autovaruna._torch import preserve_version_counter
 from autovaruna.graph.pieces.deferral import Deferred
+from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import Job, MicroBatch
 from autovaruna.runtime.mail import Mail, Parcel
 from autovaruna.runtime.transport.base import empty_on_host, is_dense
+from autovaruna.runtime.weights import OwnedState, Placement
+from autovaruna.runtime.world import World
+from autovaruna.stage.module import StageModule
 
 
 class OwnSamples:
@@ -18,9 +24,6 @@ class OwnSamples:
 
     Args:
         inputs: Its tensors by input name.
-        job: The call.
-        rank: This rank.
-        mail: Carries tensors.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], job: Job, rank: int, mail: Mail) -> None:
@@ -90,9 +93,6 @@ NOTHING: Mapping[str, Tensor] = {}
 class InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
-    Args:
-        tensors: What it has received.
-
     Attributes:
         tensors: the same, until the forward has ended.
         returned: what the forward returned, with its graph.
@@ -111,3 +111,78 @@ class InFlight:
         self.before = NOTHING
         self.stash: Stash | None = None
         self.deferred: Deferred | None = None
+
+
+class ChangedState:
+    """The state of this rank's stages that the forwards of one call change.
+
+    Args:
+        traced: Says what its forward changes.
+
+    Attributes:
+        is_steady: Whether micro-batches must `start_alike`: some of the state changes whatever their samples are, which
+            is once a call in plain PyTorch.
+    """
+
+    def __init__(self, traced: TracedModel, num_micro_batches: int) -> None:
+        self.is_steady = num_micro_batches > 1 and bool(traced.steady_state)
+        self._traced = traced
+        self._found_first: dict[int, dict[str, Tensor]] = {}
+
+    def start_alike(self, stage: StageModule) -> None:
+        """Gives a micro-batch what the first one found of the state that changes once a call."""
+        steady = stage.changed_state(self._traced.steady_state)
+        if stage.index in self._found_first:
+            _overwrite(steady, self._found_first[stage.index])
+        else:
+            self._found_first[stage.index] = _copies(steady)
+
+    def copy(self, stage: StageModule) -> dict[str, Tensor]:
+        """Returns what a forward finds now, for when it runs again."""
+        return _copies(stage.changed_state(self._traced.changed_state))
+
+    @contextmanager
+    def as_before(self, stage: StageModule, before: Mapping[str, Tensor]) -> Iterator[None]:
+        """Puts back what a forward has found, as long as it runs again."""
+        changed = stage.changed_state(self._traced.changed_state)
+        now = _copies(changed)
+        _overwrite(changed, before)
+        yield
+        _overwrite(changed, now)
+
+
+def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Puts values back into what forward changes; no backward reads that, so autograd need not know."""
+    for name, value in values.items():
+        with preserve_version_counter(state[name]):
+            state[name].copy_(value)
+
+
+def share_state(changed: Collection[str], state: OwnedState, placement: Placement, world: World) -> None:
+    """Overwrites what a call has changed with what the first rank that holds it has. Collective.
+
+    Args:
+        changed: Names of buffers, which go to every rank, and of parameters, which go to the ranks that hold them.
+    """
+    every = tuple(range(world.num_ranks))
+    groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+    for name in sorted(changed):
+        tensor, holders = state.tensor(name), placement.ranks_of(name)
+        ranks = holders if isinstance(tensor, nn.Parameter) else every
+        groups.setdefault((holders[0], ranks, tensor.dtype), []).append(tensor.detach())
+    for (root, ranks, _), tensors in sorted(groups.items(), key=lambda group: str(group[0])):
+        if len(ranks) > 1 and world.rank in ranks:
+            _overwrite_on_ranks(tensors, root, ranks, world)
+
+
+def _overwrite_on_ranks(tensors: Sequence[Tensor], root: int, ranks: tuple[int, ...], world: World) -> None:
+    """Overwrites tensors of one dtype on `ranks` by those of rank `root`."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    world.broadcast(flat, root, ranks)
+    if world.rank != root:
+        for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+            tensor.data.copy_(part.view(tensor.shape))  # autograd may have kept it

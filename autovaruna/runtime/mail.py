@@ -10,89 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import prod
 from time import perf_counter
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import DONE, Pending, distinct
+from autovaruna.runtime.transport.base import DONE, Layout, Pending
 from autovaruna.runtime.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Shape, strides and dtype of one tensor of a message: a `Blank`, if it is dense.
-
-    Attributes:
-        is_dense: whether its elements fill memory without holes.
-        num_bytes: what travels of it.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    is_dense: bool = field(init=False, compare=False)
-    num_bytes: int = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "is_dense", self._fills_memory())
-        object.__setattr__(self, "num_bytes", prod(self._narrow_shape) * self.dtype.itemsize)
-
-    @property
-    def _narrow_shape(self) -> tuple[int, ...]:
-        """The shape without repeats: a dimension of stride 0 is sent once."""
-        pairs = zip(self.shape, self.strides, strict=True)
-        return tuple(min(length, 1) if stride == 0 else length for length, stride in pairs)
-
-    def _fills_memory(self) -> bool:
-        expected = 1
-        for stride, length in sorted(zip(self.strides, self.shape, strict=True)):
-            if length > 1:
-                if stride != expected:
-                    return False
-                expected *= length
-        return True
-
-    def fits(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
-        """Says whether a tensor has this layout."""
-        return (
-            tensor is not None
-            and tensor.dtype is self.dtype
-            and tensor.shape == self.shape
-            and (tensor.stride() == self.strides or self._steps(tensor.stride()) == self._steps(self.strides))
-        )
-
-    def _steps(self, strides: Sequence[int]) -> list[int]:
-        """Returns the strides that mean something: a dimension of one element is never stepped along."""
-        return [stride for stride, length in zip(strides, self.shape, strict=True) if length > 1]
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
-        return distinct(tensor).contiguous()
-
-    def buffer(self, device: torch.device) -> Tensor:
-        """Returns memory for what travels."""
-        if self.is_dense:
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-        return torch.empty(self._narrow_shape, dtype=self.dtype, device=device)
-
-    @property
-    def travelling(self) -> Layout:
-        """The layout of what travels: this one, unless it has holes."""
-        if self.is_dense:
-            return self
-        shape = self._narrow_shape
-        return Layout(shape, torch.empty(shape, device="meta").stride(), self.dtype)
-
-    def unpack(self, buffer: Tensor) -> Tensor:
-        """Returns the tensor as the sender had it, of one that is not dense."""
-        tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
-        return tensor.copy_(buffer).expand(self.shape)
-
 
 Layouts = tuple[Layout | None, ...]
 
@@ -178,10 +104,6 @@ _Posted = tuple[Layouts, list[Tensor], Pending, int]
 
 class Mail:
     """Sends and receives lists of tensors.
-
-    Args:
-        world: Carries the bytes.
-        device: Where received tensors live.
 
     Attributes:
         num_posted_bytes: memory of receives that are posted and not taken.

@@ -19,9 +19,6 @@ class OutputCollector:
     """Collects the outputs of one job. Every rank takes part.
 
     Args:
-        job: The call.
-        world: The ranks.
-        mail: Carries tensors.
         made: Outputs that this rank's stages made, by (output, micro-batch).
         device: Where outputs are wanted.
     """
@@ -41,7 +38,6 @@ class OutputCollector:
         self._device = device
         self._own: dict[int, Tensor] = {}
         self._known_makers: dict[int, list[int]] = {}
-        self._stage = job.split.makers
 
     def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
         """Returns the outputs of `places` for this rank's mini-batch."""
@@ -152,19 +148,18 @@ class OutputCollector:
                 return (wide * shares.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
 
     def _kind(self, place: int, part: MicroBatch, receiver: int) -> Kind:
-        return Kind(self._job.graph_key, Route(self._maker(place, part), receiver, 4 * place + 3), part.size)
+        return Kind(
+            self._job.graph_key, Route(self._job.maker_of(place, part.index), receiver, 4 * place + 3), part.size
+        )
 
-    def _number_kind(self, place: int, maker: int, receiver: int, num_slots: int) -> Kind:
-        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), num_slots)
+    def _number_kind(self, place: int, maker: int, receiver: int, size: int) -> Kind:
+        return Kind(self._job.graph_key, Route(maker, receiver, 4 * place + 3), size)
 
     def _makers(self, place: int, parts: list[MicroBatch]) -> list[int]:
         """Returns the rank that makes an output of each of some micro-batches."""
         if place not in self._known_makers:
-            self._known_makers[place] = [self._maker(place, part) for part in parts]
+            self._known_makers[place] = [self._job.maker_of(place, part.index) for part in parts]
         return self._known_makers[place]
-
-    def _maker(self, place: int, part: MicroBatch) -> int:
-        return self._job.rank_of(self._stage[place], part.index)
 
 
 def _num_slots(makers: Sequence[int], maker: int) -> int:
@@ -185,11 +180,7 @@ class GradientExchange:
     """Exchanges the gradients of one job that do not belong to parameters.
 
     Args:
-        job: The call.
-        world: The ranks.
-        mail: Carries tensors.
         made: The gradients of inputs that this rank's stages make, by (input, micro-batch).
-        inputs: This rank's mini-batch.
     """
 
     def __init__(
@@ -205,7 +196,6 @@ class GradientExchange:
         self._mail = mail
         self._made = made
         self._inputs = inputs
-        self._stage = job.split.makers
         self._gradients: dict[int, Tensor | None] = {}
         self.origin = ""
         self._batch_inputs = job.split.traced.batch_inputs
@@ -235,10 +225,11 @@ class GradientExchange:
         }
         for place, gradient in self._gradients.items():
             if gradient is not None and self._job.split.traced.outputs[place].kind is not OutputKind.SAMPLES:
-                self._gradients[place] = self._over_ranks(gradient)
+                weighted = gradient * self._job.weight_of_origin(self._world.rank)  # all ranks have the output alike
+                self._gradients[place] = self._sum_of_ranks(weighted)
         for part in self._job.batch.owned_by(self._world.rank):
             for place, spec in enumerate(self._job.split.traced.outputs) if part.origin == self._world.rank else ():
-                is_there = self._job.batch.has(self._maker(place, part), part)
+                is_there = self._job.batch.has(self._job.maker_of(place, part.index), part)
                 if spec.kind is OutputKind.SAMPLES and self._gradients[place] is not None and not is_there:
                     self._mail.send([self._own_part(place, spec, part)], self._output_kind(place, part))
 
@@ -254,10 +245,6 @@ class GradientExchange:
         if spec.kind is OutputKind.SAME:
             return gradient if part.index == min(self._job.batch.micro_batches) else None
         return gradient * part.share
-
-    def _over_ranks(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient, in the loss of the global batch, of an output that all ranks have alike. Collective."""
-        return self._sum_of_ranks(gradient * self._job.weight_of_origin(self._world.rank))
 
     def _sum_of_ranks(self, own: Tensor) -> Tensor:
         """Adds up a tensor over all ranks, in place. Collective."""
@@ -318,11 +305,8 @@ class GradientExchange:
         return self._sum_of_ranks(total)
 
     def _output_kind(self, place: int, part: MicroBatch) -> Kind:
-        route = Route(part.origin, self._maker(place, part), 4 * place + 3)
+        route = Route(part.origin, self._job.maker_of(place, part.index), 4 * place + 3)
         return Kind(f"{self._job.graph_key}/back{self.origin}", route, part.size)
-
-    def _maker(self, place: int, part: MicroBatch) -> int:
-        return self._job.rank_of(self._stage[place], part.index)
 
     def _input_kind(self, place: int, name: str, part: MicroBatch, receiver: int) -> Kind:
         holder = self._job.rank_of(self._job.split.input_gradients[name], part.index)

@@ -48,15 +48,19 @@ class Group:
         self.ranks = ranks
         self.tag = group_tag(ranks)
         self.num_calls = 0
-        self._coming: deque[Piece | Row] = deque()
-        self.active: deque[Piece | Row] = deque()
+        self._coming: deque[Piece] = deque()
+        self.active: deque[Piece] = deque()
         self._num_active_bytes = 0
 
     def start(self, tensor: Tensor) -> Exchange:
         """Starts the sum of a tensor."""
-        host = to_host(tensor)
-        num_elements = max(1, PIECE_BYTES // tensor.element_size()) * len(self.ranks)
-        return self._start([Piece(piece) for piece in torch.split(flat(host), num_elements)], [(tensor, host)])
+        host, num_ranks = to_host(tensor), len(self.ranks)
+        pieces = []
+        for piece in torch.split(flat(host), max(1, PIECE_BYTES // tensor.element_size()) * num_ranks):
+            is_small = piece.nbytes <= SMALL_BYTES
+            shares = [piece] * num_ranks if is_small else piece.tensor_split(num_ranks)
+            pieces.append(Piece(shares, sums=True, gathers=not is_small))
+        return self._start(pieces, [(tensor, host)])
 
     def start_shares(self, shares: Sequence[Sequence[Tensor]], *, gathers: bool) -> Exchange:
         """Starts to sum each share on its rank, or to send it from there to the others.
@@ -69,9 +73,9 @@ class Group:
         columns = [[part for _, host in share for part in _cut(host)] for share in hosts]
         own = self.ranks.index(self.transport.rank)
         landing = [pair for place, share in enumerate(hosts) if (place == own) != gathers for pair in share]
-        return self._start([Row(row, gathers) for row in zip_longest(*columns)], landing)
+        return self._start([Piece(row, sums=not gathers, gathers=gathers) for row in zip_longest(*columns)], landing)
 
-    def _start(self, pieces: Sequence[Piece | Row], landing: Sequence[tuple[Tensor, Tensor]]) -> Exchange:
+    def _start(self, pieces: Sequence[Piece], landing: Sequence[tuple[Tensor, Tensor]]) -> Exchange:
         self.count_call()
         exchange = Exchange(self, pieces, landing)
         self._coming.extend(pieces)
@@ -122,12 +126,10 @@ class Exchange(Pending):
     """A sum or a copy among the ranks of a group on its way, in pieces.
 
     Args:
-        group: The ranks.
-        pieces: What has been started.
         landing: Tensors, and the memory on the host that is copied to them at the end.
     """
 
-    def __init__(self, group: Group, pieces: Sequence[Piece | Row], landing: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, group: Group, pieces: Sequence[Piece], landing: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._group = group
         self._pieces = list(pieces)
         self._landing = [pair for pair in landing if pair[0] is not pair[1]]
@@ -150,105 +152,67 @@ class Exchange(Pending):
         return not self._pieces
 
     def wait(self) -> None:
-        """Blocks until every piece is there."""
         if not self.is_done():
             self._group.watch.wait_until(self.is_done, self._group.waiting)
 
 
 class Piece:
-    """A part of a tensor to be summed: exchanged, summed, and when it is large exchanged again."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.num_bytes = tensor.numel() * tensor.element_size()
-        self.messages: list[Part] = []
-        self.is_finished = False
-        self._is_summed = False
-
-    def exchange(self, group: Group) -> None:
-        """Sends each rank what it sums, and receives what this rank sums."""
-        self._group = group
-        self._peers = [(i, rank) for i, rank in enumerate(group.ranks) if rank != group.transport.rank]
-        is_small = self.num_bytes <= SMALL_BYTES
-        num_parts = len(group.ranks)
-        self._shares = [self.tensor] * num_parts if is_small else list(self.tensor.tensor_split(num_parts))
-        self._mine = self._shares[group.ranks.index(group.transport.rank)]
-        self._is_small = is_small
-        self._parts = [self._mine] * num_parts
-        for i, _ in self._peers:
-            self._parts[i] = torch.empty_like(self._mine)
-        self._post(self._parts, self._shares, group.tag)
-
-    def advance(self) -> bool:
-        """Takes the next step if all messages have come; says whether the later pieces may advance."""
-        self.messages = [message for message in self.messages if not message.is_done()]
-        if not self.messages and not self._is_summed:
-            self._sum()
-        elif not self.messages:
-            self.is_finished = True
-        return self._is_summed
-
-    def _sum(self) -> None:
-        sum_in_order(self._parts, self._mine)
-        self._is_summed = True
-        self._parts = []
-        if self._is_small:
-            self.is_finished = True
-        else:
-            self._post(self._shares, [self._mine] * len(self._shares), self._group.tag + 1)
-
-    def _post(self, incoming: list[Tensor], outgoing: list[Tensor], tag: int) -> None:
-        transport = self._group.transport
-        for i, rank in self._peers:
-            self.messages += transport.post_receives([incoming[i]], rank, GROUP_CHANNEL, tag)
-        for i, rank in self._peers:
-            self.messages += transport.post_sends([outgoing[i]], rank, GROUP_CHANNEL, tag)
-
-
-class Row:
-    """One piece of each rank's share: each is summed on its rank, or sent from there to the others, in one exchange.
+    """One piece of what is exchanged, of which each rank of the group has a share.
 
     Args:
-        shares: The piece of each rank of the group; None: its share has ended.
-        gathers: Whether they are sent, not summed.
+        shares: The share of each rank; None: it has none.
+        sums: Whether each share is summed on its rank.
+        gathers: Whether each is sent from its rank to the others, as it is or once it is summed.
     """
 
-    def __init__(self, shares: Sequence[Tensor | None], gathers: bool) -> None:
+    def __init__(self, shares: Sequence[Tensor | None], *, sums: bool, gathers: bool) -> None:
         self._shares = shares
+        self._sums = sums
         self._gathers = gathers
         self._parts: list[Tensor] = []
+        self._messages: list[Part] = []
         self.num_bytes = sum(share.nbytes for share in shares if share is not None)
-        self.messages: list[Part] = []
         self.is_finished = False
 
     def exchange(self, group: Group) -> None:
         """Sends each rank what it gets of this one, and receives what this rank gets."""
-        transport, own = group.transport, group.ranks.index(group.transport.rank)
-        mine, incoming = self._shares[own], self._shares
-        if mine is not None and not self._gathers:
-            incoming = self._parts = [
-                mine if place == own else torch.empty_like(mine) for place in range(len(incoming))
-            ]
-        elif not self._gathers:
-            incoming = [None] * len(self._shares)
-        outgoing = [mine] * len(self._shares) if self._gathers else self._shares
-        peers = [(place, rank) for place, rank in enumerate(group.ranks) if place != own]
-        for place, rank in peers:
-            if (tensor := incoming[place]) is not None:
-                self.messages += transport.post_receives([tensor], rank, GROUP_CHANNEL, group.tag)
-        for place, rank in peers:
-            if (tensor := outgoing[place]) is not None:
-                self.messages += transport.post_sends([tensor], rank, GROUP_CHANNEL, group.tag)
-        self._own = own
+        self._group, self._own = group, group.ranks.index(group.transport.rank)
+        mine, num_ranks = self._shares[self._own], len(self._shares)
+        if not self._sums:
+            self._post(self._shares, [mine] * num_ranks, group.tag)
+            return
+        if mine is not None:
+            self._parts = [mine if place == self._own else torch.empty_like(mine) for place in range(num_ranks)]
+        self._post(self._parts or [None] * num_ranks, self._shares, group.tag)
 
     def advance(self) -> bool:
-        """Sums if all messages have come; later pieces may always advance."""
-        self.messages = [message for message in self.messages if not message.is_done()]
-        if not self.messages and not self.is_finished:
-            if self._parts:
-                sum_in_order(self._parts, self._parts[self._own])
-            self._parts, self.is_finished = [], True
-        return True
+        """Takes the next step if all messages have come; says whether the later pieces may advance."""
+        self._messages = [message for message in self._messages if not message.is_done()]
+        if not self._messages and self._sums:
+            self._sum()
+        elif not self._messages:
+            self.is_finished = True
+        return not (self._sums and self._gathers)
+
+    def _sum(self) -> None:
+        mine, self._sums = self._shares[self._own], False
+        if mine is not None:
+            sum_in_order(self._parts, mine)
+        self._parts = []
+        if self._gathers:
+            self._post(self._shares, [mine] * len(self._shares), self._group.tag + 1)
+        else:
+            self.is_finished = True
+
+    def _post(self, incoming: Sequence[Tensor | None], outgoing: Sequence[Tensor | None], tag: int) -> None:
+        transport = self._group.transport
+        peers = [(place, rank) for place, rank in enumerate(self._group.ranks) if place != self._own]
+        for place, rank in peers:
+            if (tensor := incoming[place]) is not None:
+                self._messages += transport.post_receives([tensor], rank, GROUP_CHANNEL, tag)
+        for place, rank in peers:
+            if (tensor := outgoing[place]) is not None:
+                self._messages += transport.post_sends([tensor], rank, GROUP_CHANNEL, tag)
 
 
 def _cut(tensor: Tensor) -> Sequence[Tensor]:

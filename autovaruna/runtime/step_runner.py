@@ -32,18 +32,15 @@ from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.source_lines import failed_at
 from autovaruna.runtime.autograd import Finish, Gradients, arrive, follows_a_call, go_backward, publish, while_unchanged
-from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
-from autovaruna.runtime.changed_state import ChangedState, share_state
+from autovaruna.runtime.batch import Act, GlobalBatch, Job, MicroBatch, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook
-from autovaruna.runtime.in_flight import NOTHING, InFlight, OwnSamples, Stash
+from autovaruna.runtime.in_flight import NOTHING, ChangedState, InFlight, OwnSamples, Stash, share_state
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.trace import EventTrace, Recorder
-from autovaruna.runtime.traffic import Act, Traffic
-from autovaruna.runtime.weights.placement import OwnedState, Placement
+from autovaruna.runtime.trace import EventTrace, Metrics, Recorder
+from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
 from autovaruna.stage.module import ParameterUse, StageModule
@@ -60,16 +57,11 @@ class RankParts:
     """What all calls of a model have in common on this rank.
 
     Attributes:
-        world: the ranks.
-        device: where this rank computes.
-        mail: carries tensors between ranks.
-        state: the model's parameters and buffers.
         parameters: those that this rank holds.
         backwards: keeps account of the caller's backwards.
         loss_scale: hears of the gradient that comes into the loss.
         metrics: hears of every step that goes backward.
         delivers_all: whether a step returns outputs beside the loss.
-        trace: records the instructions of every step.
     """
 
     world: World
@@ -105,7 +97,6 @@ class StepRunner:
     """One call on its way.
 
     Args:
-        job: The call.
         rank: What it shares with other calls.
         stages: The stages that this rank holds, by index.
         traffic: Knows what each instruction receives and sends.

@@ -7,7 +7,6 @@ on every rank of a group, and few buckets are under way at once.
 from __future__ import annotations
 
 from collections import deque
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,98 +22,51 @@ BUCKETS_AT_ONCE = 2
 Ranks = tuple[int, ...]
 
 
-class Large:
-    """A tensor that is summed where it lies."""
-
-    is_copy = False
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._pending: Pending = DONE
-
-    def start(self, world: World, ranks: Ranks) -> None:
-        """Starts the sum."""
-        self._pending = world.start_all_reduce(self._tensor, ranks)
-
-    def finish(self) -> None:
-        """Waits for the sum."""
-        self._pending.wait()
-
-
-class Bucket:
-    """Small tensors of one dtype that are summed in one message."""
-
-    is_copy = True
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensors = [tensor]
-        self._num_bytes = tensor.nbytes
-        self._flat = tensor
-        self._pending: Pending = DONE
-
-    def take(self, tensor: Tensor) -> bool:
-        """Takes a tensor in, if it is of the same dtype and there is room; says whether."""
-        is_fitting = self._tensors[0].dtype == tensor.dtype and self._num_bytes + tensor.nbytes <= _most_bytes(tensor)
-        if is_fitting:
-            self._tensors.append(tensor)
-            self._num_bytes += tensor.nbytes
-        return is_fitting
-
-    def start(self, world: World, ranks: Ranks) -> None:
-        """Packs the tensors and starts to sum them."""
-        self._flat = _packed(self._tensors)
-        self._pending = world.start_all_reduce(self._flat, ranks)
-
-    def finish(self) -> None:
-        """Waits for the sum and unpacks it."""
-        self._pending.wait()
-        _unpack(self._flat, self._tensors)
-
-
-class Shares:
-    """Tensors that each belong to one rank of the group: summed there, or given from there to the others.
+class Lot:
+    """Tensors of one dtype that go at once: from where they lie, or packed.
 
     Args:
-        num_ranks: How many ranks the group has.
-        is_copy: Whether they go in buckets, one for each rank, and not from where they lie.
+        num_shares: One: all are summed for all ranks. As many as ranks: each tensor belongs to one of them, and is
+            summed there, or given from there to the others.
+        is_copy: Whether they are packed.
         gathers: Whether they are given, not summed.
     """
 
-    def __init__(self, num_ranks: int, *, is_copy: bool, gathers: bool) -> None:
+    def __init__(self, num_shares: int, *, is_copy: bool, gathers: bool) -> None:
         self.is_copy = is_copy
         self._gathers = gathers
-        self._tensors: list[list[Tensor]] = [[] for _ in range(num_ranks)]
+        self._shares: list[list[Tensor]] = [[] for _ in range(num_shares)]
         self._num_bytes = 0
         self._flat: list[Tensor | None] = []
+        self._own = 0
         self._pending: Pending = DONE
 
     def take(self, tensor: Tensor, place: int) -> bool:
-        """Takes a tensor of the rank at a place of the group in, if there is room; says whether."""
+        """Takes a tensor in, that of the share at a place, if there is room; says whether."""
         is_fitting = not (self.is_copy and self._num_bytes and self._num_bytes + tensor.nbytes > _most_bytes(tensor))
         if is_fitting:
-            self._tensors[place].append(tensor)
+            self._shares[place].append(tensor)
             self._num_bytes += tensor.nbytes
         return is_fitting
 
     def start(self, world: World, ranks: Ranks) -> None:
         """Starts what is to be done."""
         self._own = ranks.index(world.rank)
-        shares = self._tensors
+        shares = self._shares
         if self.is_copy:
             self._flat = [_packed(share) if share else None for share in shares]
             shares = [[] if flat is None else [flat] for flat in self._flat]
-        start = world.start_all_gather if self._gathers else world.start_reduce_scatter
-        self._pending = start(shares, ranks)
+        if len(shares) == 1:
+            self._pending = world.start_all_reduce(shares[0][0], ranks)
+        else:
+            self._pending = (world.start_all_gather if self._gathers else world.start_reduce_scatter)(shares, ranks)
 
     def finish(self) -> None:
         """Waits, and unpacks what this rank gets."""
         self._pending.wait()
         for place, flat in enumerate(self._flat):
-            if flat is not None and (place == self._own) != self._gathers:
-                _unpack(flat, self._tensors[place])
-
-
-_Any: TypeAlias = Large | Bucket | Shares
+            if flat is not None and (len(self._flat) == 1 or (place == self._own) != self._gathers):
+                _unpack(flat, self._shares[place])
 
 
 def _most_bytes(tensor: Tensor) -> int:
@@ -133,38 +85,28 @@ def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
 class Queue:
     """What one group of ranks does, which starts in the order added on each of them, whatever else a rank does."""
 
-    def __init__(self, world: World, ranks: Ranks, *, gathers: bool = False) -> None:
+    def __init__(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
         self._world = world
         self._ranks = ranks
         self._gathers = gathers
-        self._open: dict[torch.dtype, Bucket] = {}
-        self._open_shares: dict[tuple[torch.dtype, bool], Shares] = {}
-        self._coming: deque[_Any] = deque()
-        self._started: deque[_Any] = deque()
+        self._open: dict[tuple[torch.dtype, bool, bool], Lot] = {}
+        self._coming: deque[Lot] = deque()
+        self._started: deque[Lot] = deque()
 
-    def add(self, tensor: Tensor, *, is_contiguous: bool) -> None:
-        """Adds a tensor to be summed for all; all ranks add the same shapes."""
-        if is_contiguous and tensor.nbytes >= LARGE_BYTES:
-            self._coming.append(Large(tensor))
-            return
-        bucket = self._open.get(tensor.dtype)
-        if bucket is None or not bucket.take(tensor):
-            self._open[tensor.dtype] = bucket = Bucket(tensor)
-            self._coming.append(bucket)
-
-    def add_share(self, tensor: Tensor, owner: int, *, is_contiguous: bool) -> None:
-        """Adds a tensor of the rank `owner`; all ranks add the same shapes."""
-        key = tensor.dtype, not is_contiguous or tensor.nbytes < LARGE_BYTES
-        place, shares = self._ranks.index(owner), self._open_shares.get(key)
-        if shares is None or not shares.take(tensor, place):
-            shares = Shares(len(self._ranks), is_copy=key[1], gathers=self._gathers)
-            shares.take(tensor, place)
-            self._open_shares[key] = shares
-            self._coming.append(shares)
+    def add(self, tensor: Tensor, owner: int | None, *, is_contiguous: bool) -> None:
+        """Adds a tensor, of the rank `owner` if there is one; all ranks add the same shapes."""
+        is_copy, is_shared = not is_contiguous or tensor.nbytes < LARGE_BYTES, owner is not None
+        place = 0 if owner is None else self._ranks.index(owner)
+        key = tensor.dtype, is_copy, is_shared
+        lot = self._open.get(key) if is_copy or is_shared else None
+        if lot is None or not lot.take(tensor, place):
+            lot = self._open[key] = Lot(len(self._ranks) if is_shared else 1, is_copy=is_copy, gathers=self._gathers)
+            lot.take(tensor, place)
+            self._coming.append(lot)
 
     def start(self) -> None:
         """Starts what has been added, as far as few copies are under way."""
-        self._open, self._open_shares = {}, {}
+        self._open = {}
         while self._coming and self._num_copies < BUCKETS_AT_ONCE:
             self._coming[0].start(self._world, self._ranks)
             self._started.append(self._coming.popleft())
@@ -185,7 +127,6 @@ class Sums:
     """Sums on their way, over any groups of ranks.
 
     Args:
-        world: The ranks.
         gathers: Whether shares are given to all ranks in place of summed.
     """
 
@@ -198,17 +139,13 @@ class Sums:
         """Adds a tensor that is overwritten by its sum over `ranks` once `finish` is through.
 
         Args:
-            tensor: The tensor.
             ranks: The group; its ranks add the same shapes in the same order, between the same calls of `start`.
             is_contiguous: Whether the tensor is, on every rank.
             owner: The only rank that gets the sum, or the one that gives its numbers to all; None: all get the sum.
         """
         if ranks not in self._queues:
             self._queues[ranks] = Queue(self._world, ranks, gathers=self._gathers)
-        if owner is None:
-            self._queues[ranks].add(tensor, is_contiguous=is_contiguous)
-        else:
-            self._queues[ranks].add_share(tensor, owner, is_contiguous=is_contiguous)
+        self._queues[ranks].add(tensor, owner, is_contiguous=is_contiguous)
 
     def start(self) -> None:
         """Starts what has been added."""

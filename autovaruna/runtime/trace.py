@@ -1,20 +1,40 @@
-"""Records what ran when on all ranks, writes it as one Chrome trace, and says where the time of a step went."""
+"""Records what ran when on all ranks, and says where a step's time went; knows the last step that went backward."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
+from torch import Tensor
+
 from autovaruna.errors import ConfigError
 from autovaruna.runtime.world import World, offset_to_first, on_all
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Edge
-from autovaruna.schedule.simulation import Simulation
+from autovaruna.schedule.simulation import LostTime, Simulation
+
+logger = logging.getLogger(__name__)
+_HEADS = {
+    "work": "work",
+    "bubble": "bubble",
+    "imbalance": "imbalance",
+    "messages": "message",
+    "all-reduce": "reduce",
+    "overhead": "overhead",
+}
+"""What a step's time goes to, as the table says it, and as `LostTime` does."""
+_MEASURED, _PREDICTED = 0, 1
+_SHORT_WAIT_SECONDS = 5e-6
+_STEPS_TOGETHER = ((32, 1), (256, 8))
+"""Up to which step how many are written together; then `_MOST_TOGETHER`."""
+_MOST_TOGETHER = 64
+_TAG = 1 << 17
 
 Span = tuple[str, float, float, float]
 """An instruction; when it began, when it had what it waited for, and when it ended, on the clock of rank 0."""
@@ -22,34 +42,12 @@ Ends = tuple[float, float]
 """When a rank's last instruction ended, and when its step did."""
 
 
-@dataclass(frozen=True)
-class Lost:
-    """The time of one rank in one step; the parts add up to the step.
-
-    Attributes:
-        work_seconds: in instructions, without waiting.
-        message_seconds: waiting for messages that were on their way.
-        reduce_seconds: from the last instruction to the end of the step: gradient sums, and the loss.
-        overhead_seconds: between instructions.
-        imbalance_seconds: idle because another rank has more work.
-        bubble_seconds: idle for all other reasons.
-    """
-
-    work_seconds: float
-    message_seconds: float
-    reduce_seconds: float
-    overhead_seconds: float
-    imbalance_seconds: float
-    bubble_seconds: float
-
-
 def account(
     spans: Sequence[Sequence[Span]], ends: Sequence[Ends], awaited: Mapping[str, Sequence[str]]
-) -> tuple[float, list[Lost]]:
+) -> tuple[float, list[LostTime]]:
     """Returns the seconds of a step, and where they went.
 
     Args:
-        spans: The instructions of each rank.
         ends: The ends of each rank's work and step.
         awaited: For each instruction, those whose messages it waits for.
     """
@@ -71,14 +69,14 @@ def _of_rank(
     less_work: float,
     sent: Mapping[str, float],
     awaited: Mapping[str, Sequence[str]],
-) -> Lost:
+) -> LostTime:
     work = sum(end - ready for _, _, ready, end in row)
     messages = sum(_on_its_way(span, sent, awaited) for span in row)
     overhead = sum(later[1] - earlier[3] for earlier, later in pairwise(row))
     reduce = max(0.0, ends[1] - ends[0]) if row else 0.0
     idle = max(0.0, step - work - messages - overhead - reduce)
     imbalance = min(idle, less_work)
-    return Lost(work, messages, reduce, overhead, imbalance, idle - imbalance)
+    return LostTime(work, messages, reduce, overhead, 0.0, imbalance, idle - imbalance)
 
 
 def _on_its_way(span: Span, sent: Mapping[str, float], awaited: Mapping[str, Sequence[str]]) -> float:
@@ -88,22 +86,12 @@ def _on_its_way(span: Span, sent: Mapping[str, float], awaited: Mapping[str, Seq
     return max(0.0, ready - max(begin, last))
 
 
-def table(step: float, predicted_seconds: float, lost: Sequence[Lost]) -> str:
+def table(step: float, predicted_seconds: float, lost: Sequence[LostTime]) -> str:
     """Returns the account as text: a line for each rank, in per cent of the step."""
-    heads = ("work", "bubble", "imbalance", "messages", "all-reduce", "overhead")
-    lines = [f"{1e3 * step:.2f} ms, predicted {1e3 * predicted_seconds:.2f} ms", "rank  " + "  ".join(heads)]
+    lines = [f"{1e3 * step:.2f} ms, predicted {1e3 * predicted_seconds:.2f} ms", "rank  " + "  ".join(_HEADS)]
     for rank, each in enumerate(lost):
-        seconds = (
-            each.work_seconds,
-            each.bubble_seconds,
-            each.imbalance_seconds,
-            each.message_seconds,
-            each.reduce_seconds,
-            each.overhead_seconds,
-        )
-        cells = (
-            f"{value / step if step else 0.0:.1%}".rjust(len(head)) for head, value in zip(heads, seconds, strict=True)
-        )
+        shares = (getattr(each, f"{name}_seconds") / step if step else 0.0 for name in _HEADS.values())
+        cells = (f"{share:.1%}".rjust(len(head)) for head, share in zip(_HEADS, shares, strict=True))
         lines.append(f"{rank:>4}  " + "  ".join(cells))
     return "\n".join(lines)
 
@@ -142,10 +130,6 @@ class Recorder:
             for instruction, begin, done, waited in noted
         ]
         return spans, (spans[-1][3] if spans else 0.0, end + offset)
-
-
-_MEASURED, _PREDICTED = 0, 1
-_SHORT_WAIT_SECONDS = 5e-6
 
 
 def head(predicted: Simulation) -> list[str]:
@@ -214,13 +198,6 @@ def _arrow(phase: str, rank: int, at: float, name: str) -> str:
     )
 
 
-logger = logging.getLogger(__name__)
-
-_STEPS_TOGETHER = ((32, 1), (256, 8))
-"""Up to which step how many are written together; then `_MOST_TOGETHER`."""
-_MOST_TOGETHER = 64
-_TAG = 1 << 17
-
 Part = tuple[str, dict[int, Step]]
 """What a rank gives to the trace: its rows, and the steps, by number, of which more is said."""
 
@@ -234,9 +211,6 @@ class EventTrace:
     time of the step went.
 
     Args:
-        path: The file.
-        world: The ranks.
-        predicted: The simulated step.
         edges: What stages send each other.
 
     Raises:
@@ -325,3 +299,58 @@ def awaited_by(predicted: Simulation, edges: Sequence[Edge]) -> dict[str, list[s
             if senders and step.kind in (Kind.FORWARD, Kind.BACKWARD):
                 awaited[str(step)] = [str(Instruction(stage, step.kind, step.micro_batch)) for stage in senders]
     return awaited
+
+
+class Metrics:
+    """The last step of a model that went backward, as this rank knows it.
+
+    Attributes:
+        step: the number of its call, from 1 on; 0: there was none.
+        work_seconds: what this rank's stages have computed for, in all calls so far; without waits for other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.work_seconds = 0.0
+        self._number: Tensor | None = None
+        self._is_loss = False
+        self._where: Callable[[], str] = str
+        self._value: float | None = None
+        self._has_told = False
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the global batch; None where the script computes it."""
+        return self._settled() if self._is_loss else None
+
+    @property
+    def is_finite(self) -> bool | None:
+        """Whether the loss is, or the gradient that came from a loss of the script's own; None: it is not known."""
+        value = self._settled()
+        return None if value is None else math.isfinite(value)
+
+    def note(self, step: int, number: Tensor | None, where: Callable[[], str], *, is_loss: bool) -> None:
+        """Takes a step.
+
+        Args:
+            step: The number of its call.
+            number: The loss, or what is finite if its gradient is; None: nothing is known. A GPU computes it while the
+                script goes on: it is looked at when it is asked for, or in the next step.
+            where: Says where it was found, in words; empty: not on this rank.
+            is_loss: Whether it is the loss.
+        """
+        self._settled()
+        self.step, self._number, self._is_loss, self._where, self._value = step, number, is_loss, where, None
+        if number is not None and number.is_cpu:
+            self._settled()
+
+    def _settled(self) -> float | None:
+        if self._number is not None:
+            self._value, self._number = float(self._number.item()), None
+            if not math.isfinite(self._value) and not self._has_told and (words := self._where()):
+                self._has_told = True
+                logger.warning(
+                    "step %d: %s; told once, model.metrics.is_finite says it of every step", self.step, words
+                )
+            self._where = str  # lets the step go
+        return self._value

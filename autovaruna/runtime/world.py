@@ -29,8 +29,8 @@ from autovaruna.runtime.transport.base import (
     MAX_PART_BYTES,
     OBJECT_CHANNEL,
     TENSOR_CHANNEL,
-    Blank,
     Carrier,
+    Layout,
     Pair,
     Part,
     Pending,
@@ -50,7 +50,6 @@ class Message(Pending):
     """A list of tensors on the way: done when all its parts are.
 
     Args:
-        world: The ranks.
         parts: The parts that are on the way.
         event: What this rank does: ``sent`` or ``received``.
         count: How often it has done that, with these parts.
@@ -76,7 +75,6 @@ class Message(Pending):
         return not self._parts
 
     def is_done(self) -> bool:
-        """Says whether every part has arrived or left."""
         parts = self._parts
         while parts:
             if not parts[-1].is_done():
@@ -89,7 +87,6 @@ class Message(Pending):
         return True
 
     def wait(self) -> None:
-        """Blocks until every part has arrived or left."""
         if not self.is_done():
             self._world.watch.wait_until(self.is_done, self.waiting)
 
@@ -107,33 +104,31 @@ class Brought(Message):
     """A message that makes its own tensors: `tensors`, complete once it is done.
 
     Args:
-        world, event, count: As of any message.
         bring: Gives the next tensor, if it is here.
-        blanks: The layouts of the tensors.
+        layouts: The layouts of the tensors.
     """
 
-    __slots__ = ("_blanks", "_bring", "tensors")
+    __slots__ = ("_bring", "_layouts", "tensors")
 
     def __init__(
         self,
         world: World,
-        bring: Callable[[Blank], Tensor | None],
-        blanks: Sequence[Blank],
+        bring: Callable[[Layout], Tensor | None],
+        layouts: Sequence[Layout],
         event: Event,
         count: int,
     ) -> None:
         self._world = world
         self._bring = bring
-        self._blanks = blanks
+        self._layouts = layouts
         self._event = event
         self._count = count
         self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
-        """Says whether all have come."""
         tensors = self.tensors
-        while len(tensors) < len(self._blanks):
-            tensor = self._bring(self._blanks[len(tensors)])
+        while len(tensors) < len(self._layouts):
+            tensor = self._bring(self._layouts[len(tensors)])
             if tensor is None:
                 return False
             tensors.append(tensor)
@@ -143,16 +138,9 @@ class Brought(Message):
 class World:
     """The ranks of one program, seen from one of them.
 
-    Args:
-        transport: Moves the bytes.
-
     Attributes:
-        rank: number of this rank.
-        num_ranks: number of ranks N.
         hosts: host name of every rank.
         num_models: how many models this rank's script has called; their order tells them apart.
-        transport: what moves the bytes.
-        watch: what waits for other ranks.
         carrier: what moves tensors of some ranks straight between their devices, if anything.
         coming: the messages that are on their way to this rank.
         lagging: messages, either way, that advance only while this rank calls the transport, the oldest first; some
@@ -293,19 +281,19 @@ class World:
         self.coming.add(message)
         return message
 
-    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
-        return self.transport.brings(source, blanks)
+        return self.transport.brings(source, layouts)
 
-    def bring(self, blanks: Sequence[Blank], source: int, tag: int) -> Brought:
+    def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
         """Waits for the next message of `source`, without memory posted for it; where `brings` says so.
 
         Raises:
-            RankError: in `is_done` or `wait`: the message has another number of bytes than the blanks.
+            RankError: in `is_done` or `wait`: the message has another number of bytes than the layouts.
         """
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
-        count = counts[event] = counts[event] + len(blanks)
-        return Brought(self, self.transport.bringing(source, tag), blanks, event, count)
+        count = counts[event] = counts[event] + len(layouts)
+        return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send an object that pickles; never blocks. Its tags are apart from those of tensors."""
@@ -372,7 +360,6 @@ class World:
 
         Args:
             shares: The tensors of each of `ranks`, dense and with elements; the same shapes on every rank.
-            ranks: The group.
         """
         return self._start_shares(shares, ranks, gathers=False)
 
@@ -522,7 +509,6 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
     """Returns what `act` returns; an error on one rank is an error on all. Collective.
 
     Args:
-        world: The ranks.
         act: What each rank does; talks to no other.
         what: What to call it in a message.
         waits: Whether ranks that are done wait for those that are still at work, however long.
@@ -533,11 +519,7 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
 
 
 def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = False) -> list[Result]:
-    """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective.
-
-    Args:
-        world, act, what, waits: As in `on_all`; what `act` returns goes to every rank.
-    """
+    """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective."""
     result: Result | None = None
     error: Exception | None = None
     try:

@@ -23,8 +23,14 @@ from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
-from autovaruna.schedule.messages import distinct_replicas, exact, seconds_of, work_seconds
-from autovaruna.schedule.pipeline import Pipeline, StageTimes
+from autovaruna.schedule.pipeline import (
+    Pipeline,
+    StageTimes,
+    distinct_replicas,
+    exact,
+    seconds_of,
+    work_seconds,
+)
 
 
 def lower_bound(pipeline: Pipeline) -> float:
@@ -33,11 +39,7 @@ def lower_bound(pipeline: Pipeline) -> float:
 
 
 class Bounds:
-    """The bounds of one pipeline; the paths that all of them go by are found once.
-
-    Args:
-        pipeline: the pipeline.
-    """
+    """The bounds of one pipeline; the paths that all of them go by are found once."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self._paths = pipeline, _Paths(pipeline)
@@ -216,8 +218,6 @@ def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) 
     Once with the work that is done before the last backward, once with all of it.
 
     Args:
-        pipeline: the pipeline.
-        paths: of it.
         mine: the rank's stages, and which replica of each it is.
     """
     best, before, work, tail, finish = 0.0, 0.0, 0.0, float("inf"), float("inf")

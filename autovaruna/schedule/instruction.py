@@ -45,7 +45,6 @@ def grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
     """Returns the schedule as text, with places marked.
 
     Args:
-        schedule: the instructions of each rank.
         marks: for some ranks, the position of the instruction to mark ``>like this<``; a marked row is cut down to
             the cells around it. The end of the row is a position too.
     """

@@ -1,13 +1,17 @@
-"""Defines `Pipeline`: what the simulator knows of a plan, with in-flight depths and the samples of micro-batches."""
+"""Defines `Pipeline`: what the simulator knows of a plan, with in-flight depths, and what instructions cost."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule.instruction import Kind
+
+TICKS_PER_SECOND = 2.0**40
 
 
 def slices(mini_batch_sizes: Sequence[int], num_micro_batches: int) -> list[tuple[int, int]]:
@@ -184,8 +188,6 @@ def textbook_depth(num_stages: int, stage: int, num_replicas: Sequence[int] = ()
     With equal replicas this is S - s. Any depth of at least 1 is free of deadlock; a smaller one leaves ranks idle.
 
     Args:
-        num_stages: the number of stages S.
-        stage: the stage s.
         num_replicas: replicas of each stage; empty: equally many everywhere.
     """
     replicas = num_replicas or (1,) * num_stages
@@ -208,3 +210,48 @@ def deepest_in_flight(pipeline: Pipeline, stage: int) -> int:
 
 def _per_replica(total: int, num_replicas: int) -> int:
     return -(-total // num_replicas)
+
+
+def exact(seconds: float) -> float:
+    """Rounds to 2**-40 seconds (a picosecond).
+
+    Sums of such numbers are exact in floating point up to 8,192 seconds, so equal times are equal whatever the order
+    of their sums, and a schedule does not depend on rounding.
+    """
+    return round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
+
+
+def seconds_of(link: LinkCost, num_bytes: float) -> tuple[float, float]:
+    """Returns the seconds of a message's latency and of its bytes on a link."""
+    return exact(link.latency_seconds), exact(num_bytes / link.bytes_per_second)
+
+
+def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> Mapping[Kind, float]:
+    """Returns the seconds of each kind of instruction on one replica, executor overhead included.
+
+    Args:
+        is_split: Whether weight gradients are computed apart from backward.
+    """
+    times = pipeline.stages[stage]
+    backward = times.input_seconds if is_split else times.backward_seconds
+    each = times.forward_seconds, times.recompute_seconds, backward, times.weight_seconds
+    return _by_kind(*each, times.speed(replica), pipeline.overhead_seconds)
+
+
+@lru_cache(maxsize=1 << 12)
+def _by_kind(
+    forward: float, recompute: float, backward: float, weight: float, speed: float, overhead: float
+) -> Mapping[Kind, float]:
+    """Returns the seconds by kind; the pipelines of a search have the same few stages."""
+    more = exact(overhead)
+    return {
+        Kind.FORWARD: exact(forward / speed) + more,
+        Kind.RECOMPUTE: exact(recompute / speed) + more,
+        Kind.BACKWARD: exact(backward / speed) + more,
+        Kind.WEIGHT: exact(weight / speed) + more,
+    }
+
+
+def distinct_replicas(times: StageTimes) -> range:
+    """Returns replicas of a stage that stand for all: the first one, where all have one speed."""
+    return range(times.num_replicas if times.speeds else 1)

@@ -1,4 +1,4 @@
-"""Defines `Replica`: where one rank stands with one of its stages, while a step is simulated.
+"""Defines `Replica`: where one rank stands with one of its stages, and the messages between replicas.
 
 The hard rules of what may run are here, the choice among what may run is the policy's. A rank runs one instruction at
 a time and every kind goes in ascending micro-batch order, so three counters say all that was done.
@@ -7,9 +7,11 @@ a time and every kind goes in ascending micro-batch order, so three counters say
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind
+from autovaruna.schedule.pipeline import Pipeline, seconds_of
 
 
 class Inbox:
@@ -153,3 +155,88 @@ class Replica:
             return self.weights - 1
         self.recomputes += 1
         return self.recomputes - 1
+
+
+class Line:
+    """The directed line between two ranks; `free_seconds` is when its bandwidth is free again."""
+
+    __slots__ = ("free_seconds",)
+
+    def __init__(self) -> None:
+        self.free_seconds = 0.0
+
+
+Lines = defaultdict[tuple[int, int], Line]
+"""The lines from rank to rank."""
+
+
+class Wire:
+    """What a message of one size costs on a line."""
+
+    __slots__ = ("latency_seconds", "line", "transfer_seconds")
+
+    def __init__(self, line: Line, latency_seconds: float, transfer_seconds: float) -> None:
+        self.line, self.latency_seconds, self.transfer_seconds = line, latency_seconds, transfer_seconds
+
+    def send(self, now: float) -> float:
+        """Puts a message on the line and returns when it arrives."""
+        line = self.line
+        left = (now if now > line.free_seconds else line.free_seconds) + self.transfer_seconds
+        line.free_seconds = left
+        return left + self.latency_seconds
+
+
+class Wires(dict[tuple[int, int], "Wire | None"]):
+    """The wires from replica i of a stage to replica j of another, by (i, j); None on one rank.
+
+    Each is made when the first message goes through it: of many replicas, few pairs ever meet.
+
+    Args:
+        lines: from rank to rank, for all wires of a pipeline.
+    """
+
+    def __init__(self, lines: Lines, pipeline: Pipeline, sender: int, receiver: int, num_bytes: float) -> None:
+        super().__init__()
+        self._lines, self._links, self._num_bytes = lines, pipeline.links, num_bytes
+        self._senders, self._receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
+
+    def __missing__(self, pair: tuple[int, int]) -> Wire | None:
+        """Makes the wire between two replicas."""
+        ends = self._senders[pair[0]], self._receivers[pair[1]]
+        wire = None if ends[0] == ends[1] else Wire(self._lines[ends], *seconds_of(self._links(*ends), self._num_bytes))
+        self[pair] = wire
+        return wire
+
+
+class Route:
+    """Joins the replicas of one stage to those of another, for messages of one size.
+
+    Attributes:
+        num_senders, num_receivers: how many replicas the two stages have.
+        receivers: the replicas of the receiving stage.
+        inboxes: where each of them collects these messages.
+        wires: between them.
+    """
+
+    __slots__ = ("inboxes", "num_receivers", "num_senders", "receivers", "wires")
+
+    def __init__(self, num_senders: int, receivers: list[Replica], inboxes: list[Inbox], wires: Wires) -> None:
+        self.num_senders, self.num_receivers = num_senders, len(receivers)
+        self.receivers, self.inboxes, self.wires = receivers, inboxes, wires
+
+    def send(self, sender: int, k: int, now: float) -> tuple[int, float]:
+        """Sends the message of a replica's k-th micro-batch at `now`; returns the rank that gets it, and when."""
+        j = sender
+        if self.num_senders != self.num_receivers:
+            k, j = divmod(k * self.num_senders + sender, self.num_receivers)
+        wire = self.wires[sender, j]
+        arrival = now if wire is None else wire.send(now)
+        inbox, receiver = self.inboxes[j], self.receivers[j]
+        if arrival >= inbox.latest[k]:
+            inbox.latest[k], inbox.sent[k] = arrival, now
+        inbox.missing[k] -= 1
+        if not inbox.missing[k]:
+            inbox.ready[k] = inbox.latest[k]
+        if arrival < receiver.known_until:
+            receiver.known_until = arrival
+        return receiver.rank, arrival

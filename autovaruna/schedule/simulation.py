@@ -169,7 +169,6 @@ def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str
     """Returns a timeline: one row a rank, time to the right, and what share of the step the rank lost to what.
 
     Args:
-        simulation: the step.
         width: characters for the whole step.
         columns: characters for a line, in place of `width`; where they are few the shares are left out.
     """

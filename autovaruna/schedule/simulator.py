@@ -11,10 +11,9 @@ from heapq import heappop, heappush
 from autovaruna.errors import ScheduleError
 from autovaruna.schedule.bound import Bounds
 from autovaruna.schedule.instruction import BACKWARD, WEIGHT, Kind, Schedule, grid
-from autovaruna.schedule.messages import TICKS_PER_SECOND, Line, Lines, Route, Wires, exact, work_seconds
-from autovaruna.schedule.pipeline import Edge, Pipeline
-from autovaruna.schedule.policy import Choice, Policy
-from autovaruna.schedule.replica import Inbox, Replica
+from autovaruna.schedule.pipeline import TICKS_PER_SECOND, Edge, Pipeline, exact, work_seconds
+from autovaruna.schedule.registry import Choice, Policy
+from autovaruna.schedule.replica import Inbox, Line, Lines, Replica, Route, Wires
 from autovaruna.schedule.simulation import Act, Reduction, Simulation
 
 
@@ -46,11 +45,9 @@ class FixedOrder(Policy):
         return pipeline.num_micro_batches
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether the schedule recomputes anything at the stage."""
         return stage in self.recomputing
 
     def splits(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether the schedule computes any weight gradients of the stage apart."""
         return stage in self.splitting
 
     def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
@@ -169,8 +166,6 @@ def simulate_below(
     How many instructions were simulated is returned as well.
 
     Args:
-        pipeline: what to simulate.
-        policy: the order of its instructions.
         below: steps that take as many seconds or more are of no use.
         bounds: of the pipeline, if they are at hand.
 

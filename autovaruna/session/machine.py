@@ -1,39 +1,130 @@
-"""Finds out what the planner must know of the machine and of the optimizer: memory, links, and speeds of ranks."""
+"""Finds where this rank computes, and what the planner must know of the machine: memory, links, speeds, optimizer."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median, median_low
 
 import torch
+from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
-from autovaruna.errors import PlanError
+from autovaruna.errors import ConfigError, PlanError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph
 from autovaruna.profiler.optimizer import measure_step, state_factor
-from autovaruna.profiler.records import Cluster, OptimizerCost
-from autovaruna.profiler.time import Pace, call_seconds, measure_pace
-from autovaruna.runtime.transport.links import measure_links, measure_sums
-from autovaruna.runtime.transport.torch_channel import open_to_measure
+from autovaruna.profiler.records import Cluster, LinkCost, OptimizerCost
+from autovaruna.profiler.time import Pace, call_seconds, measure_pace, wait_for
+from autovaruna.runtime.environment import get_world, local_rank_in
+from autovaruna.runtime.sums import Sums
+from autovaruna.runtime.transport.base import Layout, Pair
+from autovaruna.runtime.transport.torch_channel import neighbours, open_to_measure
 from autovaruna.runtime.world import World
+
+logger = logging.getLogger(__name__)
+_FIRST = torch.device("cuda", 0)
+
+
+def find_device(model: nn.Module, settings: Settings) -> torch.device:
+    """Returns where this rank computes: where the setting says or the model is, or a GPU for one on ``meta``.
+
+    Raises:
+        ConfigError: the setting names no device that can be used here.
+    """
+    if settings.device != "auto":
+        return _named(settings.device)
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
+    is_on_meta = bool(tensors) and not devices
+    if devices == [_FIRST] or (is_on_meta and torch.cuda.is_available()):
+        return _own_gpu()
+    return devices[0] if devices else torch.device("cpu")
+
+
+def bring_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> torch.device:
+    """Moves what is elsewhere of a model, and of its optimizer's state, to where this rank computes; returns that.
+
+    Parameters stay the same objects, so the optimizer's are the model's. What is on ``meta`` stays there.
+
+    Raises:
+        ConfigError: as `find_device`.
+    """
+    device = find_device(model, settings)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    before = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta} - {device}
+    if not before or (settings.device == "auto" and before != {_FIRST}):
+        return device
+    logger.info("the model goes from %s to %s, where this rank computes", ", ".join(map(str, before)), device)
+    model._apply(lambda each: each if each.is_meta else each.to(device))  # type: ignore[no-untyped-call]
+    for state in optimizer.state.values() if optimizer is not None else ():
+        state.update({name: each.to(device) for name, each in state.items() if _moves(each, before)})
+    return device
+
+
+def on_own_gpu(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns inputs on the GPU of this rank; those that a script has put on another one are copied."""
+    if device.type != "cuda":
+        return tensors
+    return [each.to(device) if each.is_cuda and each.device != device else each for each in tensors]
+
+
+def _moves(value: object, devices: set[torch.device]) -> bool:
+    """Whether a part of an optimizer's state goes along; counts of steps on the CPU are to stay there."""
+    return isinstance(value, Tensor) and value.device in devices and (value.is_cuda or value.dim() > 0)
+
+
+def _own_gpu() -> torch.device:
+    """Returns the current GPU if the script has chosen one, else the one with this rank's number on its host."""
+    current, number = torch.cuda.current_device(), local_rank_in(os.environ)
+    if current == 0 and number is not None:
+        return torch.device("cuda", number % torch.cuda.device_count())
+    return torch.device("cuda", current)
+
+
+def _named(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            torch.cuda.init()
+            return _own_gpu()
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device is {name!r}, which cannot be used here: {str(error).splitlines()[0]}. Expected auto, cpu, cuda, "
+            "or cuda:0 and so on."
+        ) from error
+
+
+def get_rank() -> int:
+    """Returns the number of this rank; 0 without a launcher."""
+    return get_world().rank
+
+
+def get_world_size() -> int:
+    """Returns the number of ranks; 1 without a launcher."""
+    return get_world().num_ranks
+
+
+def barrier() -> None:
+    """Returns once every rank has come. Collective."""
+    get_world().barrier("barrier")
+
 
 _NOISE = 1.25
 """Speeds whose ratio is less than this count as equal."""
 
 
 class SpeedWatch:
-    """Looks at the speeds of all ranks at several moments.
-
-    Args:
-        world: The ranks.
-        device: Where this rank computes.
-    """
+    """Looks at the speeds of all ranks at several moments."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
@@ -78,7 +169,6 @@ def _lasting(speeds: Sequence[float]) -> float:
     return median(speeds) if is_slower or is_faster else 1.0
 
 
-logger = logging.getLogger(__name__)
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
@@ -162,7 +252,6 @@ def describe_cluster(
     Args:
         watch: Of the ranks' speeds.
         graph: The model's, whose gradients are summed.
-        settings: The settings.
         resident_before: What `resident_bytes` said before the model was traced; 0: not known.
         batch_bytes: What the caller's mini-batch takes on the device.
     """
@@ -267,3 +356,166 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+LINK_TAG = (1 << 20) - 1
+SHORT_BYTES, SHORT_TIMES = 256, 30
+LONG_BYTES, LONG_TIMES = 1 << 20, 10
+LINK_ATTEMPTS = 3
+
+
+def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:
+    """Measures messages between neighbouring ranks, from where this rank computes. Collective.
+
+    Returns:
+        The link within a host, and the link between hosts. A kind of link that does not exist here costs what the
+        other kind does; a single rank has nobody to talk to, so that all is free: no latency, infinite bandwidth.
+    """
+    if world.num_ranks == 1:
+        return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf)
+    links: dict[Pair, LinkCost] = {}
+    unclear = neighbours(world.hosts)
+    for _ in range(LINK_ATTEMPTS):
+        seconds = measure_pairs(world, unclear, device)
+        links.update({pair: link_of(*times) for pair, times in seconds.items()})
+        unclear = [pair for pair, (small, large) in seconds.items() if large <= small]
+    if unclear:
+        logger.warning(
+            "between ranks %s a message of %d bytes took longer than one of %d, %d times: other programs use the "
+            "ranks' cores, so that the plan may be a poor one",
+            ", ".join(f"{i} and {j}" for i, j in unclear),
+            SHORT_BYTES,
+            LONG_BYTES,
+            LINK_ATTEMPTS,
+        )
+    local = [link for (i, j), link in links.items() if world.hosts[i] == world.hosts[j]]
+    remote = [link for (i, j), link in links.items() if world.hosts[i] != world.hosts[j]]
+    return typical(local or remote), typical(remote or local)
+
+
+def measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dict[Pair, tuple[float, float]]:
+    """Returns the seconds of a small and a large message for each pair, the same on every rank."""
+    mine: dict[Pair, tuple[float, float]] = {}
+    for some in rounds_of(pairs):
+        world.barrier("measuring links")
+        for pair in some:
+            if world.rank in pair:
+                peer = sum(pair) - world.rank
+                small = one_way_seconds(world, peer, SHORT_BYTES, SHORT_TIMES, device)
+                mine[pair] = small, one_way_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
+    everywhere: dict[Pair, tuple[float, float]] = {}
+    for found in world.gather_objects(mine, "measuring links") if pairs else []:
+        everywhere.update(found)
+    return everywhere
+
+
+def link_of(small_seconds: float, large_seconds: float) -> LinkCost:
+    """Returns the link on which a small and a large message take these times.
+
+    If the small one took longer, by chance, both are taken to have shared that bad luck: the large one's time is then
+    all bandwidth.
+    """
+    if large_seconds <= small_seconds:
+        return LinkCost(large_seconds, LONG_BYTES / large_seconds)
+    return LinkCost(small_seconds, (LONG_BYTES - SHORT_BYTES) / (large_seconds - small_seconds))
+
+
+def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
+    """Returns the pairs in rounds where no rank is in two, as neighbouring stages talk at the same time."""
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        free = (some for some in rounds if all(set(pair).isdisjoint(other) for other in some))
+        some = next(free, None)
+        if some is None:
+            rounds.append([pair])
+        else:
+            some.append(pair)
+    return rounds
+
+
+def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
+    """Returns the median seconds of half a message there and back, the way of `Mail`; the lower rank begins."""
+    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    blanks = [Layout((num_bytes,), (1,), torch.uint8)]
+
+    def there() -> None:
+        world.send([outgoing], peer, LINK_TAG).wait()
+
+    def back() -> None:
+        if world.brings(peer, blanks):
+            world.bring(blanks, peer, LINK_TAG).wait()
+        else:
+            world.receive([incoming], peer, LINK_TAG).wait()
+
+    acts = (there, back) if world.rank < peer else (back, there)
+    return median_seconds(acts, num_times, device) / 2
+
+
+def median_seconds(acts: Sequence[Callable[[], None]], num_times: int, device: torch.device) -> float:
+    """Returns the median seconds of all `acts`, each to its end on a device, after two rounds that do not count."""
+    seconds = []
+    wait = wait_for(device)
+    for _ in range(num_times + 2):
+        start = time.perf_counter()
+        for act in acts:
+            act()
+            wait()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[2:])
+
+
+def typical(links: list[LinkCost]) -> LinkCost:
+    """Returns the medians over links."""
+    return LinkCost(median(link.latency_seconds for link in links), median(link.bytes_per_second for link in links))
+
+
+LEAST_SUM_BYTES, MOST_SUM_BYTES = 4 << 20, 32 << 20
+MOST_SUM_TENSORS = 2000
+SUM_TIMES = 3
+
+
+def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
+    """Measures sums over all ranks the way that gradients are summed. Collective.
+
+    Small gradients travel together and are copied for it, large ones lie where they are, so a byte of the one costs
+    more than a byte of the other; what counts is the model's own mixture.
+
+    Args:
+        sizes: Bytes of each gradient; the first 32 MiB are summed, and all again where they are less than 4 MiB.
+
+    Returns:
+        The seconds of a sum of next to nothing for each rank that takes part, and the bytes that each rank of a ring
+        sends in a second. A single rank sums nothing: no latency, infinite bandwidth.
+    """
+    if world.num_ranks == 1:
+        return LinkCost(0.0, math.inf)
+    ranks = tuple(range(world.num_ranks))
+    tiny = torch.zeros(SHORT_BYTES // 4, device=device)
+    gradients = [torch.zeros(size, dtype=torch.float32, device=device) for size in sample_of_gradients(sizes)]
+    latency = _slowest(world, median_seconds([lambda: world.all_reduce(tiny, ranks)], SHORT_TIMES, device))
+    seconds = _slowest(world, median_seconds([lambda: _sum(world, gradients, ranks)], SUM_TIMES, device))
+    sent_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * sum(each.nbytes for each in gradients)
+    return LinkCost(latency / world.num_ranks, sent_bytes / max(seconds - latency, seconds / 2))
+
+
+def sample_of_gradients(sizes: Sequence[int]) -> Iterator[int]:
+    """Yields the numbers of elements of a step's first gradients, repeated where they are few."""
+    total = num_tensors = 0
+    for size in cycle([size for size in sizes if size] or [LEAST_SUM_BYTES]):
+        is_enough = num_tensors >= len(sizes) and total >= LEAST_SUM_BYTES
+        if is_enough or total >= MOST_SUM_BYTES or num_tensors == MOST_SUM_TENSORS:
+            return
+        taken = min(max(size, 4), MOST_SUM_BYTES - total)
+        total, num_tensors = total + taken, num_tensors + 1
+        yield -(-taken // 4)
+
+
+def _sum(world: World, gradients: Sequence[Tensor], ranks: tuple[int, ...]) -> None:
+    sums = Sums(world)
+    for gradient in gradients:
+        sums.add(gradient, ranks, is_contiguous=True)
+    sums.finish()
+
+
+def _slowest(world: World, seconds: float) -> float:
+    return float(max(world.gather_objects(seconds, "measuring links: all-reduce")))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from time import perf_counter
 
@@ -59,10 +59,8 @@ class Subject:
     """A model that is measured by all ranks.
 
     Attributes:
-        model: The model.
         traced: Its graph.
         tensors: Tensors of a sample call.
-        settings: The settings.
         watch: Of the ranks' speeds; looks before each turn of measuring and after the last.
     """
 
@@ -174,37 +172,18 @@ def needs_gradient(traced: TracedModel) -> bool:
 
 
 def constraints_of(settings: Settings, traced: TracedModel) -> Constraints:
-    """Returns what the settings leave to the planner.
-
-    Args:
-        settings: The settings.
-        traced: The model.
-    """
-    has_loss = traced.loss is not None or not needs_gradient(traced)
-    return Constraints(
-        num_stages=settings.num_stages,
-        simplicity=settings.simplicity,
-        max_stages_per_rank=settings.max_stages_per_rank,
-        num_replicas=settings.num_replicas,
-        num_micro_batches=settings.num_micro_batches,
-        micro_batch_size=settings.micro_batch_size,
-        min_micro_batches=settings.min_micro_batches,
-        max_micro_batches=settings.max_micro_batches,
-        recompute=settings.recompute,
-        schedule=settings.schedule if has_loss else "gpipe",  # all forwards come before the caller's backward
-        in_flight=settings.in_flight if has_loss else 0,
-        cuts=settings.cuts,
-        cutpoints=settings.cutpoints,
-        stage_ranks=settings.stage_ranks,
-        may_split=settings.compile_stages is False,
-    )
+    """Returns what the settings leave to the planner."""
+    own = {each.name for each in fields(Constraints)} - {"may_split"}
+    known = {name: getattr(settings, name) for name in own}
+    if traced.loss is None and needs_gradient(traced):
+        known |= {"schedule": "gpipe", "in_flight": 0}  # all forwards come before the caller's backward
+    return Constraints(**known, may_split=settings.compile_stages is False)
 
 
 def splits_backward(settings: Settings, num_ranks: int) -> bool:
     """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little.
 
     Args:
-        settings: The settings.
         num_ranks: Ranks of the job.
     """
     is_wanted = settings.schedule == SPLIT_SCHEDULE or (settings.schedule == "auto" and num_ranks >= _SPLIT_RANKS)
@@ -235,8 +214,6 @@ def measured_problem(
     """Measures model, machine and optimizer. Collective.
 
     Args:
-        subject: The model.
-        optimizer: Its optimizer.
         shared: The first call.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of a trained parameter.
         resident_before: What this process held before the model was traced, in bytes; 0: not known.

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from autovaruna.checkpoint.collective import together
+from autovaruna.checkpoint.folder import together
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import Saver, Way
 from autovaruna.checkpoint.source import Source
 from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer
-from autovaruna.runtime.weights.state import load_part, whole_state
+from autovaruna.runtime.weights import load_part, whole_state
 from autovaruna.session.wrapped import Wrapped
 
 
@@ -97,13 +97,13 @@ class Persistence:
         world = subject.world
         self.wait()
         with ExitStack() as locks:
-            loading = Loading(find(locks))
-            together(world, lambda: loading.check(subject, is_strict, **parts), "comparing a checkpoint with the model")
+            loading = Loading(find(locks), **parts)
+            together(world, lambda: loading.check(subject, is_strict), "comparing a checkpoint with the model")
             if world.rank == 0:
-                loading.remark(subject, **parts)
+                loading.remark(subject)
             self.pending = self._read(subject, loading, find_device)
             self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
-            found = together(world, lambda: loading.load_rest(world.rank, **parts), "loading a checkpoint")
+            found = together(world, lambda: loading.load_rest(world.rank), "loading a checkpoint")
             self._locks.close()
             if self.pending is not None:
                 self._locks = locks.pop_all()
@@ -151,7 +151,6 @@ class State:
     """The state of a wrapped model under its own names.
 
     Args:
-        wrapped: The model.
         persistence: Its checkpoints, one of which may be waiting to be read.
     """
 

@@ -46,7 +46,7 @@ from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizers.optimizer import sharing_of
 from autovaruna.runtime.trace import EventTrace
-from autovaruna.runtime.weights.placement import Placement, placement_of
+from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import World, on_all
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.calls import SharedCall

@@ -22,7 +22,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.engine import Engine, PreparedGraphs
+from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizers.clipping import join_norms
 from autovaruna.runtime.optimizers.optimizer import (
     CutOptimizer,
@@ -33,8 +33,7 @@ from autovaruna.runtime.optimizers.optimizer import (
 )
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
-from autovaruna.runtime.weights.placement import note_split
-from autovaruna.runtime.weights.shares import note_shares
+from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.calls import (
@@ -46,8 +45,7 @@ from autovaruna.session.calls import (
     micro_batch_weights,
     share_call,
 )
-from autovaruna.session.device import on_own_gpu
-from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
 from autovaruna.session.morphing import NO_WISHES, refuse_several
 from autovaruna.session.persistence import Persistence, State
 from autovaruna.session.preparation import Preparation
@@ -434,9 +432,11 @@ class Session:
         optimizer = None if wrapped.optimizer is None else wrapped.optimizer.optimizer
         orders, assignment = preparation.orders, preparation.assignment
         wrapped.engine = Engine(
-            PreparedGraphs(wrapped.state, plan, assignment, placement, orders, settings, world, device),
             wrapped.state,
             plan,
+            assignment,
+            placement,
+            orders,
             settings,
             world,
             device,
@@ -457,11 +457,17 @@ class Session:
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
     """Sets train mode on every module and turns gradients on; afterwards each module is as it was."""
+    with all_in_mode(model, is_training=True), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def all_in_mode(model: nn.Module, *, is_training: bool) -> Iterator[None]:
+    """Sets train or eval mode on every module; afterwards each is as it was."""
     modes = [(module, module.training) for module in model.modules()]
-    model.train()
+    model.train(is_training)
     try:
-        with torch.enable_grad():
-            yield
+        yield
     finally:
         for module, mode in modes:
             module.training = mode

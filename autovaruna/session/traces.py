@@ -26,7 +26,7 @@ from autovaruna.graph.verify.by_parts import Parts, warn_untried
 from autovaruna.graph.verify.eager_vs_graph import compare
 from autovaruna.log import phase
 from autovaruna.runtime.batch import GlobalBatch
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World, differences, on_all
 from autovaruna.session.calls import SharedCall
 

@@ -15,15 +15,14 @@ from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
 from autovaruna.log import configure, show_all_frames
-from autovaruna.runtime.direct_calls import DirectCalls
+from autovaruna.runtime.autograd import DirectCalls
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world, is_alone
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
-from autovaruna.runtime.weights.placement import OwnedState, Placement
-from autovaruna.runtime.weights.state import StateCopies
+from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.calls import Digest, ScriptActions
-from autovaruna.session.device import bring_to_own_device
+from autovaruna.session.machine import bring_to_own_device
 from autovaruna.session.morphing import Morphing, find_morphing
 from autovaruna.session.stopping import Stopping, listen
 
@@ -32,13 +31,9 @@ class Wrapped:
     """A model and its optimizer, as this rank has them.
 
     Args:
-        module: The model.
         optimizer: Its optimizer, if there is one.
-        settings: The settings.
 
     Attributes:
-        module, settings: the same.
-        device: where this rank computes.
         state: the model's parameters and buffers, of which this rank has its part.
         parameter_names: the first name of each parameter, in order.
         optimizer: the optimizer; None: there is none.

@@ -32,9 +32,7 @@ class CompiledPiece:
     """A piece that torch.compile has been given.
 
     Args:
-        piece: The piece.
         traced: The graph that it is of; it says which dimensions follow from the batch size.
-        backend: The backend of torch.compile.
     """
 
     def __init__(self, piece: Piece, traced: TracedModel, backend: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,15 +28,12 @@ class StageModule:
     """One stage on one rank.
 
     Args:
-        part: The stage.
-        parameters: This rank's parameters by first name.
-        buffers: Its buffers by first name, as they are now.
+        buffer: Finds a buffer by first name, as it is now: a script may replace one.
         constants: Other tensors of the graph.
         size_of: Evaluates a size node for a micro-batch.
         run: Runs the piece on its arguments; None: its module does.
 
     Attributes:
-        part: the stage.
         index: which stage of the pipeline it is.
         leaves: what collects the gradients of parameters.
         is_random: whether it draws random numbers.
@@ -45,7 +43,7 @@ class StageModule:
         self,
         part: StagePart,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
+        buffer: Callable[[str], Tensor],
         constants: Mapping[str, Tensor],
         size_of: Callable[[str, int, tuple[int, ...]], Any],
         run: Callable[..., Sequence[Tensor]] | None = None,
@@ -55,7 +53,7 @@ class StageModule:
         self._run = direct(part.piece.module) if run is None else run
         self.leaves: dict[ParameterUse, Tensor] = {}
         self._parameters = parameters
-        self._buffers = buffers
+        self._buffer = buffer
         self._constants = constants
         self._size_of = size_of
         self._bound: list[Any] = []
@@ -64,6 +62,7 @@ class StageModule:
         self._streams: list[int] = []
         self.is_random = False
         self._bound_buffers: list[tuple[str, Tensor]] = []
+        self._bound_frozen: list[tuple[str, Tensor]] = []
         self.bind()
 
     def bind(self) -> None:
@@ -73,7 +72,7 @@ class StageModule:
             InputError: a buffer has been replaced by one of another kind.
         """
         for name, known in self._bound_buffers:
-            _check_kind(name, self._buffers[name], known)
+            _check_kind(name, self._buffer(name), known)
         arguments = self.part.piece.arguments
         self._bound = [self._state(argument) for argument in arguments]
         places = list(enumerate(arguments))
@@ -81,19 +80,22 @@ class StageModule:
         self._values = [(place, each.name) for place, each in places if each.source in _OF_MICRO_BATCH]
         self._streams = [place for place, each in places if each.source is Source.RANDOM]
         self.is_random = bool(self._streams)
-        self._bound_buffers = [(name, self._buffers[name]) for name in self.part.piece.named(Source.BUFFER)]
+        self._bound_buffers = [(name, self._buffer(name)) for name in self.part.piece.named(Source.BUFFER)]
+        parameters = [(place, each.name) for place, each in places if each.source is Source.PARAMETER]
+        self._bound_frozen = [(name, self._bound[place]) for place, name in parameters if arguments[place].block < 0]
 
     def is_bound(self) -> bool:
-        """Whether every leaf still shares the memory of its parameter, and no buffer has been replaced."""
-        for (name, _), leaf in self.leaves.items():
-            if leaf.data_ptr() != self._parameters[name].data_ptr():
+        """Whether all parameters still have the memory that is bound, and no buffer has been replaced."""
+        leaves = [(name, leaf) for (name, _), leaf in self.leaves.items()]
+        for name, known in chain(leaves, self._bound_frozen):
+            if known.data_ptr() != self._parameters[name].data_ptr():
                 return False
-        return all(self._buffers[name] is known for name, known in self._bound_buffers)
+        return all(self._buffer(name) is known for name, known in self._bound_buffers)
 
     def changed_state(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Returns the parameters and buffers among `names` that this stage uses."""
         named = self.part.piece.named
-        buffers: dict[str, Tensor] = {name: self._buffers[name] for name in named(Source.BUFFER) if name in names}
+        buffers: dict[str, Tensor] = {name: self._buffer(name) for name in named(Source.BUFFER) if name in names}
         return buffers | {name: self._parameters[name].detach() for name in named(Source.PARAMETER) if name in names}
 
     @cached_property
@@ -118,7 +120,6 @@ class StageModule:
 
         Args:
             tensors: Inputs and received values, by name.
-            micro_batch_size: Samples in the micro-batch.
             stream: What its random nodes draw from; None: it has none (`is_random`).
             deferred: What the backward leaves weight gradients to; None: it computes them itself.
             lengths: The lengths that vary, in this call.
@@ -143,7 +144,7 @@ class StageModule:
             case Source.PARAMETER:
                 return self._leaf(argument)
             case Source.BUFFER:
-                return self._buffers[argument.name]
+                return self._buffer(argument.name)
             case Source.CONSTANT:
                 return self._constants[argument.name]
             case _:

@@ -52,7 +52,6 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
 
     Args:
         planned: The assignment of the graph that was planned.
-        traced: The other graph.
 
     Raises:
         PlanError: the other graph uses the parameters in an order that no pipeline can follow.
@@ -122,18 +121,9 @@ def _fixed_stages(planned: Assignment, traced: TracedModel, nodes: Sequence[fx.N
 
 
 def _state_of(traced: TracedModel, node: fx.Node) -> list[str]:
-    names: Mapping[str, str] = traced.parameters
-    state = [
-        names[str(source.target)]
-        for source in node.all_input_nodes
-        if source.op == "get_attr" and str(source.target) in names
-    ]
-    buffers = [
-        traced.buffers[str(source.target)]
-        for source in node.all_input_nodes
-        if source.op == "get_attr" and str(source.target) in traced.buffers
-    ]
-    return state + buffers
+    names = {**traced.parameters, **traced.buffers}
+    sources = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+    return [names[source] for source in sources if source in names]
 
 
 def _holders(traced: TracedModel, stage_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -166,12 +156,8 @@ class StagePart:
 
     Attributes:
         traced: the graph that it is a part of.
-        index: which stage.
-        nodes: names of its operations.
         inputs: names of the caller's tensors that it gets straight from the caller.
         outputs: positions of the model's outputs that it makes, with the name of the node.
-        arriving: edges from earlier stages.
-        leaving: edges to later stages.
     """
 
     traced: TracedModel
@@ -215,12 +201,7 @@ class Split:
 
 
 def split(traced: TracedModel, assignment: Assignment) -> Split:
-    """Takes the stages out of a traced graph.
-
-    Args:
-        traced: The graph.
-        assignment: The stage of each node.
-    """
+    """Takes the stages out of a traced graph."""
     return _Splitter(traced, assignment).run()
 
 
@@ -288,19 +269,14 @@ class _Splitter:
         return self.traced.facts[name].needs_gradient
 
     def _own_outputs(self, stage: int) -> list[str]:
-        return [
-            spec.node
-            for spec, its in zip(self.traced.outputs, self._first_output_stages(), strict=True)
-            if its == stage
-        ]
+        return [spec.node for spec in self.traced.outputs if self._first_stage_of(spec.node) == stage]
 
-    def _first_output_stages(self) -> list[int]:
-        return [self.stage_of.get(spec.node, self.stages[-1]) for spec in self.traced.outputs]
+    def _first_stage_of(self, name: str) -> int:
+        return self.stage_of.get(name, self.stages[-1])
 
     def _stage_of_output(self, name: str) -> int:
         """An output that later stages use leaves from the last of them: its own gradient is then added first."""
-        stages: set[int] = {self.stage_of.get(name, self.stages[-1]), *self.users.get(name, ())}
-        return max(stages)
+        return max(self._first_stage_of(name), *self.users.get(name, ()), -1)
 
 
 def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[Edge]) -> tuple[str, ...]:

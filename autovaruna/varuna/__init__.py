@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from autovaruna.graph.cuts import CutPoint
-    from autovaruna.varuna.auto_config import AutoConfig
-    from autovaruna.varuna.profiler import Profiler
+    from autovaruna.varuna.profiler import AutoConfig, Profiler
     from autovaruna.varuna.varuna import Varuna
 
 __all__ = ["AutoConfig", "CutPoint", "Profiler", "Varuna"]

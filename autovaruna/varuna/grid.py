@@ -43,7 +43,6 @@ def read_map(stage_to_rank_map: StageMap, num_ranks: int) -> Grid | None:
 
     Args:
         stage_to_rank_map: ``{stage: ranks}``, a list of lists, ``"0,2;1,3"`` or ``"0,2;1,3;"``, None or ``"auto"``.
-        num_ranks: ranks that there are.
 
     Raises:
         InputError: it is no map, or does not give every rank its place.
@@ -190,8 +189,6 @@ class Place:
     """The place of a rank.
 
     Attributes:
-        grid: the ranks of each stage.
-        stage: its stage.
         replica: its replica of the whole model; where stages have different numbers of ranks, several of one stage may
             be of one replica.
         num_replicas: how many there are.

@@ -6,8 +6,7 @@ import inspect
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -19,6 +18,7 @@ from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.runtime.world import World, on_all
+from autovaruna.session.session import all_in_mode
 
 Inputs = dict[str, Any]
 GetBatch = Callable[..., Mapping[str, Any]]
@@ -29,9 +29,6 @@ def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: to
 
     Args:
         get_batch_fn: Takes a size, and ``device=`` if it likes; returns the model's keyword arguments.
-        model: The model.
-        size: Samples wanted.
-        device: Where.
 
     Raises:
         InputError: it is no function, or returns no dictionary.
@@ -107,7 +104,6 @@ class Requests:
     """The signals of a job.
 
     Args:
-        world: The ranks.
         before: Is called before the script's handler, which may end the process.
     """
 
@@ -249,7 +245,7 @@ def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Seque
         raise InputError("evaluate() got no sample on any rank; expected at least one.")
     num_parts = math.ceil(max(sizes) / math.ceil(batch_size / len(leaders)))
     total, num_samples = 0.0, 0
-    with _evaluating(model.module), torch.no_grad():
+    with all_in_mode(model.module, is_training=False), torch.no_grad():
         for place in range(num_parts):
             bounds = [(size * place // num_parts, size * (place + 1) // num_parts) for size in sizes]
             count = sum(bounds[rank][1] - bounds[rank][0] for rank in leaders)
@@ -257,15 +253,3 @@ def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Seque
                 total += count * loss_of(model(**rows_of(inputs, own, slice(*bounds[world.rank])))).item()
                 num_samples += count
     return total / num_samples
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets eval mode on every module; afterwards each is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autovaruna import AutoVaruna, CheckpointError
-from autovaruna.checkpoint import save, write
+from autovaruna.checkpoint import save
 from autovaruna.checkpoint.manifest import Bytes
 from autovaruna.checkpoint.tensor_file import Rows
 from tests.catalogue import CASES
@@ -26,14 +26,14 @@ WIDTH = 1 << 19  # 12 MiB of weights, in several chunks
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each chunk take its time."""
-    real = write.chunks_of
+    real = save.chunks_of
 
     def chunks(rows: Rows) -> Iterator[Bytes]:
         for chunk in real(rows):
             time.sleep(0.02)
             yield chunk
 
-    monkeypatch.setattr(write, "chunks_of", chunks)
+    monkeypatch.setattr(save, "chunks_of", chunks)
 
 
 def is_saved(root: Path, number: int, expected: list[torch.Tensor]) -> bool:
@@ -63,8 +63,8 @@ def test_training_goes_on_meanwhile_whatever_changes(tmp_path: Path) -> None:
 
 def test_the_call_and_steps_wait_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk stands still."""
-    goes_on, real = threading.Event(), write.write_file
-    monkeypatch.setattr(write, "write_file", lambda *args: (goes_on.wait(60), real(*args))[1])
+    goes_on, real = threading.Event(), save.write_file
+    monkeypatch.setattr(save, "write_file", lambda *args: (goes_on.wait(60), real(*args))[1])
     model = trained(width=WIDTH)
     expected = snapshot(model)
     model.save_checkpoint(tmp_path, step=1, background=True)
@@ -117,7 +117,7 @@ def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(
     on_ranks(pipeline(2), case.model(), run, adamw, token=("chain", False))
 
 
-@pytest.mark.parametrize("owner, name", [(write.HostMemory, "copy"), (save, "compose"), (save, "write_part")])
+@pytest.mark.parametrize("owner, name", [(save.HostMemory, "copy"), (save, "compose"), (save, "write_part")])
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])
 def test_without_memory_one_except_clause_holds_all_ranks(
     owner: Any, name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +176,6 @@ def test_a_load_meanwhile_waits_and_one_of_other_weights_need_not(tmp_path: Path
 
 def test_what_is_no_row_on_the_host_is_joined_to_chunks() -> None:
     rows = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (3, 0, 20 << 20, 1, 8 << 20)]
-    chunks = list(write.chunks_of(rows))
+    chunks = list(save.chunks_of(rows))
     assert [len(chunk) for chunk in chunks[:-1]] == [8 << 20] * (len(chunks) - 1)
     assert b"".join(chunk.tobytes() for chunk in chunks) == b"".join(row.numpy().tobytes() for row in rows)

@@ -21,8 +21,8 @@ from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
 from autovaruna.checkpoint.load import Loading
 from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Manifest, _own_checksum, checksum, read_manifest
 from autovaruna.checkpoint.part import INDEX, STATE
+from autovaruna.checkpoint.save import write_file
 from autovaruna.checkpoint.tensor_file import NOTE
-from autovaruna.checkpoint.write import write_file
 from autovaruna.errors import InputError
 from tests.checkpoint.runs import files_of
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
 from autovaruna.checkpoint.document import decode, encode
+from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, read_new
-from autovaruna.checkpoint.write import chunks_of, write_file
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
 from tests.checkpoint.test_damage import optimizer_of, trained

@@ -78,13 +78,13 @@ SAVE = """
 import sys, time, torch
 from pathlib import Path
 from autovaruna import AutoVaruna
-from autovaruna.checkpoint import write
-real = write.chunks_of
+from autovaruna.checkpoint import save
+real = save.chunks_of
 def slow(rows):
     while not Path(sys.argv[1], "go").exists():
         time.sleep(0.01)
     return real(rows)
-write.chunks_of = slow
+save.chunks_of = slow
 AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(Path(sys.argv[1], "saved"), step=1, background=True)
 """
 

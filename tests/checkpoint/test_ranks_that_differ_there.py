@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
+from tests.ranks import run_ranks
 
 
 def test_other_steps_are_told(tmp_path: Path) -> None:

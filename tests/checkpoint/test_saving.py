@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
-from autovaruna.checkpoint import save, state, write
+from autovaruna.checkpoint import save, state
 from autovaruna.checkpoint.folder import lock
 from autovaruna.runtime.deadlock import Watch
 from tests.catalogue import CASES
@@ -91,7 +91,7 @@ def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Lets the n-th file fail, and all after it, as on a full disk."""
-    real, count = write.write_file, [0]
+    real, count = save.write_file, [0]
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1
@@ -99,7 +99,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(write, "write_file", failing)
+    monkeypatch.setattr(save, "write_file", failing)
 
 
 @pytest.mark.parametrize("is_background", [False, True])
@@ -208,8 +208,8 @@ def test_files_are_written_to_the_temporary_folder_first(
     is_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = []
-    real = write.shutil.copyfile
-    monkeypatch.setattr(write.shutil, "copyfile", lambda *paths: copied.append(paths[0]) or real(*paths))
+    real = save.shutil.copyfile
+    monkeypatch.setattr(save.shutil, "copyfile", lambda *paths: copied.append(paths[0]) or real(*paths))
     (tmp_path / "local").mkdir()
     model = trained()
     model.save_checkpoint(tmp_path / "far", step=1, tempdir=str(tmp_path / "local"), background=is_background)
@@ -287,13 +287,13 @@ def test_what_failed_in_the_background_is_raised_by_the_next_call(
 def test_the_end_of_the_program_waits_and_tells(is_full: bool, tmp_path: Path) -> None:
     script = (
         "import sys, torch; from autovaruna import AutoVaruna\n"
-        "from autovaruna.checkpoint import write\n"
-        "real = write.write_file\n"
+        "from autovaruna.checkpoint import save\n"
+        "real = save.write_file\n"
         "def slow(*args):\n"
         "    import time; time.sleep(0.5)\n"
         f"    if {is_full}: raise OSError(28, 'No space left on device')\n"
         "    return real(*args)\n"
-        "write.write_file = slow\n"
+        "save.write_file = slow\n"
         "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1, background=True)\n"
     )
     done = subprocess.run(

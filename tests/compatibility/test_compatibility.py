@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.compatibility import language, others, techniques, vision
 from tests.compatibility.script import SCRIPTS, Script, State
+from tests.ranks import run_ranks
 
 RANKS = 2
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "num_stages": RANKS}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.checkpoint import write
+from autovaruna.checkpoint import save
 
 QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "seed": 1}
 
@@ -103,7 +103,7 @@ def train(root: str, num_stages: int, loads: bool, num_steps: int, fails: bool =
             time.sleep(0.1)
             raise OSError(28, "No space left on device")
 
-        write.write_file = full
+        save.write_file = full
     losses = []
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)

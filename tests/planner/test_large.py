@@ -16,7 +16,7 @@ from autovaruna.planner.prediction import fold, policy_of, schedule_by_parts, te
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import check
+from autovaruna.schedule.check import check
 from autovaruna.schedule.instruction import Schedule
 from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
 from autovaruna.schedule.simulator import simulate

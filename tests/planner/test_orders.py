@@ -10,7 +10,7 @@ import pytest
 from autovaruna.errors import ScheduleError
 from autovaruna.planner.prediction import Dependence, Orders
 from autovaruna.planner.search import make_plan
-from autovaruna.schedule import check
+from autovaruna.schedule.check import check
 from autovaruna.schedule.pipeline import Edge, Pipeline
 from tests.planner.cases import make_problem
 

@@ -12,8 +12,8 @@ import torch
 
 from autovaruna.runtime import mail
 from autovaruna.runtime.mail import AHEAD, Kind, Mail, Parcel, Route
-from autovaruna.runtime.transport.threads import make_worlds
 from tests.catalogue import PLAIN
+from tests.ranks import make_worlds
 from tests.reference import sgd
 from tests.session.training import Setup, train
 

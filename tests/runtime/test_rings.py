@@ -16,22 +16,20 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.mail import Layout
 from autovaruna.runtime.transport import rings
-from autovaruna.runtime.transport.base import DONE, Part
+from autovaruna.runtime.transport.base import DONE, Arrival, Layout, Part
 from autovaruna.runtime.transport.rings import (
     HEADER_BYTES,
     MAX_BYTES,
     NUM_BYTES,
     NUM_SLOTS,
     SLOT_BYTES,
-    Arrival,
     RingReceiver,
     RingSender,
     open_rings,
 )
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
+from tests.ranks import run_ranks
 
 LARGE = Layout((600, 700), (700, 1), torch.float32)
 

@@ -11,8 +11,8 @@ import torch
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.deadlock import STEPS, Stalls
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
+from tests.ranks import run_ranks
 
 STALLED = "is stopped"
 

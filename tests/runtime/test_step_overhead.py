@@ -19,11 +19,11 @@ from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.outputs import OutputCollector
+from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.transport.base import SMALL_BYTES
-from autovaruna.runtime.transport.threads import make_worlds
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import Message, World
 from tests.catalogue import PLAIN
+from tests.ranks import make_worlds
 from tests.reference import sgd
 from tests.session.training import QUIET, Setup, train
 

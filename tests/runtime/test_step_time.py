@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from autovaruna.runtime.deadlock import Watch
-from autovaruna.runtime.transport.threads import make_worlds
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
+from tests.ranks import make_worlds
 from tests.reference import sgd
 from tests.runtime import delayed
 from tests.runtime.delayed import delay_messages

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autovaruna.runtime.traffic import Traffic
+from autovaruna.runtime.batch import Traffic
 from tests.catalogue import PLAIN
 from tests.reference import sgd
 from tests.session.training import Setup, train

@@ -8,8 +8,9 @@ import torch
 from autovaruna.errors import RankError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.transport.base import GROUP_CHANNEL, Part
-from autovaruna.runtime.transport.threads import ThreadTransport, run_ranks
+from autovaruna.runtime.transport.threads import ThreadTransport
 from autovaruna.runtime.world import World
+from tests.ranks import run_ranks
 from tests.runtime.world_laws import LAWS
 
 

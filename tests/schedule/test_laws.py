@@ -14,8 +14,8 @@ import pytest
 
 from autovaruna.errors import ScheduleError
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule import check
 from autovaruna.schedule.bound import Bounds, lower_bound
+from autovaruna.schedule.check import check
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
 from autovaruna.schedule.pipeline import Pipeline, StageTimes, deepest_in_flight, latency_depth, slices, textbook_depth
 from autovaruna.schedule.registry import POLICIES

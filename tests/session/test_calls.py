@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.ranks import run_ranks
 from tests.reference import gradients_of, sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned, same_gradients
 

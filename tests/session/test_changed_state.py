@@ -16,10 +16,10 @@ from torch.nn.utils import parametrizations
 
 from autovaruna import AutoVaruna, InputError, RankError, TraceError
 from autovaruna.graph.guards import Guards
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.case import Batch, Case, floats, generator
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.ranks import run_ranks
 from tests.reference import compare, part, plain_micro_batched, ranges, sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse, train
 
@@ -244,6 +244,11 @@ def hook(model: Optioned) -> None:
     model.body[0].register_forward_hook(lambda module, given, result: -result)
 
 
+def of_wrapper(model: Any) -> None:
+    """Sets an attribute of the model on what wraps it."""
+    model.scale = 2.0
+
+
 def train_and_change(change: Callable[[Optioned], None], is_plain: bool) -> list[float]:
     """Makes a step before a change and two after it; returns the losses."""
     torch.manual_seed(0)
@@ -258,7 +263,7 @@ def train_and_change(change: Callable[[Optioned], None], is_plain: bool) -> list
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
-            change(model)
+            change(wrapped if change is of_wrapper else model)  # type: ignore[arg-type]
     return losses
 
 
@@ -317,13 +322,39 @@ def test_a_buffer_of_another_kind_is_refused() -> None:
         wrapped(**BATCH)
 
 
-@pytest.mark.parametrize("change", [scale, drop, append, exchange, hook], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [scale, drop, append, exchange, hook, of_wrapper], ids=lambda change: change.__name__
+)
 def test_a_change_counts(change: Callable[[Optioned], None]) -> None:
     assert (
         train_and_change(change, is_plain=False)
         == train_and_change(change, is_plain=True)
         != train_and_change(lambda model: None, is_plain=True)
     )
+
+
+@pytest.mark.parametrize("num_frozen", [1, 4], ids=["one", "all"])
+def test_new_memory_of_frozen_parameters_counts(num_frozen: int) -> None:
+    """An average of weights, or a quantisation, gives ``.data`` anew to parameters that need no gradient."""
+
+    plain = Optioned()
+    for parameter in list(plain.parameters())[:num_frozen]:
+        parameter.requires_grad_(False)
+
+    def be_rank(world: World) -> list[float]:
+        model = copy.deepcopy(plain)
+        wrapped = model if world.num_ranks == 1 else AutoVaruna(model, **QUIET, inputs="replicated")
+        losses = []
+        for _ in range(3):
+            with torch.no_grad():
+                losses.append(wrapped(**BATCH).item())
+            for parameter in wrapped.parameters():
+                parameter.data = parameter.data * 0.5
+        return losses
+
+    (expected,) = run_ranks(1, be_rank)
+    for losses in run_ranks(2, be_rank):
+        assert losses == pytest.approx(expected)
 
 
 def test_what_a_call_sets_itself_is_no_change() -> None:

@@ -21,10 +21,10 @@ from autovaruna import AutoVaruna, DeploymentError, MeasureError
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, save
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring
 from tests.planner.cases import make_problem
+from tests.ranks import run_ranks
 
 
 class Net(nn.Module):

@@ -26,14 +26,13 @@ from autovaruna.profiler.bytes import Bytes
 from autovaruna.profiler.measure import Key, PartCost, settle
 from autovaruna.profiler.time import Pace
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
-from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu
-from autovaruna.session.machine import SpeedWatch, lasting
+from autovaruna.session.machine import SpeedWatch, bring_to_own_device, find_device, lasting, on_own_gpu
 from autovaruna.session.measuring import Turn, measure_together
 from tests.catalogue import CASES
 from tests.profiler.models import WIDTH, Mlp
+from tests.ranks import run_ranks
 from tests.reference import sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline
 

@@ -18,9 +18,9 @@ from autovaruna.graph.call import InputSpec
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.step_runner import given_whole
 from autovaruna.runtime.transport.base import Part
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import Message, World
 from tests.catalogue import Batch, Case
+from tests.ranks import run_ranks
 from tests.reference import Record, compare, gradients_of, plain_steps, sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, train, train_as_plain
 

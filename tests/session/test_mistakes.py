@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, OrderError, TraceError
 from autovaruna.errors import PlanError
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.ranks import run_ranks
 from tests.reference import Record, compare, gradients_of, sgd
 from tests.session.training import QUIET, Setup, on_ranks, refuse
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, ConfigError, RankError
 from autovaruna.runtime.deadlock import Failure, encoded
 from autovaruna.runtime.transport.base import Part
-from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, run_ranks
+from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
 from autovaruna.session.stopping import STATUS
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.ranks import run_ranks
 from tests.session.training import QUIET
 
 BATCH = labelled(6, 0)[1]
@@ -289,7 +290,7 @@ def test_ranks_may_wait_for_each_other_by_themselves_after_any_call(
 
     net = network(loss_in_model)
     expected = run_ranks(3, lambda world: train(world, net, lambda: None, loss_in_model))
-    monkeypatch.setattr("autovaruna.runtime.transport.threads.make_worlds", lazy_worlds)
+    monkeypatch.setattr("tests.ranks.make_worlds", lazy_worlds)
     barrier = threading.Barrier(3, timeout=PATIENCE_SECONDS)
     assert run_ranks(3, lambda world: train(world, net, barrier.wait, loss_in_model)) == expected
 
@@ -404,11 +405,11 @@ def test_a_loss_that_is_not_finite_is_told_once(has_loss: bool, caplog: pytest.L
             said.append(metrics.is_finite)
         return said
 
-    with caplog.at_level(logging.WARNING, "autovaruna.runtime.metrics"):
+    with caplog.at_level(logging.WARNING, "autovaruna.runtime.trace"):
         first, second = run_ranks(2, run)
     assert first[0] == second[0] == (0, None, None)
     assert second[1:] == [True, False, False, False]
     assert first[1:] == (second[1:] if has_loss else [True] * 4)
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "autovaruna.runtime.metrics")
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "autovaruna.runtime.trace")
     assert line.startswith("step 2: ") and "stage 1" in line and "rank 1" in line
     assert ("micro-batch 3 (samples 2 to 3 of rank 1) is nan" in line) == has_loss

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.step_runner import StepRunner
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.ranks import run_ranks
 from tests.reference import (
     OPTIMIZERS,
     Record,

@@ -23,12 +23,12 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.separable import Steps, steps_of
 from autovaruna.runtime.optimizers import optimizer
-from autovaruna.runtime.transport.threads import run_ranks
 from autovaruna.runtime.world import World
 from autovaruna.session import traces
 from autovaruna.session.preparation import Preparation
 from tests.catalogue import Batch, Case, batch_size
 from tests.catalogue.small import labelled
+from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, compare, gradients_of, part, plain_steps, sgd
 
 Ranks = tuple[tuple[int, ...], ...]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.job import Job, Output, find_mpirun
 from autovaruna.elastic.options import read_machines, read_options, read_variables
 from autovaruna.errors import ConfigError
-from autovaruna.varuna import launcher
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def launch(batch_size: int | None, grid: object, **more: object) -> dict[str, ob
 
 def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
     Path("varuna.env").write_text("export FOO='a b'\nBAR=1  # one\n")
-    read, grid = launcher.choose(read_options(options("--batch_size", "9", "--nstages", "2", "--chunk_size", "3")))
+    read, grid = run_varuna.choose(read_options(options("--batch_size", "9", "--nstages", "2", "--chunk_size", "3")))
     assert grid == ((0, 2), (1, 3)) and read.variables == {"FOO": "a b", "BAR": "1"}
     job = Job(read, grid)
     command = job.command("hosts")
@@ -53,7 +53,7 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
 
 
 def test_ranks_that_stages_leave_over_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
-    read, grid = launcher.choose(read_options(options("--nstages", "3")))
+    read, grid = run_varuna.choose(read_options(options("--nstages", "3")))
     assert grid == ((0,), (1,), (2,)) and Job(read, grid).num_ranks == 3
     assert "1 of 4 ranks are left over" in capsys.readouterr().err
 
@@ -175,13 +175,13 @@ def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pyte
     Path("long").write_text("x" * 500_000)
     Path("words").write_text("word " * 20_000)
     Path("bad").write_text("A=1\nno value\n")
-    assert launcher.main(options(*words)) == 2
+    assert run_varuna.main(options(*words)) == 2
     told = capsys.readouterr().err
     assert message in told and len(told) < 500
 
 
 def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["--machine_list", "machines", "nowhere.py"]) == 2
+    assert run_varuna.main(["--machine_list", "machines", "nowhere.py"]) == 2
     assert "no script nowhere.py" in capsys.readouterr().err
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.weights.placement import OwnedState, Placement, SplitModel, split_models
-from autovaruna.runtime.weights.remote_parameter import RemoteTensor
+from autovaruna.runtime.remote_parameter import RemoteTensor
+from autovaruna.runtime.weights import OwnedState, Placement, SplitModel, split_models
 from autovaruna.runtime.world import World, differences
 
 Norms = TypeVar("Norms")
@@ -39,10 +39,7 @@ def clip_grad_norm(
     model's own list, so that no plan changes the sum.
 
     Args:
-        state: The model's parameters.
-        placement: Who holds them.
         names: First names of all parameters, in the model's order.
-        world: The ranks.
         max_norm, norm_type, error_if_nonfinite: As in PyTorch; the same on every rank.
         what: What to call it in errors.
 
@@ -78,9 +75,7 @@ def norms_of_all(
 
     Args:
         own: This rank's parameters, or their gradients, by first name.
-        placement: Who holds them.
         names: First names of all parameters, in the model's order.
-        world: The ranks.
         norm_type: The order of the norm.
         options: What the ranks must ask with alike, in words.
         what: What to call it in errors.

@@ -25,9 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
 from autovaruna.profiler.separable import Steps, steps_of
-from autovaruna.runtime.weights.placement import Placement, split_models
-from autovaruna.runtime.weights.remote_parameter import PLAIN, RemoteTensor
-from autovaruna.runtime.weights.shares import share_of, spread_steps, steps_here
+from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
+from autovaruna.runtime.weights import Placement, from_rank, share_of, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World
 
 _HOOKS = tuple(
@@ -314,12 +313,14 @@ class CutOptimizer:
             return self.own_state()
         own = self.own_state()
         mine = {name: own["state"].get(place, {}) for place, name in enumerate(self._own_names(world.rank, placement))}
-        known = world.gather_objects({name: _without_numbers(state) for name, state in mine.items()}, "optimizer state")
+        shapes = {name: {key: _on_meta(value) for key, value in state.items()} for name, state in mine.items()}
+        known = world.gather_objects(shapes, "optimizer state")
         state: dict[int, dict[str, Any]] = {}
         for place, name in enumerate(name for names in self._groups for name in names):
             root = placement.steppers_of(name)[0]
             if known[root].get(name):
-                state[place] = self._fetch(mine.get(name, {}), known[root][name], root, world)
+                own_state = mine[name] if world.rank == root else known[root][name]
+                state[place] = {key: from_rank(value, root, world) for key, value in own_state.items()}
         return {"state": state, "param_groups": self._whole_groups(own["param_groups"])}
 
     def load_state_dict(self, state: Mapping[str, Any], placement: Placement, rank: int) -> None:
@@ -359,30 +360,10 @@ class CutOptimizer:
             start += len(names)
         return groups
 
-    def _fetch(self, own: Mapping[str, Any], known: Mapping[str, Any], root: int, world: World) -> dict[str, Any]:
-        fetched: dict[str, Any] = {}
-        for key, value in known.items():
-            if isinstance(value, _Shape):
-                tensor = (
-                    own[key].detach().clone() if world.rank == root else torch.empty(value.shape, dtype=value.dtype)
-                )
-                world.broadcast(tensor, root, tuple(range(world.num_ranks)))
-                fetched[key] = tensor
-            else:
-                fetched[key] = value
-        return fetched
 
-
-class _Shape:
-    """Stands for a tensor of the state while only shapes are exchanged."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-
-
-def _without_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _Shape(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+def _on_meta(value: Any) -> Any:
+    """Returns what is exchanged of an entry of the state before its numbers."""
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 logger = logging.getLogger(__name__)
@@ -399,8 +380,6 @@ def step_over_own_part(
     Args:
         optimizer: The optimizer, some of whose parameters are not on every rank, or shared out.
         own: What cuts them down.
-        num_ranks: How many ranks there are.
-        device: Where it steps.
         is_shared: Whether state is shared out over the ranks that hold a parameter.
 
     Raises:
@@ -428,8 +407,6 @@ def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.devi
 
     Args:
         optimizer: The optimizer; None: it is not known yet.
-        setting: What the user asks for.
-        device: Where it steps.
 
     Raises:
         InputError: they are to, and its steps are not of each parameter by itself.

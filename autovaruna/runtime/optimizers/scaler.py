@@ -31,7 +31,6 @@ class LossScale:
     Args:
         optimizer: The user's optimizer.
         scaler: The user's scaler; None: the only one that the program has made since this library was imported.
-        world: The ranks.
 
     Raises:
         InputError: the scaler is none.

@@ -9,26 +9,31 @@ from __future__ import annotations
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+from autovaruna.errors import RankError
 from autovaruna.log import error_text, write_error
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Says whether the elements fill one piece of memory without holes or overlaps, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
+def fills_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Says whether the elements of a tensor fill memory without holes or overlaps, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride != expected:
+                return False
+            expected *= length
     return True
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Says whether a tensor fills one piece of memory."""
+    return tensor.is_contiguous() or fills_memory(tensor.shape, tensor.stride())
 
 
 def check_dense(tensor: Tensor) -> None:
@@ -139,20 +144,131 @@ class Done(Pending):
 DONE = Done()
 
 
-class Blank(Protocol):
-    """The layout of a dense tensor that is to come."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides and dtype of one tensor of a message.
+
+    Attributes:
+        is_dense: whether its elements fill memory without holes.
+        num_bytes: what travels of it.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_dense: bool = field(init=False, compare=False)
+    num_bytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_dense", fills_memory(self.shape, self.strides))
+        object.__setattr__(self, "num_bytes", prod(self._narrow_shape) * self.dtype.itemsize)
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def _narrow_shape(self) -> tuple[int, ...]:
+        """The shape without repeats: a dimension of stride 0 is sent once."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return tuple(min(length, 1) if stride == 0 else length for length, stride in pairs)
+
+    def fits(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
+        """Says whether a tensor has this layout."""
+        return (
+            tensor is not None
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and (tensor.stride() == self.strides or self._steps(tensor.stride()) == self._steps(self.strides))
+        )
+
+    def _steps(self, strides: Sequence[int]) -> list[int]:
+        """Returns the strides that mean something: a dimension of one element is never stepped along."""
+        return [stride for stride, length in zip(strides, self.shape, strict=True) if length > 1]
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
+        return distinct(tensor).contiguous()
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Returns memory for what travels."""
+        if self.is_dense:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return torch.empty(self._narrow_shape, dtype=self.dtype, device=device)
 
     @property
-    def strides(self) -> tuple[int, ...]: ...
+    def travelling(self) -> Layout:
+        """The layout of what travels: this one, unless it has holes."""
+        if self.is_dense:
+            return self
+        shape = self._narrow_shape
+        return Layout(shape, torch.empty(shape, device="meta").stride(), self.dtype)
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """Returns the tensor as the sender had it, of one that is not dense."""
+        tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
+        return tensor.copy_(buffer).expand(self.shape)
 
-    @property
-    def num_bytes(self) -> int: ...
+
+class Arrival(Part):
+    """A message that this rank has memory for.
+
+    Args:
+        way: What it comes by, which lets it advance.
+        tensor: The memory.
+    """
+
+    __slots__ = ("_num_bytes", "_source", "_way", "needs_calls", "tensor")
+
+    def __init__(self, way: Advancing, source: int, tensor: Tensor, *, needs_calls: bool = False) -> None:
+        self._way = way
+        self._source = source
+        self._num_bytes = -1
+        self.tensor = tensor
+        self.needs_calls = needs_calls
+
+    def has_come(self, num_bytes: int) -> None:
+        """Notes that the message is there, of so many bytes."""
+        self._num_bytes = num_bytes
+
+    def is_done(self) -> bool:
+        """Says whether it has come; checks the number of bytes."""
+        if self._num_bytes < 0:
+            self._way.advance()
+            if self._num_bytes < 0:
+                return False
+        check_size(self._source, self._num_bytes, self.tensor.nbytes)
+        return True
+
+
+class Departure(Part):
+    """A message that waits for room, and the memory that it leaves from."""
+
+    __slots__ = ("_way", "has_left", "memory")
+    needs_calls = True
+
+    def __init__(self, way: Advancing, memory: object) -> None:
+        self._way = way
+        self.memory = memory
+        self.has_left = False
+
+    def is_done(self) -> bool:
+        """Says whether it has left."""
+        if not self.has_left:
+            self._way.advance()
+        return self.has_left
+
+
+class Advancing(Protocol):
+    """What messages go by that advance only while they are asked for."""
+
+    def advance(self) -> None: ...
+
+
+def check_size(source: int, num_bytes: int, expected: int) -> None:
+    """Makes sure that a message has as many bytes as the memory that it was to go to.
+
+    Raises:
+        RankError: it has not.
+    """
+    if num_bytes != expected:
+        raise RankError(f"rank {source} sent {num_bytes} bytes where {expected} were expected")
 
 
 class Transport(ABC):
@@ -161,7 +277,6 @@ class Transport(ABC):
     To add one, fill the abstract methods, which is all that a `World` needs, and let `environment.get_world` choose it.
 
     Attributes:
-        rank: number of this rank.
         hosts: host name of every rank.
     """
 
@@ -187,11 +302,11 @@ class Transport(ABC):
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:  # noqa: B027 - most have none
         """Opens a shorter way between ranks of one host, as `World.open_rings`."""
 
-    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come by themselves, so that no receive of them is posted."""
         return False
 
-    def bringing(self, source: int, tag: int) -> Callable[[Blank], Tensor | None]:
+    def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         """Returns what gives the next tensor that comes by itself, None as long as it is not here."""
         raise AssertionError("no message comes by itself over this transport")
 

@@ -15,7 +15,7 @@ import mpi4py
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, Part
+from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, Part, check_size
 from autovaruna.runtime.transport.processes import ProcessTransport
 
 mpi4py.rc.initialize = False
@@ -34,14 +34,12 @@ class MpiPart(Part):
         self.needs_calls = memory.nbytes > SMALL_BYTES
 
     def is_done(self) -> bool:
-        """Says whether the request has finished; a receive checks the number of bytes."""
         try:
             is_done = self._request.Test(self._status)
         except MPI.Exception as error:
             raise RankError(f"a message did not fit its buffer of {self._memory.nbytes} bytes: {error}") from error
-        if is_done and self._status is not None and (got := self._status.Get_count(MPI.BYTE)) != self._memory.nbytes:
-            source = self._status.Get_source()
-            raise RankError(f"rank {source} sent {got} bytes where {self._memory.nbytes} were expected")
+        if is_done and self._status is not None:
+            check_size(self._status.Get_source(), self._status.Get_count(MPI.BYTE), self._memory.nbytes)
         return is_done
 
 
@@ -61,28 +59,23 @@ class MpiTransport(ProcessTransport):
         self._notices: deque[MPI.Request] = deque()
 
     def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
-        """Starts to send the memory of a dense tensor by MPI."""
         request = self._channels[channel].Isend(memory_of(tensor), destination, tag)
         return DONE if request.Test() else MpiPart(request, tensor, None)  # a small one has left by now
 
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
-        """Starts to receive into the memory of a dense tensor by MPI."""
         return MpiPart(self._channels[channel].Irecv(memory_of(tensor), source, tag), tensor, self._status)
 
     # Notices.
 
     def send_notice(self, data: bytes, destination: int) -> None:
-        """Starts to send a notice."""
         self._notices.append(self._control.Isend([data, MPI.BYTE], destination, 0))
 
     def are_notices_out(self) -> bool:
-        """Says whether all notices of this rank have left."""
         while self._notices and self._notices[0].Test():
             self._notices.popleft()
         return not self._notices
 
     def take_notices(self) -> Iterator[tuple[int, bytearray]]:
-        """Yields the notices that have come, each with its source."""
         while self._control.Iprobe(MPI.ANY_SOURCE, 0, self._status):
             source = self._status.Get_source()
             data = bytearray(self._status.Get_count(MPI.BYTE))

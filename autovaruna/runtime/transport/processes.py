@@ -16,8 +16,8 @@ from autovaruna.runtime.transport.base import (
     CHANNELS,
     DONE,
     TENSOR_CHANNEL,
-    Blank,
     Gather,
+    Layout,
     Pair,
     Part,
     Transport,
@@ -63,7 +63,6 @@ class ProcessTransport(Transport):
         self._is_crowded = num_ranks > num_cores
 
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
-        """Starts to send the memory of a dense tensor."""
         ring = self._rings_to.get(destination)
         if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
             key = channel << _TAG_BITS | tag
@@ -71,7 +70,6 @@ class ProcessTransport(Transport):
         return self.send_far(tensor, destination, channel, tag)
 
     def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
-        """Starts to receive into the memory of a dense tensor."""
         ring = self._rings_from.get(source)
         if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
             return ring.post(tensor, channel << _TAG_BITS | tag)
@@ -88,7 +86,6 @@ class ProcessTransport(Transport):
         return [self.send_far(part, destination, channel, tag) for each in tensors for part in split(each)]
 
     def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Part]:
-        """Starts to receive the same parts."""
         if not _is_large(tensors, channel):
             return super().post_receives(tensors, source, channel, tag)
         return [self.receive_far(part, source, channel, tag) for each in tensors for part in split(each)]
@@ -101,12 +98,11 @@ class ProcessTransport(Transport):
         self._rings_to |= senders
         self._rings_from |= receivers
 
-    def brings(self, source: int, blanks: Sequence[Blank]) -> bool:
+    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come through a ring."""
-        return source in self._rings_from and all(blank.num_bytes <= MAX_BYTES for blank in blanks)
+        return source in self._rings_from and all(layout.num_bytes <= MAX_BYTES for layout in layouts)
 
-    def bringing(self, source: int, tag: int) -> Callable[[Blank], Tensor | None]:
-        """Returns what gives the next tensor of `source` that comes through a ring."""
+    def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         return partial(self._rings_from[source].bring, key=TENSOR_CHANNEL << _TAG_BITS | tag)
 
     def advance(self) -> None:

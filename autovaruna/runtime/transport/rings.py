@@ -37,8 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import Blank, Gather, Pair, Part
+from autovaruna.runtime.transport.base import Arrival, Departure, Gather, Layout, Pair, Part, check_size
 
 NUMBER_BYTES = 8
 HEADER_BYTES = 64
@@ -95,7 +94,6 @@ class Blocks:
     """The blocks of the sender in one part of the memory, from the front on; a block starts with whether it is used.
 
     Args:
-        shared: The memory.
         start, end: The part, in bytes.
     """
 
@@ -134,19 +132,18 @@ class _Borrowed(np.ndarray):
             self.shared.give_back(self.block)
 
 
-def borrowed(shared: Shared, block: int, blank: Blank) -> Tensor:
+def borrowed(shared: Shared, block: int, layout: Layout) -> Tensor:
     """Returns a tensor that lies in a block, which is given back once nothing lies there.
 
     Args:
-        shared: The memory.
         block: Where the block starts; the tensor's bytes follow its header.
-        blank: How it is to be laid out; not empty.
+        layout: How it is to be laid out; not empty.
     """
     first = block + HEADER_BYTES
-    place = shared.bytes[first : first + blank.num_bytes].view(_Borrowed)
+    place = shared.bytes[first : first + layout.num_bytes].view(_Borrowed)
     place.shared, place.block = shared, block
     storage = torch.frombuffer(place, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=blank.dtype, device="cpu").set_(storage, 0, blank.shape, blank.strides)
+    return torch.empty(0, dtype=layout.dtype, device="cpu").set_(storage, 0, layout.shape, layout.strides)
 
 
 class RingSender:
@@ -161,19 +158,19 @@ class RingSender:
         self._slot = FIRST_SLOT
         self._lent = Blocks(self._shared, LENT_START, PASSING_START)
         self._passing = Blocks(self._shared, PASSING_START, NUM_BYTES)
-        self._left: deque[_Departure] = deque()
+        self._left: deque[tuple[Departure, Tensor, int]] = deque()
 
     def queue(self, tensor: Tensor, key: int) -> Part:
         """Sends a tensor as `put`, once there is room."""
-        departure = _Departure(self, tensor, key)
-        self._left.append(departure)
+        departure = Departure(self, tensor)
+        self._left.append((departure, tensor, key))
         return departure
 
     def advance(self) -> None:
         """Sends what has found no room, as far as there is some now."""
         left, self._left = self._left, deque()
-        while left and self.put(left[0].tensor, left[0].key):
-            left.popleft().has_left = True
+        while left and self.put(*left[0][1:]):
+            left.popleft()[0].has_left = True
         self._left = left
 
     def put(self, tensor: Tensor, key: int) -> bool:
@@ -202,31 +199,11 @@ class RingSender:
         return True
 
 
-class _Departure(Part):
-    """A message that waits for room."""
-
-    __slots__ = ("_ring", "has_left", "key", "tensor")
-    needs_calls = True
-
-    def __init__(self, ring: RingSender, tensor: Tensor, key: int) -> None:
-        self._ring = ring
-        self.tensor = tensor
-        self.key = key
-        self.has_left = False
-
-    def is_done(self) -> bool:
-        """Says whether it has left."""
-        if not self.has_left:
-            self._ring.advance()
-        return self.has_left
-
-
 class RingReceiver:
     """Receives messages, into memory that is posted for them or as new tensors.
 
     Args:
         memory: What both ends see; zero at first.
-        source: The rank that sends.
     """
 
     def __init__(self, memory: mmap, source: int) -> None:
@@ -238,21 +215,21 @@ class RingReceiver:
 
     def post(self, tensor: Tensor, key: int) -> Arrival:
         """Posts the receive of the next message under a key into the memory of a dense host tensor."""
-        arrival = Arrival(self, tensor)
+        arrival = Arrival(self, self.source, tensor)
         if early := self._early.get(key):
-            arrival.fill(*early.popleft())
+            self._fill(arrival, early.popleft())
         else:
             self._posted[key].append(arrival)
         return arrival
 
-    def bring(self, blank: Blank, key: int) -> Tensor | None:
+    def bring(self, layout: Layout, key: int) -> Tensor | None:
         """Returns the next message under a key, which nobody has posted a receive for; None: it is not here yet.
 
         Raises:
-            RankError: it has another number of bytes than `blank`.
+            RankError: it has another number of bytes than `layout`.
         """
         if early := self._early.get(key):
-            return self._as_tensor(*early.popleft(), blank)
+            return self._as_tensor(*early.popleft(), layout)
         shared, slot = self.shared, self._slot
         numbers = shared.numbers
         while numbers[slot]:
@@ -262,7 +239,7 @@ class RingReceiver:
                 continue
             block = numbers[slot + BLOCK]
             place = shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES
-            tensor = self._as_tensor(place, numbers[slot + SIZE], block, blank)
+            tensor = self._as_tensor(place, numbers[slot + SIZE], block, layout)
             numbers[slot] = 0
             self._slot = NEXT_SLOT[slot]
             return tensor
@@ -285,7 +262,7 @@ class RingReceiver:
         """Takes a message where it is wanted, if that is known; else keeps it, in its block or as a copy."""
         parcel, key = self._parcel(slot), self.shared.numbers[slot + KEY]
         if posted := self._posted.get(key):
-            posted.popleft().fill(*parcel)
+            self._fill(posted.popleft(), parcel)
         elif LENT_START <= parcel.block < PASSING_START:
             self._early[key].append(parcel)
         else:
@@ -299,12 +276,19 @@ class RingReceiver:
         address = self.shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES
         return _Parcel(address, numbers[slot + SIZE], block)
 
-    def _as_tensor(self, data: bytes | int, num_bytes: int, block: int, blank: Blank) -> Tensor:
-        if num_bytes != blank.num_bytes:
-            raise RankError(f"rank {self.source} sent {num_bytes} bytes where {blank.num_bytes} were expected")
+    def _fill(self, arrival: Arrival, parcel: _Parcel) -> None:
+        """Copies a message to the memory that was posted for it."""
+        data, num_bytes, block = parcel
+        ctypes.memmove(arrival.tensor.data_ptr(), data, min(num_bytes, arrival.tensor.nbytes))
+        arrival.has_come(num_bytes)
+        if block:
+            self.shared.give_back(block)
+
+    def _as_tensor(self, data: bytes | int, num_bytes: int, block: int, layout: Layout) -> Tensor:
+        check_size(self.source, num_bytes, layout.num_bytes)
         if LENT_START <= block < PASSING_START:
-            return borrowed(self.shared, block, blank)
-        tensor = torch.empty_strided(blank.shape, blank.strides, dtype=blank.dtype, device="cpu")
+            return borrowed(self.shared, block, layout)
+        tensor = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="cpu")
         ctypes.memmove(tensor.data_ptr(), data, num_bytes)
         if block:
             self.shared.give_back(block)
@@ -317,36 +301,6 @@ class _Parcel(NamedTuple):
     data: bytes | int
     num_bytes: int
     block: int
-
-
-class Arrival(Part):
-    """A message that this rank has memory for."""
-
-    __slots__ = ("_num_bytes", "_ring", "_tensor")
-
-    def __init__(self, ring: RingReceiver, tensor: Tensor) -> None:
-        self._ring = ring
-        self._tensor = tensor
-        self._num_bytes = -1
-
-    def fill(self, data: bytes | int, num_bytes: int, block: int) -> None:
-        """Takes what has arrived, as it is in a `_Parcel`."""
-        self._num_bytes = num_bytes
-        ctypes.memmove(self._tensor.data_ptr(), data, min(num_bytes, self._tensor.nbytes))
-        if block:
-            self._ring.shared.give_back(block)
-
-    def is_done(self) -> bool:
-        """Says whether it has arrived; checks the number of bytes."""
-        if self._num_bytes < 0:
-            self._ring.advance()
-            if self._num_bytes < 0:
-                return False
-        if self._num_bytes != self._tensor.nbytes:
-            raise RankError(
-                f"rank {self._ring.source} sent {self._num_bytes} bytes where {self._tensor.nbytes} were expected"
-            )
-        return True
 
 
 class _Offer(NamedTuple):
@@ -370,7 +324,6 @@ def open_rings(
     """Opens a ring for each pair of ranks that can share memory. Collective.
 
     Args:
-        rank, hosts: This rank, and the host of each.
         pairs: The same on every rank.
         can_share: Whether this rank is to share memory.
         gather: Returns what all ranks pass, by rank.

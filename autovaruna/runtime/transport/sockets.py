@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autovaruna.errors import RankError
 from autovaruna.log import write_error
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Arrival, Departure, Part
 from autovaruna.runtime.transport.processes import ProcessTransport
 
 logger = logging.getLogger(__name__)
@@ -59,58 +59,6 @@ _LAUNCHER_SECONDS = 1.0
 
 Key = tuple[int, int]
 """Channel and tag."""
-
-
-class Arrival(Part):
-    """A message that this rank has memory for."""
-
-    __slots__ = ("_num_bytes", "_peer", "_transport", "memory", "needs_calls", "tensor")
-
-    def __init__(self, transport: SocketTransport, peer: int, tensor: Tensor) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._num_bytes = -1
-        self.tensor = tensor
-        self.memory = memory_of(tensor)
-        self.needs_calls = tensor.nbytes > SMALL_BYTES
-
-    def fill(self, data: bytearray) -> None:
-        """Takes a message that has come, of whatever size."""
-        if len(data) == self.tensor.nbytes:
-            self.memory[:] = data
-        self.has_come(len(data))
-
-    def has_come(self, num_bytes: int) -> None:
-        """Notes that so many bytes have come."""
-        self._num_bytes = num_bytes
-
-    def is_done(self) -> bool:
-        """Says whether it has come; checks the number of bytes."""
-        if self._num_bytes < 0:
-            self._transport.advance()
-            if self._num_bytes < 0:
-                return False
-        if self._num_bytes != self.tensor.nbytes:
-            raise RankError(f"rank {self._peer} sent {self._num_bytes} bytes where {self.tensor.nbytes} were expected")
-        return True
-
-
-class Departure(Part):
-    """A message that has not left whole."""
-
-    __slots__ = ("_tensor", "_transport", "has_left")
-    needs_calls = True
-
-    def __init__(self, transport: SocketTransport, tensor: Tensor | None) -> None:
-        self._transport = transport
-        self._tensor = tensor
-        self.has_left = False
-
-    def is_done(self) -> bool:
-        """Says whether it has left."""
-        if not self.has_left:
-            self._transport.advance()
-        return self.has_left
 
 
 class Peer:
@@ -197,7 +145,7 @@ class Peer:
             posted = self.posted[channel, tag]
             if channel != _NOTICE_CHANNEL and posted and posted[0].tensor.nbytes == size:
                 self._body = posted.popleft()
-                self._into = self._body.memory
+                self._into = memory_of(self._body.tensor)
             else:
                 self._body = bytearray(size)
                 self._into = memoryview(self._body)
@@ -209,7 +157,7 @@ class Peer:
         elif channel == _NOTICE_CHANNEL:
             self.notices.append(body)
         elif self.posted[channel, tag]:
-            self.posted[channel, tag].popleft().fill(body)
+            _fill(self.posted[channel, tag].popleft(), body)
         else:
             self.early[channel, tag].append(body)
 
@@ -219,8 +167,6 @@ class SocketTransport(ProcessTransport):
 
     Args:
         store: A store that all ranks see, for this start of them alone.
-        rank: This rank.
-        num_ranks: How many there are.
         master: Host name and port of the store, which say by which address this host is reached.
         check: Raises if ranks have ended that would have to come.
     """
@@ -254,23 +200,20 @@ class SocketTransport(ProcessTransport):
     # Messages.
 
     def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
-        """Starts to send the memory of a dense tensor over TCP."""
         departure = Departure(self, tensor)
         self._peers[destination].send((channel, tag), memory_of(tensor), departure)
         return DONE if departure.has_left else departure
 
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
-        """Starts to receive into the memory of a dense tensor what comes over TCP."""
-        arrival = Arrival(self, source, tensor)
+        arrival = Arrival(self, source, tensor, needs_calls=tensor.nbytes > SMALL_BYTES)
         peer = self._peers[source]
         if early := peer.early.get((channel, tag)):
-            arrival.fill(early.popleft())
+            _fill(arrival, early.popleft())
         else:
             peer.posted[channel, tag].append(arrival)
         return arrival
 
     def advance(self) -> None:
-        """Lets all that is on its way advance."""
         super().advance()
         for peer in self._peers.values():
             peer.push()
@@ -279,17 +222,14 @@ class SocketTransport(ProcessTransport):
     # Notices.
 
     def send_notice(self, data: bytes, destination: int) -> None:
-        """Starts to send a notice."""
         self._peers[destination].send((_NOTICE_CHANNEL, 0), memoryview(data), Departure(self, None))
 
     def are_notices_out(self) -> bool:
-        """Says whether all that this rank sends has left."""
         for peer in self._peers.values():
             peer.push()
         return all(peer.is_quiet for peer in self._peers.values())
 
     def take_notices(self) -> Iterator[tuple[int, bytearray]]:
-        """Yields the notices that have come, each with its source."""
         for source, peer in self._peers.items():
             peer.push()
             peer.pull()
@@ -300,7 +240,6 @@ class SocketTransport(ProcessTransport):
 
     @property
     def is_ending(self) -> bool:
-        """Whether another rank, which has said why, is ending this one."""
         return self._life.is_ending
 
     def tell_launcher(self, text: str) -> None:
@@ -311,15 +250,14 @@ class SocketTransport(ProcessTransport):
                 Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
     def end(self, status: int) -> NoReturn:
-        """Ends all ranks with a non-zero status, at once."""
         sys.stdout.flush()
         sys.stderr.flush()
-        self._life.end(status)
+        self._life.tell(_END + bytes([status & 0xFF]))
         os._exit(status)
 
     def close(self) -> None:
         """Lets the others know that this rank ends well."""
-        self._life.leave()
+        self._life.tell(_GOODBYE)
 
     def _forget(self) -> None:
         """Closes what a child process has inherited: its parent's end must show."""
@@ -332,7 +270,6 @@ class Life:
     """Ends this rank with the others, whatever it does, in a thread of its own.
 
     Args:
-        rank: This rank.
         connections: With rank 0, or, on it, with all others; None of a rank that is alone.
 
     Attributes:
@@ -348,20 +285,13 @@ class Life:
             self._selector.register(connection, selectors.EVENT_READ, other)
         threading.Thread(target=self._listen, name="autovaruna-life", daemon=True).start()
 
-    def end(self, status: int) -> None:
-        """Tells the others to end."""
-        self._tell(_END + bytes([status & 0xFF]))
-
-    def leave(self) -> None:
-        """Tells the others that this rank may end."""
-        self._tell(_GOODBYE)
-
     def forget(self) -> None:
         """Closes all in a child process."""
         for connection in self._connections.values():
             connection.close()
 
-    def _tell(self, word: bytes) -> None:
+    def tell(self, word: bytes) -> None:
+        """Tells the others that this rank may end, or that they are to end with it."""
         for connection in self._connections.values():
             try:
                 connection.sendall(word)
@@ -385,7 +315,7 @@ class Life:
         self.is_ending = True
         status = word[1] if word[:1] == _END and len(word) > 1 else 1
         if self._rank == 0:
-            self._tell(_END + bytes([status]))
+            self.tell(_END + bytes([status]))
         if not word and self._rank <= 1:
             write_error(f"rank {other} has ended without a word: it was killed, or has no memory left.\n")
         time.sleep(_LAUNCHER_SECONDS)
@@ -396,6 +326,13 @@ def open_store() -> Any:
     """Returns the store of this start of the ranks, where their launcher says; the script may use the same."""
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
     return PrefixStore("autovaruna", store)
+
+
+def _fill(arrival: Arrival, data: bytearray) -> None:
+    """Gives a message that has come, of whatever size, to the receive that was posted for it."""
+    if len(data) == arrival.tensor.nbytes:
+        memory_of(arrival.tensor)[:] = data
+    arrival.has_come(len(data))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -414,11 +351,6 @@ def own_address(master: tuple[str, int]) -> tuple[socket.AddressFamily, str]:
 
 def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
     """Returns once every rank has come.
-
-    Args:
-        store: Where they say so.
-        num_ranks: How many there are.
-        check: Is called now and then.
 
     Raises:
         RankError: one has not, for half an hour.

@@ -1,4 +1,4 @@
-"""Defines `ThreadTransport`: ranks that are threads of one process, for tests of what ranks do together."""
+"""Defines `ThreadTransport`, of ranks that are threads of one process, and `SingleTransport`, of the only rank."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from autovaruna.errors import RankError
 from autovaruna.runtime.deadlock import Failure, encoded
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, flat, show, status_after
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, check_size, flat, show, status_after
 from autovaruna.runtime.world import World, describe
 
-Result = TypeVar("Result")
 _of_thread = threading.local()
 Address = tuple[int, int, int, int]
 """Source, destination, channel, tag."""
@@ -46,8 +44,7 @@ class Delivery(Part):
         if data is None:
             return False
         buffer = flat(self._buffer).view(torch.uint8)
-        if data.numel() != buffer.numel():
-            raise RankError(f"rank {self._key[0][0]} sent {data.numel()} bytes where {buffer.numel()} were expected")
+        check_size(self._key[0][0], data.numel(), buffer.numel())
         buffer.copy_(data)
         return True
 
@@ -77,11 +74,9 @@ class ThreadTransport(Transport):
         return Delivery(self._mailboxes, (address, number), tensor)
 
     def send_notice(self, data: bytes, destination: int) -> None:
-        """Puts a notice into the mailbox of the destination."""
         self._mailboxes.notices[destination].append((self.rank, data))
 
     def take_notices(self) -> Iterator[tuple[int, bytes]]:
-        """Yields the notices that have come, each with its source."""
         notices = self._mailboxes.notices[self.rank]
         while notices:
             yield notices.popleft()
@@ -118,58 +113,11 @@ def single_world() -> World:
     return World(SingleTransport())
 
 
-def make_worlds(num_ranks: int) -> list[World]:
-    """Returns the worlds of `num_ranks` ranks that talk to each other."""
-    mailboxes = Mailboxes(num_ranks)
-    return [World(ThreadTransport(rank, mailboxes)) for rank in range(num_ranks)]
-
-
 def world_of_thread() -> World | None:
     """Returns the world of the rank that this thread is, None if it is none."""
     return getattr(_of_thread, "world", None)
 
 
-def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0) -> list[Result]:
-    """Runs `function(world)` on each rank, a thread each; returns the results by rank.
-
-    Raises:
-        BaseException: the first error of any rank, once all have ended.
-        TimeoutError: ranks had not ended in time.
-    """
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
-    worlds = make_worlds(num_ranks)
-    threads = [
-        threading.Thread(target=_run_rank, args=(world, function, results, errors), daemon=True) for world in worlds
-    ]
-    deadline = time.monotonic() + timeout_seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        raise errors[0]
-    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    if late:
-        text = f"ranks {late} took longer than {timeout_seconds} s"
-        _fail(worlds[0], text)
-        raise TimeoutError(text)
-    return [results[rank] for rank in range(num_ranks)]
-
-
-def _run_rank(
-    world: World, function: Callable[[World], Any], results: dict[int, Any], errors: list[BaseException]
-) -> None:
-    """Runs one rank to its end, and keeps its result or its error."""
+def become_rank(world: World) -> None:
+    """Makes this thread a rank: what asks for the world from here on gets this one."""
     _of_thread.world = world
-    try:
-        results[world.rank] = function(world)
-        world.leave()
-    except BaseException as error:
-        errors.append(error)
-        _fail(world, f"rank {world.rank} failed: {describe(error)}")
-
-
-def _fail(world: World, text: str) -> None:
-    assert isinstance(world.transport, ThreadTransport)
-    world.transport.fail(text)

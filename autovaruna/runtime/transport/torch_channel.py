@@ -9,13 +9,18 @@ nothing that is sent can be stuck behind something else, whatever the order in w
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import socket
+import struct
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from itertools import count
+from itertools import count, pairwise
 from math import lcm
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,10 +31,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.transport import links
-from autovaruna.runtime.transport.addresses import own_addresses, reachable
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
 from autovaruna.runtime.world import World
+
+logger = logging.getLogger(__name__)
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
+_CONNECT_SECONDS = 2.0
 
 
 class Transfer(Part):
@@ -77,7 +84,6 @@ class Sum(Pending):
         self._result = result
 
     def is_done(self) -> bool:
-        """Says whether it has finished."""
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
@@ -96,26 +102,11 @@ class Several(Pending):
         self._every = deque(every)
 
     def is_done(self) -> bool:
-        """Says whether all have finished."""
         return all(each.is_done() for each in self._every)
 
     def wait(self) -> None:
-        """Waits for each."""
         while self._every:
             self._every.popleft().wait()
-
-
-class EmptyWork:
-    """Work on a tensor without elements: done."""
-
-    def done(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> bool:
-        return True
 
 
 _NO_LIMIT = timedelta(days=7)
@@ -130,9 +121,7 @@ class TorchChannel:
     """Process groups between pairs of ranks, and among groups. Opening one is collective.
 
     Args:
-        world: The ranks; carries the headers.
         backend: ``nccl`` or ``gloo``.
-        device: Where this rank's tensors are.
     """
 
     def __init__(self, world: World, backend: str, device: torch.device) -> None:
@@ -182,7 +171,6 @@ class TorchChannel:
         return rank in self._out
 
     def receives_from(self, rank: int) -> bool:
-        """Whether messages of a rank come this way."""
         return rank in self._in
 
     def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part:
@@ -263,7 +251,7 @@ class TorchChannel:
     def _start(self, act: Any, tensors: list[Tensor], peer: int) -> Any:
         """Starts to send or receive; gloo, whose work cannot be asked whether it has finished, waits in a thread."""
         if tensors[0].numel() == 0:
-            return EmptyWork()
+            return SimpleNamespace(done=lambda: True, is_completed=lambda: True, wait=lambda: True)
         work = act(tensors, peer, 0)
         if self._pool is None:
             return work
@@ -327,17 +315,12 @@ def _next_name() -> str:
     return f"autovaruna-{next(_numbers)}"
 
 
-logger = logging.getLogger(__name__)
-
-
 def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:
     """Opens the channel of a plan. Collective.
 
     Args:
         setting: ``auto``, ``mpi``, ``nccl`` or ``gloo``.
         plan: Says who talks to whom.
-        world: The ranks.
-        device: Where this rank computes.
 
     Raises:
         ConfigError: NCCL is asked for where it cannot be; on every rank.
@@ -353,8 +336,8 @@ def open_to_measure(setting: str, world: World, device: torch.device) -> None:
 
     Arguments and errors are those of `open_channel`.
     """
-    neighbours = {pair for ends in links.pairs_of(world.hosts) for pair in (ends, ends[::-1])}
-    _open_backend(setting, world, device, neighbours, {tuple(range(world.num_ranks))})
+    pairs = {pair for ends in neighbours(world.hosts) for pair in (ends, ends[::-1])}
+    _open_backend(setting, world, device, pairs, {tuple(range(world.num_ranks))})
 
 
 def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[Pair], groups: Set[Ranks]) -> str:
@@ -392,6 +375,14 @@ def _identity_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def neighbours(hosts: tuple[str, ...]) -> list[Pair]:
+    """Returns pairs of ranks: each rank with the next, and with the next one on its host."""
+    ranks = range(len(hosts))
+    by_host = sorted(ranks, key=lambda rank: (hosts[rank], rank))
+    nexts = [*pairwise(ranks), *pairwise(by_host)]
+    return sorted({(min(pair), max(pair)) for pair in nexts})
+
+
 def pairs_of(plan: Plan) -> Iterator[Pair]:
     """Yields the ranks that a micro-batch takes from one stage to another, both ways."""
     for source in range(plan.num_stages):
@@ -402,3 +393,25 @@ def pairs_of(plan: Plan) -> Iterator[Pair]:
                 if ends[0] != ends[1]:
                     yield ends
                     yield ends[::-1]
+
+
+def own_addresses() -> list[str]:
+    """Returns the IPv4 addresses of this host's interfaces, the loopback's left out."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
+
+
+def reachable(hosts: Sequence[str], port: int) -> str:
+    """Returns the first of a host's names and addresses at which somebody listens on a port; else the first.
+
+    Where names are not resolved, or a host has networks that this one is not in, not all of them lead there.
+    """
+    for host in hosts:
+        with suppress(OSError), socket.create_connection((host, port), _CONNECT_SECONDS):
+            return host
+    return hosts[0]

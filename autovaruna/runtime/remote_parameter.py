@@ -166,11 +166,7 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws what operations on tensors without numbers would draw if they had them.
-
-    Args:
-        operation: What asks for them.
-    """
+    """Draws what operations on tensors without numbers would draw if they had them."""
 
     def __init__(self, operation: _Operation, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

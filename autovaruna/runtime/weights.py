@@ -1,26 +1,32 @@
-"""Gives each rank its own part of the model: weights start as rank 0's, and what a rank does not hold is released.
+"""Gives each rank its part of a model: who holds what, who steps over it, and its whole state put together again.
 
-Parameters on ``meta`` get their numbers here; models that are split are known, to find the one that a tensor is of.
+Weights start as rank 0's, and what a rank does not hold is released. Parameters on ``meta`` get their numbers here.
+Models that are split are known, to find the one that a tensor is of. A parameter whose optimizer state is shared out
+has one owner, which alone has gradient and state: the others show a `RemoteGradient`, and get the numbers once all have
+stepped.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
+from autovaruna._torch import IncompatibleKeys, by_tensor
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan
 from autovaruna.planner.sharing import share_out
+from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
+from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import distinct
-from autovaruna.runtime.weights.remote_parameter import PLAIN, Home, release
 from autovaruna.runtime.world import World
 from autovaruna.stage.split import Assignment
 
@@ -33,7 +39,6 @@ def materialize(
     Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition.
 
     Args:
-        state: The model's state.
         held: First names of those that get memory on this rank.
         device: Where its numbers go.
         seed: What they are drawn from.
@@ -89,23 +94,6 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-class _Now(Mapping[str, Tensor]):
-    """Tensors of a state under some of its names, as they are when they are asked for."""
-
-    def __init__(self, state: OwnedState, names: Sequence[str]) -> None:
-        self._state = state
-        self._names = names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._state.tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 @dataclass(frozen=True)
 class Placement:
     """Which ranks hold each parameter, and each buffer that a step changes, by first name.
@@ -114,7 +102,6 @@ class Placement:
 
     Attributes:
         holders: the ranks.
-        num_ranks: how many ranks there are.
         owners: where the optimizer's state is shared out: the one holder that has gradient and state of a parameter.
     """
 
@@ -144,7 +131,6 @@ def placement_of(assignment: Assignment, plan: Plan, shared_bytes: Mapping[str, 
 
     Args:
         assignment: The stages of each parameter.
-        plan: Their ranks.
         shared_bytes: Of each parameter whose optimizer state is shared out over its holders.
     """
     holders = {
@@ -189,10 +175,10 @@ class OwnedState:
         found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Returns the buffers by first name, always as they are now: a script may replace one."""
+    def buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers by first name."""
         found = {name: self.tensor(name) for name in self.places}
-        return _Now(self, [name for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)])
+        return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
 
     def distribute(
         self, placement: Placement, world: World, device: torch.device, seed: int, given: Container[str] = ()
@@ -200,9 +186,6 @@ class OwnedState:
         """Gives every rank its part, with the numbers of rank 0, and frees the rest. Collective.
 
         Args:
-            placement: Who holds what.
-            world: The ranks.
-            device: Where this rank computes.
             seed: What weights of a model on ``meta`` are drawn from.
             given: First names of what a checkpoint will fill on every rank that holds it.
         """
@@ -272,8 +255,6 @@ class SplitModel:
 
     Attributes:
         known_state: Its parameters, as long as the model is there.
-        placement: Who holds them.
-        world: The ranks.
         limits: What this rank has clipped its gradients to the last time; empty: it has not.
     """
 
@@ -309,3 +290,180 @@ def note_split(state: OwnedState, placement: Placement, world: World) -> None:
 def split_models() -> list[SplitModel]:
     """Returns the models that are split."""
     return list(_models.values())
+
+
+class StateCopies:
+    """Copies of parameters and buffers that a script was given, in which it may write.
+
+    They are kept until `settle`, so that writes into a state that the script has dropped count, too; and followed from
+    then on for as long as the script keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._known: list[tuple[Callable[[], Tensor | None], int, Tensor]] = []
+
+    def lend(self, given: Tensor, own: Tensor) -> None:
+        """Notes that a script was given a copy of a tensor."""
+        self._kept.append(given)
+        self._known.append((ref(given), given._version, own))
+
+    def settle(self, *_: object) -> None:
+        """Copies what has been written since into the model; a hook of the optimizer, too."""
+        if not self._known:
+            return
+        known, self._known = self._known, []
+        with torch.no_grad():
+            for find, version, own in known:
+                if (given := find()) is None:
+                    continue
+                if given._version != version:
+                    own.copy_(given)
+                self._known.append((find, given._version, own))
+        given = None
+        self._kept.clear()
+
+
+def whole_state(state: OwnedState, placement: Placement, world: World, what: str, lent: StateCopies) -> dict[str, Any]:
+    """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
+
+    Tied entries share one tensor, as in plain PyTorch. What a script writes into them reaches the model through `lent`.
+    """
+    world.barrier(what)  # says so if a rank is elsewhere, as messages do not
+    entries: dict[str, Any] = state.model.state_dict()
+    fetched: dict[str, Tensor] = {}
+    for name, value in entries.items():
+        first = state.first_name.get(name)
+        if first is None or not isinstance(value, Tensor):
+            continue
+        ranks = placement.ranks_of(first)
+        if first not in fetched:
+            fetched[first] = (
+                value
+                if len(ranks) == world.num_ranks and first not in placement.holders
+                else from_rank(value, ranks[0], world)
+            )
+            if fetched[first] is not value and not value.is_meta:
+                lent.lend(fetched[first], value)
+        entries[name] = fetched[first]
+    return entries
+
+
+def from_rank(value: Any, root: int, world: World) -> Any:
+    """Returns a copy of what rank `root` has, if it is a tensor: others pass one like it, as it may be on ``meta``."""
+    if not isinstance(value, Tensor):
+        return value
+    if world.rank == root:
+        tensor = value.detach().clone()
+    else:
+        tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.is_meta else value.device)
+    world.broadcast(tensor, root, tuple(range(world.num_ranks)))
+    return tensor
+
+
+def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) -> Any:
+    """Loads this rank's part of a whole ``state_dict``.
+
+    Returns:
+        Missing and unexpected keys, as plain PyTorch does.
+
+    Raises:
+        RuntimeError: as plain PyTorch: keys or shapes do not fit the whole model.
+    """
+    known = state.model.state_dict()
+    missing = [name for name in known if name not in entries]
+    unexpected = [name for name in entries if name not in known]
+    errors = [
+        f"size mismatch for {name}: got {tuple(entries[name].shape)}, expected {tuple(value.shape)}"
+        for name, value in known.items()
+        if isinstance(value, Tensor) and isinstance(entries.get(name), Tensor) and entries[name].shape != value.shape
+    ]
+    if is_strict:
+        errors += [f"missing key {name}" for name in missing] + [f"unexpected key {name}" for name in unexpected]
+    if errors:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(state.model).__name__}:\n\t" + "\n\t".join(errors)
+        )
+    mine = {name: value for name, value in entries.items() if name in known and not _is_elsewhere(known[name])}
+    state.model.load_state_dict(mine, strict=False)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+@dataclass(eq=False)
+class Share:
+    """A parameter that this rank holds and of which one rank has gradient and state.
+
+    Attributes:
+        home: The owner.
+        ranks: All that hold the parameter.
+        gradient: What this rank shows of the gradient, if it is another's; the same in every step.
+    """
+
+    home: Home
+    ranks: tuple[int, ...]
+    world: World
+    gradient: RemoteGradient | None = field(default=None, init=False)
+
+    @property
+    def owner(self) -> int:
+        """The rank that steps over the parameter."""
+        return self.home.ranks[0]
+
+
+_shares: Any = by_tensor()
+
+
+def share_of(parameter: Tensor) -> Share | None:
+    """Returns the share that a parameter is; None: every rank that holds it has gradient and state."""
+    found: Share | None = _shares.get(parameter)
+    return found
+
+
+def steps_here(parameter: Tensor) -> bool:
+    """Says whether an optimizer of this rank steps over a parameter."""
+    if isinstance(parameter, RemoteTensor):
+        return False
+    share = share_of(parameter)
+    return share is None or share.owner == share.world.rank
+
+
+def note_shares(state: OwnedState, placement: Placement, world: World, device: torch.device) -> None:
+    """Takes in the parameters of a model, which has been split, whose state is shared out."""
+    for name, parameter in state.parameters().items():
+        ranks = placement.ranks_of(name)
+        if name in placement.owners and world.rank in ranks:
+            home = Home(f"the gradient of {name}", (placement.owners[name],), world.rank, device, parameter.shape)
+            _shares[parameter] = Share(home, ranks, world)
+
+
+def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
+    """Shows the gradients that other ranks have, of those parameters that are shared out and trained."""
+    for parameter in parameters:
+        share = share_of(parameter)
+        if share is not None and parameter.requires_grad and parameter.grad is None:
+            if share.gradient is None:
+                share.gradient = RemoteGradient.of(parameter, share.home)
+            parameter.grad = share.gradient
+
+
+def spread_steps(parameters: Iterable[Tensor]) -> None:
+    """Gives the numbers of parameters that are shared out from their owners to all that hold them.
+
+    Collective for these; each lists the same parameters, in one order.
+    """
+    sums: Sums | None = None
+    for parameter in parameters:
+        share = share_of(parameter)
+        if share is not None:
+            sums = sums or Sums(share.world, gathers=True)
+            own = parameter.detach()
+            sums.add(own, share.ranks, is_contiguous=own.is_contiguous(), owner=share.owner)
+            if share.owner != share.world.rank:
+                increment_version(parameter)
+    if sums is not None:
+        with torch.no_grad():
+            sums.finish()

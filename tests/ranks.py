@@ -1,0 +1,65 @@
+"""Runs ranks as threads of one process, to test what they do together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, become_rank
+from autovaruna.runtime.world import World, describe
+
+Result = TypeVar("Result")
+
+
+def make_worlds(num_ranks: int) -> list[World]:
+    """Returns the worlds of `num_ranks` ranks that talk to each other."""
+    mailboxes = Mailboxes(num_ranks)
+    return [World(ThreadTransport(rank, mailboxes)) for rank in range(num_ranks)]
+
+
+def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0) -> list[Result]:
+    """Runs `function(world)` on each rank, a thread each; returns the results by rank.
+
+    Raises:
+        BaseException: the first error of any rank, once all have ended.
+        TimeoutError: ranks had not ended in time.
+    """
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+    worlds = make_worlds(num_ranks)
+    threads = [
+        threading.Thread(target=_run_rank, args=(world, function, results, errors), daemon=True) for world in worlds
+    ]
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:
+        text = f"ranks {late} took longer than {timeout_seconds} s"
+        _fail(worlds[0], text)
+        raise TimeoutError(text)
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _run_rank(
+    world: World, function: Callable[[World], Any], results: dict[int, Any], errors: list[BaseException]
+) -> None:
+    """Runs one rank to its end, and keeps its result or its error."""
+    become_rank(world)
+    try:
+        results[world.rank] = function(world)
+        world.leave()
+    except BaseException as error:
+        errors.append(error)
+        _fail(world, f"rank {world.rank} failed: {describe(error)}")
+
+
+def _fail(world: World, text: str) -> None:
+    assert isinstance(world.transport, ThreadTransport)
+    world.transport.fail(text)
