@@ -181,10 +181,8 @@ class Holdings(Generic[Bytes]):
     work_of_first: Bytes = math.inf  # type: ignore[assignment]
 
 
-def holdings_of_stage(
-    graph: Graph, costs: Costs, blocks: Collection[int], made: Array | None = None
-) -> Holdings[float]:
-    """Returns what a stage of any blocks holds (not only of a range); `made` are the graph's `gradient_bytes`."""
+def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
+    """Returns what a stage of any blocks holds, not only of a range."""
     inside, size = set(blocks), math.ceil(costs.micro_batch_size)
     used = [p for p in graph.parameters if not inside.isdisjoint(p.blocks)]
     trained = [p for p in used if p.needs_gradient]
@@ -194,7 +192,7 @@ def holdings_of_stage(
     sent = [v for v in held if max(v.consumers) > last]
     index = sorted(inside)
     saved = costs.saved_bytes[index]
-    gradients = (gradient_bytes(graph) if made is None else made)[index]
+    gradients = gradient_bytes(graph)[index]
     at_peak, after = saved.cumsum() + costs.work_bytes[index] - saved.sum(), gradients.sum() - gradients.cumsum()
     return Holdings(
         parameters=float(sum(p.num_bytes for p in used)),
