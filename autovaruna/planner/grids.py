@@ -96,7 +96,7 @@ def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:
     As far as they are allowed, that is.
     """
     low, high = micro_batch_range(problem)
-    sizes = (2**k for k in range(problem.global_batch_size.bit_length()))
+    sizes = (2**k for k in range(problem.global_batch_size.bit_length() + 1))  # the last one is the whole batch
     shares = {math.ceil(problem.global_batch_size / (size * num_replicas)) for size in sizes}
     least, most = math.ceil(low / num_replicas), high // num_replicas
     if least > most:
