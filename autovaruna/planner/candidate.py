@@ -85,8 +85,7 @@ class Planner:
 
     def step_costs(self, candidate: Candidate) -> float:
         """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""
-        counts = [len(ranks) for ranks in candidate.ranks]
-        return least_seconds(counts, candidate.num_micro_batches, is_shared=candidate.is_interleaved)
+        return least_seconds([len(ranks) for ranks in candidate.ranks], candidate.num_micro_batches)
 
     def build(self, candidate: Candidate, limits: Sequence[float] = ()) -> Plan | None:
         """Returns the plan of a candidate without a prediction, or None if it does not fit into memory.

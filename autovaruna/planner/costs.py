@@ -10,19 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autovaruna.planner.cost_table import Array, Costs
-from autovaruna.planner.memory.recompute_options import RecomputeOptions
 from autovaruna.planner.memory.stage_memory import (
     Holdings,
     HoldingsByRange,
     MemoryModel,
     Peaks,
+    RecomputeOptions,
     StageBytes,
     holdings_of_ranges,
     state_of_ranges,
 )
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.ranges import Array, Costs, RangeTables
 from autovaruna.planner.records import StagePlan
 from autovaruna.profiler.records import Cluster
 

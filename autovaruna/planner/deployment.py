@@ -18,13 +18,13 @@ import numpy as np
 from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, shown, write_whole
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.cost_table import Costs
-from autovaruna.planner.cut_points import resolve_cuts, stage_blocks
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
 from autovaruna.planner.memory.stage_memory import MemoryModel, holdings_of_stage
 from autovaruna.planner.prediction import pipeline_of, policy_of, telling
+from autovaruna.planner.ranges import Costs
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
+from autovaruna.planner.search_space import resolve_cuts, stage_blocks
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
@@ -118,8 +118,6 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     rules = (known.process_bytes, known.fragmentation, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules, most_owners=plan.num_ranks if plan.shares_state else 1)
     limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
-    if _first_above(_by_depths(plan, graph, costs, model), limits) is None:
-        return ""
     pipeline = telling(pipeline_of(plan, graph))
     schedule = simulate(pipeline, policy_of(plan.schedule)).schedule
     held = [holdings_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
@@ -132,18 +130,6 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
         f"rank {rank} has {readable(valid_for.memory_bytes[rank])}, but its stages ({', '.join(own)}) need "
         f"{readable(needed[rank])}: move a cut, lower in_flight, let them recompute, or give the rank fewer stages"
     )
-
-
-def _by_depths(plan: Plan, graph: Graph, costs: Costs, model: MemoryModel) -> Sequence[float]:
-    """Returns what ranks need if all their stages reach their in-flight depths: quick, and more than they need."""
-    stages = []
-    for stage in plan.stages:
-        held = holdings_of_stage(graph, costs, stage.blocks)
-        share = -(-plan.num_micro_batches // len(stage.ranks))
-        num_bytes = model.of_stage(held, stage.needs_recompute, len(stage.ranks))
-        peak = num_bytes.peak(stage.in_flight, share, model.process_bytes, stage.deferred)
-        stages.append(replace(stage, memory_bytes=peak.num_bytes, shared_bytes=peak.shared_bytes))
-    return replace(plan, stages=tuple(stages), rank_memory_bytes=()).rank_bytes()
 
 
 def _first_above(needed: Sequence[float], limits: Sequence[float]) -> int | None:

@@ -20,7 +20,7 @@ _LONG_INTERLEAVED_VARIANTS = 2
 _REACHED = 0.9999
 _LOOSE = 1.35
 """By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
-_TURNS, _HALVINGS = 3, 5
+_HALVINGS = 5
 _NEAR = 1.02
 """Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
@@ -48,7 +48,7 @@ class Evaluator:
         self.planner, self._loose = planner, [_LOOSE * limit for limit in planner.limits]
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
-        self._seen: dict[tuple[Candidate, Sequence[Way]], tuple[float, float]] = {}
+        self._seen: dict[tuple[Candidate, Sequence[Way], bool], tuple[float, float]] = {}
         self._ways: dict[Candidate, Way] = {}
         self.was_cut_short = self.is_loose = False
 
@@ -62,7 +62,9 @@ class Evaluator:
         self.is_loose = True
         self._seen.clear()
 
-    def attempt(self, candidate: Candidate, below: float = math.inf, like: Candidate | None = None) -> float:
+    def attempt(
+        self, candidate: Candidate, below: float = math.inf, like: Candidate | None = None, *, is_quick: bool = False
+    ) -> float:
         """Simulates a candidate by every schedule; returns its least seconds, infinite if they are not below `below`.
 
         One that says what its stages hold is simulated by its own schedule alone.
@@ -71,14 +73,16 @@ class Evaluator:
             candidate: what to simulate.
             below: plans that take as many seconds are of no use.
             like: one of `plans`: its schedule and its rule for depths are enough.
+            is_quick: whether it is enough what fits by its depths, as it is where simulations are long.
         """
         ways = (self._ways[like],) if like in self._ways and not candidate.choices else ()
-        found, limit = self._seen.get((candidate, ways), (math.inf, -math.inf))
+        key = candidate, ways, is_quick or self.is_long(candidate)
+        found, limit = self._seen.get(key, (math.inf, -math.inf))
         if found < math.inf or below <= limit:
             return found
-        plan = self._fixed(candidate, below) if candidate.choices else self._fastest(candidate, below, ways)
+        plan = self._fixed(candidate, below) if candidate.choices else self._fastest(*key, below)
         found = plan.predicted_seconds if plan else math.inf
-        self._seen[candidate, ways] = found, below
+        self._seen[key] = found, below
         if plan and found < self.seconds_of(candidate):
             self.plans[candidate] = plan
             self.best = plan if found < self.least_seconds else self.best
@@ -99,7 +103,7 @@ class Evaluator:
         """Returns the least seconds of a candidate so far, infinite if it has none."""
         return self.plans[candidate].predicted_seconds if candidate in self.plans else math.inf
 
-    def _fastest(self, candidate: Candidate, below: float, ways: Sequence[Way]) -> Plan | None:
+    def _fastest(self, candidate: Candidate, ways: Sequence[Way], is_quick: bool, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate in some ways, or in all; None if none fits or is fast enough."""
         best, bounds = None, dict[tuple[bool, ...], float]()
         variant, built = None, list[tuple[Candidate, Plan]]()
@@ -117,8 +121,9 @@ class Evaluator:
             if predicted and self._fits(predicted):
                 best, below, variant = predicted, predicted.predicted_seconds, each
         if self.planner.step_costs(candidate) > SHORT_SECONDS:
-            built = [] if self.is_long(candidate) else [each for each in built if variant in (None, each[0])][:1]
-        for each, plan in built:
+            known = (variant.depth, variant.schedule) if variant else self._ways.get(candidate)
+            built = [each for each in built if known in (None, (each[0].depth, each[0].schedule))][:1]
+        for each, plan in () if is_quick else built:
             found = self._with_all_memory(each, plan, below)
             if found:
                 best, below, variant = found, found.predicted_seconds, each
@@ -129,43 +134,30 @@ class Evaluator:
     def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
         """Returns a faster plan that saves less memory, if one fits: stages do not hold all at the same time.
 
-        How far what a plan's instructions need is below what its depths do depends on it, so this takes a few turns.
+        It is found by halving what its depths may need.
         """
         below = min(below, self.least_seconds * _NEAR)
         free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
         if free is None or self.planner.bound(free) >= below:
             return None
-        if choices_of(free.stages) == choices_of(plan.stages):
-            return None if is_within(plan, self.planner.limits) else self._squeezed(candidate, below)
+        if choices_of(free.stages) == choices_of(plan.stages) and is_within(plan, self.planner.limits):
+            return None
         whole, best = self.planner.predict_whole(free, is_quick=True), None
         if is_within(whole, self.planner.limits):
             return replace(free, predicted_seconds=whole.predicted_seconds) if whole.predicted_seconds < below else None
-        loose = self.planner.build(candidate, self._loose)
-        whole = self.planner.predict_whole(loose or plan, is_quick=True)
-        for _ in range(_TURNS):
-            by_depths = replace(whole, rank_memory_bytes=()).rank_bytes()
-            rows = zip(self.planner.limits, by_depths, whole.rank_bytes(), strict=True)
-            built = self.planner.build(candidate, [limit + bounded - needed for limit, bounded, needed in rows])
-            if built is None or choices_of(built.stages) == choices_of(whole.stages):
-                break
-            whole = self.planner.predict_whole(built, is_quick=True)
-            if whole.predicted_seconds < below and is_within(whole, self.planner.limits):
-                below = whole.predicted_seconds
-                best = replace(built, predicted_seconds=below)
-        return best or (self._squeezed(candidate, below) if is_within(whole, self._loose) else None)
-
-    def _squeezed(self, candidate: Candidate, below: float) -> Plan | None:
-        """Returns a plan that fits by its instructions, found by halving what its depths may need."""
-        best, (low, high) = None, (1.0, _LOOSE)
-        for _ in range(_HALVINGS if self.planner.step_costs(candidate) <= SHORT_SECONDS else 0):
+        low, high = 1.0, _LOOSE
+        for _ in range(_HALVINGS):
             middle = (low + high) / 2
             built = self.planner.build(candidate, [middle * limit for limit in self.planner.limits])
-            whole = self.planner.predict_whole(built, is_quick=True) if built else None
-            if built and whole and not is_within(whole, self.planner.limits):
+            if built is None:
+                low = middle
+                continue
+            whole = self.planner.predict_whole(built, is_quick=True)
+            if not is_within(whole, self.planner.limits):
                 high = middle
                 continue
             low = middle
-            if built and whole and whole.predicted_seconds < below:
+            if whole.predicted_seconds < below:
                 below, best = whole.predicted_seconds, replace(built, predicted_seconds=whole.predicted_seconds)
         return best
 

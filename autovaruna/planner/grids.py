@@ -12,10 +12,9 @@ import numpy as np
 
 from autovaruna.planner.bounds.range_bounds import waits_of
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
-from autovaruna.planner.ranges import partition_chain
+from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, stage_limit
 from autovaruna.planner.splits import ReplicaSearch
@@ -97,7 +96,7 @@ def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:
     As far as they are allowed, that is.
     """
     low, high = micro_batch_range(problem)
-    sizes = (2**k for k in range(problem.global_batch_size.bit_length()))
+    sizes = (2**k for k in range(problem.global_batch_size.bit_length() + 1))  # the last one is the whole batch
     shares = {math.ceil(problem.global_batch_size / (size * num_replicas)) for size in sizes}
     least, most = math.ceil(low / num_replicas), high // num_replicas
     if least > most:

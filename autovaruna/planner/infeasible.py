@@ -10,11 +10,10 @@ import numpy as np
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.placement import Ranks
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables, partition_chain
+from autovaruna.planner.ranges import Array, RangeTables, partition_chain
 from autovaruna.profiler.records import Cluster
 
 _FEWEST_BY = 3

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import Ranks, in_a_row, rank_orders
+from autovaruna.planner.ranges import Array
 from autovaruna.planner.search_space import MAX_UNITS
 from autovaruna.schedule.pipeline import share_of
 
@@ -167,13 +167,12 @@ def shapes_of_grids(planner: Planner, most_each: int, grids: Iterable[tuple[floa
 
 
 def varied(shapes: Iterable[Shape]) -> list[Shape]:
-    """Returns the best shape of each number of stages a rank, then the next best of each, and so on."""
-    turns, keyed = Counter[int](), []
+    """Returns the best shape of each number of groups and of stages, then the next best of each, and so on."""
+    turns, keyed = Counter[tuple[int, int]](), []
     for shape in sorted(shapes, key=lambda shape: shape.seconds):
-        rounds, others = divmod(len(shape.pattern), len(shape.groups))
-        rounds = 0 if others else rounds
-        keyed.append((turns[rounds], shape))
-        turns[rounds] += 1
+        kind = len(shape.groups), len(shape.pattern)
+        keyed.append((turns[kind], shape))
+        turns[kind] += 1
     return [shape for _, shape in sorted(keyed, key=lambda each: (each[0], each[1].seconds))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, pairwise, product
+from itertools import chain, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
@@ -23,8 +23,6 @@ _NEARLY = 1.05
 _STEPS = (8, 4, 2, 1)
 _MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
-_MOST_PAIRS = 256
-"""If two cuts may be at no more pairs of places than this, all of them are tried."""
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
 _MOST_TOGETHER = 2560
@@ -61,7 +59,7 @@ def improve(trials: Evaluator, start: Candidate, most_seconds: float, moves: Seq
 
 
 def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-    """Yields candidates with one cut moved, by ever fewer segments; where these are few, at last anywhere, or with two.
+    """Yields candidates with one cut moved, by ever fewer segments; where these are few, at last anywhere.
 
     What crosses may be much less at a place that is far away.
     """
@@ -74,22 +72,6 @@ def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         for s in range(1, len(starts)):
             for place in sorted(range(bounds[s - 1] + 1, bounds[s + 1]), key=lambda place: abs(place - starts[s])):
                 yield from _with_cut(start, s, place)
-        yield from _two_cuts(start, bounds)
-
-
-def _two_cuts(start: Candidate, bounds: Sequence[int]) -> Iterator[Candidate]:
-    """Yields candidates with two cuts moved: those of a stage anywhere, where places are few, and others by a step."""
-    starts = start.starts
-    for s in range(1, len(starts) - 1):
-        places = list(combinations(range(bounds[s - 1] + 1, bounds[s + 2]), 2))
-        for place in places if len(places) * len(starts) <= _MOST_PAIRS else ():
-            yield replace(start, starts=(*starts[:s], *place, *starts[s + 2 :]), choices=())
-    for one, other in combinations(range(1, len(starts)), 2):
-        for steps in product((-1, 1), repeat=2):
-            moved = {one: starts[one] + steps[0], other: starts[other] + steps[1]}
-            cuts = [moved.get(s, place) for s, place in enumerate(starts)]
-            if all(before < behind for before, behind in pairwise([*cuts, bounds[-1]])):
-                yield replace(start, starts=tuple(cuts), choices=())
 
 
 def _with_cut(start: Candidate, stage: int, place: int) -> Iterator[Candidate]:
@@ -168,7 +150,6 @@ class _Changes:
         for schedule, options in (*self._of_a_stage(), *self._by_rules()):
             yield self._with(schedule, options)
         yield from self._together()
-        yield from self._in_pairs()
 
     def _with(self, schedule: str, options: Options) -> Candidate:
         return replace(self.start, schedule=schedule, choices=choices_of(options))
@@ -197,26 +178,6 @@ class _Changes:
                 for each in self.schedules:
                     if self._may_run(each, chosen):
                         yield self._with(each, chosen)
-
-    def _in_pairs(self) -> Iterator[Candidate]:
-        """Yields ways of two stages together that are near to what they hold, if they are few."""
-        near = [list(self._near_ways(stage)) for stage in range(len(self.options))]
-        pairs = list(combinations(range(len(near)), 2))
-        if len(near) > 2 and sum(len(near[one]) * len(near[other]) for one, other in pairs) <= _MOST_TOGETHER:
-            for one, other in pairs:
-                for ways in product(near[one], near[other]):
-                    chosen = [*self.options]
-                    chosen[one], chosen[other] = ways
-                    if self._may_run(self.start.schedule, chosen):
-                        yield self._with(self.start.schedule, chosen)
-
-    def _near_ways(self, stage: int) -> Iterator[Option]:
-        now, share = self.options[stage], self.shares[stage]
-        most = self.planner.most_deferred(self.start, stage, self.counts)
-        depths = {now.in_flight} if self._has_fixed_depths else {now.in_flight + change for change in (-1, 0, 1)}
-        for depth in sorted(depths & set(range(1, share + 1)) | {now.in_flight}):
-            for deferred in sorted({min(max(now.deferred + change, 0), most) for change in (-2, -1, 0, 1, 2)}):
-                yield now._replace(in_flight=depth, deferred=deferred)
 
     def _may_run(self, schedule: str, options: Options) -> bool:
         """Returns whether options are deep enough for a schedule, and defer only where it does."""

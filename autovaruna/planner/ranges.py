@@ -1,17 +1,103 @@
-"""Holds what every range of segments of a graph has, and what its blocks wait for; splits a chain evenly."""
+"""Reads a profile at any micro-batch size, and holds what every range of segments of a graph has.
+
+Small micro-batches are not linear, so times and bytes are interpolated. Also says what blocks wait for, and splits a
+chain evenly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autovaruna.graph.records import Graph, Parameter, Size, Value
-from autovaruna.planner.cost_table import Array
+from autovaruna.profiler.records import Profile
+
+Array = NDArray[np.float64]
+_MOST_KNOWN = 16
+"""Sizes whose costs are kept: a search asks for the same few again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cost of each block at one micro-batch size; every array has one entry a block."""
+
+    micro_batch_size: float
+    forward_seconds: Array
+    backward_seconds: Array
+    saved_bytes: Array
+    work_bytes: Array
+    weight_seconds: Array
+    split_seconds: Array
+    deferred_bytes: Array
+
+    @property
+    def input_seconds(self) -> Array:
+        """Seconds of a backward that leaves its weight gradients for later."""
+        return np.maximum(self.backward_seconds - self.weight_seconds, 0.0) + self.split_seconds
+
+
+class CostTable:
+    """The costs of a profile as arrays, to be read at any micro-batch size.
+
+    Two rules keep noise out: a larger micro-batch never costs less than a smaller one, and below the smallest
+    measured size a cost falls no faster than in proportion.
+
+    Args:
+        profile: The profile.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
+        order = np.argsort(sizes)
+        self._sizes = sizes[order]
+        self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
+        self._last = lru_cache(maxsize=_MOST_KNOWN)(self._read)
+
+    def at(self, micro_batch_size: float) -> Costs:
+        """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
+        return self._last(micro_batch_size)
+
+    def _read(self, micro_batch_size: float) -> Costs:
+        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
+        return Costs(micro_batch_size, *arrays)
+
+
+_FIELDS = (
+    "forward_seconds",
+    "backward_seconds",
+    "saved_bytes",
+    "work_bytes",
+    "weight_seconds",
+    "split_seconds",
+    "deferred_bytes",
+)
+
+
+def _field(profile: Profile, name: str) -> Array:
+    return np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs], dtype=np.float64)
+
+
+def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
+    """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers."""
+    if len(sizes) == 1:
+        return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
+    right, share = _place(sizes, size)
+    row = rows[right - 1] + share * (rows[right] - rows[right - 1])
+    if size < sizes[0]:
+        row = np.maximum(row, rows[0] * (size / sizes[0]))
+    return np.asarray(row, dtype=np.float64)
+
+
+def _place(sizes: Array, size: float) -> tuple[int, float]:
+    """Returns the second of the two sizes to go by, and how far `size` lies between them."""
+    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+    return right, float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
+
 
 _ROWS = 32
 

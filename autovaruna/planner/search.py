@@ -12,7 +12,6 @@ import numpy as np
 
 from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cut_points import plan_with_cut_points
 from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
 from autovaruna.planner.grids import (
     Choice,
@@ -30,24 +29,32 @@ from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.memory.rank_memory import is_within
+from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
-from autovaruna.planner.records import Plan
-from autovaruna.planner.search_space import cut_positions, micro_batch_counts, stages_per_rank, zoomed_positions
-from autovaruna.planner.simplicity import Simplicity, what_was_given_up
+from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
+from autovaruna.planner.search_space import (
+    cut_positions,
+    micro_batch_counts,
+    plan_with_cut_points,
+    stages_per_rank,
+    zoomed_positions,
+)
 
 _log = logging.getLogger(__name__)
 
-_SHARED_SECONDS, _IMPROVING_SECONDS = 4.0, 8.0
+_QUICK_SECONDS, _SHARED_SECONDS, _IMPROVING_SECONDS = 2.0, 2.0, 8.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS, _MORE_STARTS = 4, 24
 """From so many regular and other plans moves begin, and from so many in all where there is time left."""
 _SHARE_OF_CHOICES = 0.1
+_SHARE_OF_A_ROUND = 0.2
+"""Where one move of each stage takes more of the time, of stages that share their ranks, these stay as they are."""
 _TINY = 100
 """Ranks times segments of a problem whose plans with several stages a rank are listed more fully."""
 _NEAR = 1.06
-_BOUNDING = 0.2
-"""The share of the seconds of several stages a rank in which bounds say what to simulate."""
+_BOUNDING_SECONDS = 2.0
+"""In which bounds say what to simulate of several stages a rank."""
 _FINE_SECONDS = 1.0
 """For cuts between the segments of a large graph."""
 _COUNTS, _NEAR_OF_A_FORMULA = 2, 1.1
@@ -212,16 +219,27 @@ class _Search:
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
             even = even_groups(planner, self.counts) if self._is_tiny else ()
             shapes = shapes_of_grids(planner, self.most_each, [*known, *even])
-        end = planner.spent_seconds + _SHARED_SECONDS
-        for shape in self._by_bound(shapes, planner.spent_seconds + _SHARED_SECONDS * _BOUNDING):
+        shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
+        for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
+            self._simulate_shapes(shapes, planner.spent_seconds + seconds, is_quick=is_quick)
+
+    def _simulate_shapes(self, shapes: Sequence[Shape], end: float, *, is_quick: bool) -> None:
+        """Simulates shapes until `spent_seconds` is at an end: quickly, or those fully that were best before."""
+        trials, planner, near = self.trials, self.planner, _NEAR if is_quick else WORTH
+
+        def seconds_of(candidates: Sequence[Candidate]) -> float:
+            return min(map(trials.seconds_of, candidates), default=math.inf)
+
+        every = [(shape, list(candidates_of(planner, shape))) for shape in shapes]
+        for shape, candidates in every if is_quick else sorted(every, key=lambda each: seconds_of(each[1])):
             self.progress("interleaving stages", 1.0 - max(end - planner.spent_seconds, 0.0) / _SHARED_SECONDS)
             if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
                 continue
             if planner.spent_seconds > end and trials.best:
                 trials.was_cut_short = True
                 break
-            for candidate in candidates_of(planner, shape):
-                found = trials.attempt(candidate, trials.least_seconds * WORTH)
+            for candidate in candidates:
+                found = trials.attempt(candidate, trials.least_seconds * near, is_quick=is_quick)
                 if found == math.inf and trials.is_long(candidate):
                     break
                 for move in (move_groups, move_cuts) if trials.best is None and trials.is_loose else ():
@@ -233,10 +251,15 @@ class _Search:
         """Whether cuts and ranks are so few that what a formula says of them means little."""
         return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
 
+    def _is_slow(self, shape: Shape) -> bool:
+        """Returns whether a shape takes so long to simulate that its first cuts have to stand for all."""
+        counts = [len(shape.groups[group]) for group in shape.pattern]
+        return least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
+
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
         """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
 
-        The best of each number of stages a rank come first, then the next best of each.
+        The best of each number of groups and stages come first, then the next best of each.
 
         Args:
             shapes: what promises most first.
@@ -246,11 +269,11 @@ class _Search:
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
-            some = islice(candidates_of(self.planner, shape), None if self._is_tiny else 1)
+            some = list(islice(candidates_of(self.planner, shape), 1 if self._is_slow(shape) else None))
             # What fits by its depths alone may recompute for no need.
-            is_tight = not self._is_tiny
-            plans = [(is_tight and self.planner.build(each)) or self.planner.build(each, free) for each in some]
-            bounded.append(shape._replace(seconds=min(self.planner.bound(plan) for plan in plans if plan)))
+            tight = [plan for each in some if self._is_slow(shape) and (plan := self.planner.build(each))]
+            plans = tight or [plan for each in some if (plan := self.planner.build(each, free))]
+            bounded.append(shape._replace(seconds=min(map(self.planner.bound, plans))))
         return varied(bounded)
 
     def _try_what_fits(self) -> None:
@@ -273,9 +296,12 @@ class _Search:
             if candidate is None or left <= 0:
                 break
             begun.add(_finer_kind(candidate))
-            if self.planner.step_costs(candidate) <= SHORT_SECONDS:  # or moves lead away before it is tried
+            cost = self.planner.step_costs(candidate)
+            is_slow = candidate.is_interleaved and cost * len(candidate.starts) > _IMPROVING_SECONDS * _SHARE_OF_A_ROUND
+            if cost <= SHORT_SECONDS:  # or moves lead away before it is tried
                 improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
-            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
+            own = (move_counts, move_ranks) if is_slow else moves
+            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), own)
 
     def _simplest(self) -> Plan:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""

@@ -1,4 +1,6 @@
-"""Decides whether the replicas of a stage share the optimizer's state: where memory is short, if a step gains by it.
+"""Decides whether the replicas of a stage share the optimizer's state, and which of them owns which parameter.
+
+It is shared where memory is short, if a step gains by it.
 
 A script then finds gradients of other replicas' parameters elsewhere: for time alone that is too high a price.
 """
@@ -6,7 +8,8 @@ A script then finds gradients of other replicas' parameters elsewhere: for time 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autovaruna.config.settings import Sharing
@@ -55,3 +58,25 @@ def _lacks_memory(plan: Plan, problem: Problem) -> bool:
     """Says whether less state might allow another plan."""
     pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
     return any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
+
+
+def share_out(num_bytes: Mapping[str, float], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the owner of each parameter: the largest first, to the holder that owns least so far.
+
+    A whole parameter has one owner, so that any optimizer may step that updates parameters by themselves. (Rajbhandari
+    et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1; theirs are equal
+    ranges of elements.)
+
+    The rank that owns most owns at most 4/3 of what it would in the best division, with equal holders. (Graham, "Bounds
+    on multiprocessing timing anomalies", 1969, theorem 3.)
+
+    Args:
+        num_bytes: Of each parameter that is trained.
+        holders: The ranks that hold it.
+    """
+    owned: Counter[int] = Counter()
+    owners: dict[str, int] = {}
+    for name in sorted(num_bytes, key=lambda name: (len(holders[name]) > 1, -num_bytes[name], name)):
+        owners[name] = min(holders[name], key=lambda rank: (owned[rank], rank))
+        owned[owners[name]] += num_bytes[name]  # type: ignore[assignment]
+    return {name: owner for name, owner in owners.items() if len(holders[name]) > 1}

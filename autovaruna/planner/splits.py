@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autovaruna.planner.bounds.range_bounds import waits_of
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.recompute_options import RecomputeOptions, RecomputeOptionsWithin
+from autovaruna.planner.memory.stage_memory import RecomputeOptions, RecomputeOptionsWithin
 from autovaruna.planner.placement import is_uniform
+from autovaruna.planner.ranges import Array
 from autovaruna.schedule.pipeline import share_of
 
 Near = tuple[bool, bool]

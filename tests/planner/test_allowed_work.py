@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autovaruna.planner.cost_table import Array
-from autovaruna.planner.memory.recompute_options import RecomputeOptions
-from autovaruna.planner.memory.stage_memory import StageBytes
+from autovaruna.planner.memory.stage_memory import RecomputeOptions, StageBytes
+from autovaruna.planner.ranges import Array
 
 SHAPE = (9, 7)
 

@@ -8,10 +8,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables, partition_chain
+from autovaruna.planner.ranges import Array, RangeTables, partition_chain
 from autovaruna.planner.splits import ReplicaSearch
 from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.cost_table import CostTable
+from autovaruna.planner.ranges import CostTable
 from autovaruna.profiler.records import BlockCost, Profile
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.bounds.range_bounds import Computed, Demand, Listed, Needs
-from autovaruna.planner.memory.recompute_options import RecomputeOption
+from autovaruna.planner.memory.stage_memory import RecomputeOption
 
 
 def listed(dice: np.random.Generator, num_ranges: int) -> Needs:

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.cost_table import Array, CostTable
-from autovaruna.planner.cut_points import stage_blocks
 from autovaruna.planner.memory.stage_memory import (
     Holdings,
     HoldingsByRange,
@@ -22,7 +20,8 @@ from autovaruna.planner.memory.stage_memory import (
     holdings_of_stage,
 )
 from autovaruna.planner.prediction import Edges
-from autovaruna.planner.ranges import RangeTables, gradient_bytes
+from autovaruna.planner.ranges import Array, CostTable, RangeTables, gradient_bytes
+from autovaruna.planner.search_space import stage_blocks
 from tests.planner.cases import make_graph, make_profile
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.bounds.memory_bound import lost_seconds
-from autovaruna.planner.bounds.proof import bound_of_all
+from autovaruna.planner.bounds.proof import bound_of_all, lost_seconds
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables

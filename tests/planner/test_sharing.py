@@ -15,8 +15,7 @@ from autovaruna.planner.deployment import Fingerprint, deployment_of, load, memo
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.shares import share_out
-from autovaruna.planner.sharing import plan_with_sharing
+from autovaruna.planner.sharing import plan_with_sharing, share_out
 from autovaruna.profiler.records import OptimizerCost
 from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem, make_uneven

@@ -8,9 +8,8 @@ import pytest
 
 from autovaruna.planner.grids import Grid, grids_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.records import Plan
+from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
 from autovaruna.planner.search import make_plan, plan_and_choices
-from autovaruna.planner.simplicity import Simplicity, what_was_given_up
 from autovaruna.planner.table import explain
 from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem
@@ -67,8 +66,14 @@ def test_of_two_plans_what_makes_the_simpler_one_so_is_named() -> None:
     assert "several stages a rank" in named(stages=(first, replace(last, ranks=first.ranks)))
     assert "the schedule zero_bubble" in named(schedule="zero_bubble")
     assert "64 micro-batches" in named(num_micro_batches=64)
+    assert "micro-batches of unequal sizes" in named(num_micro_batches=7, micro_batch_size=8 / 7)
     assert "other cuts is predicted 10.0% faster" in named()
     assert not what_was_given_up(plain, plain)
+
+
+def test_micro_batches_of_one_size_are_simpler_than_fewer_of_unequal_sizes() -> None:
+    plan = make_plan(make_problem(8, 2, 8, num_stages=2, num_micro_batches=8))
+    assert Simplicity.of(plan) < Simplicity.of(replace(plan, num_micro_batches=7, micro_batch_size=8 / 7))
 
 
 def test_all_grids_are_rows_of_the_table() -> None:

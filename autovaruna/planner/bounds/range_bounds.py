@@ -13,11 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autovaruna.graph.records import Value
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.recompute_options import ROUNDING, RecomputeOption
-from autovaruna.planner.memory.stage_memory import deepest
-from autovaruna.planner.ranges import Flow
+from autovaruna.planner.memory.stage_memory import ROUNDING, RecomputeOption, deepest
+from autovaruna.planner.ranges import Array, Flow
 from autovaruna.profiler.records import Cluster, LinkCost
 
 

@@ -140,12 +140,6 @@ def fit(sized: SizedProblem, options: Sequence[Option], limits: Sequence[float])
     return fitted
 
 
-def fits(sized: SizedProblem, options: Sequence[Option], limits: Sequence[float]) -> bool:
-    """Returns whether the stages fit into the memory of their ranks as they are."""
-    tightest = _tightest(sized, options, limits)
-    return all(_total(sized, _of_rank(options, shared)) <= limit for shared, limit in tightest.items())
-
-
 def _of_rank(options: Sequence[Option], shared: Sequence[Share]) -> list[Option]:
     return [options[stage]._replace(is_short=True) if is_short else options[stage] for stage, is_short in shared]
 
