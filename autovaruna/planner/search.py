@@ -273,7 +273,7 @@ class _Search:
             # What fits by its depths alone may recompute for no need.
             tight = [plan for each in some if self._is_slow(shape) and (plan := self.planner.build(each))]
             plans = tight or [plan for each in some if (plan := self.planner.build(each, free))]
-            bounded.append(shape._replace(seconds=min(map(self.planner.bound, plans))))
+            bounded.append(shape._replace(seconds=min(map(self.planner.bound, plans), default=math.inf)))
         return varied(bounded)
 
     def _try_what_fits(self) -> None:
