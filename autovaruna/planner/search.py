@@ -48,8 +48,6 @@ _QUICK_SECONDS, _SHARED_SECONDS, _IMPROVING_SECONDS = 2.0, 2.0, 8.0
 _STARTS, _MORE_STARTS = 4, 24
 """From so many regular and other plans moves begin, and from so many in all where there is time left."""
 _SHARE_OF_CHOICES = 0.1
-_SHARE_OF_A_ROUND = 0.2
-"""Where one move of each stage takes more of the time, of stages that share their ranks, these stay as they are."""
 _TINY = 100
 """Ranks times segments of a problem whose plans with several stages a rank are listed more fully."""
 _NEAR = 1.06
@@ -296,12 +294,9 @@ class _Search:
             if candidate is None or left <= 0:
                 break
             begun.add(_finer_kind(candidate))
-            cost = self.planner.step_costs(candidate)
-            is_slow = candidate.is_interleaved and cost * len(candidate.starts) > _IMPROVING_SECONDS * _SHARE_OF_A_ROUND
-            if cost <= SHORT_SECONDS:  # or moves lead away before it is tried
+            if self.planner.step_costs(candidate) <= SHORT_SECONDS:  # or moves lead away before it is tried
                 improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
-            own = (move_counts, move_ranks) if is_slow else moves
-            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), own)
+            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
 
     def _simplest(self) -> Plan:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
