@@ -16,6 +16,6 @@ def spare_collector() -> None:
 
 def look_for_a_moment() -> None:
     """Has ranks that are processes look at their speeds as shortly as those that are threads do."""
-    from autovaruna.profiler import time  # not at the top: torch comes with it
+    from autovaruna.profiler import measure  # not at the top: torch comes with it
 
-    time._LEAST_SECONDS = time._MOST_SECONDS = 0.0
+    measure._LEAST_SECONDS = measure._MOST_SECONDS = 0.0
