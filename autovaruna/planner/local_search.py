@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, combinations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
@@ -150,6 +150,7 @@ class _Changes:
         for schedule, options in (*self._of_a_stage(), *self._by_rules()):
             yield self._with(schedule, options)
         yield from self._together()
+        yield from self._in_pairs()
 
     def _with(self, schedule: str, options: Options) -> Candidate:
         return replace(self.start, schedule=schedule, choices=choices_of(options))
@@ -178,6 +179,26 @@ class _Changes:
                 for each in self.schedules:
                     if self._may_run(each, chosen):
                         yield self._with(each, chosen)
+
+    def _in_pairs(self) -> Iterator[Candidate]:
+        """Yields ways of two stages together that are near to what they hold, if they are few."""
+        near = [list(self._near_ways(stage)) for stage in range(len(self.options))]
+        pairs = list(combinations(range(len(near)), 2))
+        if len(near) > 2 and sum(len(near[one]) * len(near[other]) for one, other in pairs) <= _MOST_TOGETHER:
+            for one, other in pairs:
+                for ways in product(near[one], near[other]):
+                    chosen = [*self.options]
+                    chosen[one], chosen[other] = ways
+                    if self._may_run(self.start.schedule, chosen):
+                        yield self._with(self.start.schedule, chosen)
+
+    def _near_ways(self, stage: int) -> Iterator[Option]:
+        now, share = self.options[stage], self.shares[stage]
+        most = self.planner.most_deferred(self.start, stage, self.counts)
+        depths = {now.in_flight} if self._has_fixed_depths else {now.in_flight + change for change in (-1, 0, 1)}
+        for depth in sorted(depths & set(range(1, share + 1)) | {now.in_flight}):
+            for deferred in sorted({min(max(now.deferred + change, 0), most) for change in (-2, -1, 0, 1, 2)}):
+                yield now._replace(in_flight=depth, deferred=deferred)
 
     def _may_run(self, schedule: str, options: Options) -> bool:
         """Returns whether options are deep enough for a schedule, and defer only where it does."""

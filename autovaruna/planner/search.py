@@ -219,18 +219,20 @@ class _Search:
             shapes = shapes_of_grids(planner, self.most_each, [*known, *even])
         shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
         for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
-            self._simulate_shapes(shapes, planner.spent_seconds + seconds, is_quick=is_quick)
+            self._simulate_shapes(shapes, seconds, is_quick=is_quick)
 
-    def _simulate_shapes(self, shapes: Sequence[Shape], end: float, *, is_quick: bool) -> None:
-        """Simulates shapes until `spent_seconds` is at an end: quickly, or those fully that were best before."""
+    def _simulate_shapes(self, shapes: Sequence[Shape], seconds: float, *, is_quick: bool) -> None:
+        """Simulates shapes for so many of `spent_seconds`: quickly, or those fully that were best before."""
         trials, planner, near = self.trials, self.planner, _NEAR if is_quick else WORTH
+        end = planner.spent_seconds + seconds
 
         def seconds_of(candidates: Sequence[Candidate]) -> float:
             return min(map(trials.seconds_of, candidates), default=math.inf)
 
         every = [(shape, list(candidates_of(planner, shape))) for shape in shapes]
         for shape, candidates in every if is_quick else sorted(every, key=lambda each: seconds_of(each[1])):
-            self.progress("interleaving stages", 1.0 - max(end - planner.spent_seconds, 0.0) / _SHARED_SECONDS)
+            left = (end - planner.spent_seconds) / seconds
+            self.progress("interleaving stages", 1.0 - min(max(left, 0.0), 1.0))
             if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
                 continue
             if planner.spent_seconds > end and trials.best:

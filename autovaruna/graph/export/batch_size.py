@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -196,7 +197,14 @@ def _open_ranges(shapes: ShapeEnv, lengths: set[Any]) -> list[tuple[int, str]]:
 
 @lru_cache(maxsize=4096)
 def _holds_up_to(condition: sympy.Basic) -> int:
-    """Returns the greatest of some sizes up to which a condition on one size holds; 0: there is none, or not all."""
-    holds = [condition.xreplace(dict.fromkeys(condition.free_symbols, size)) == sympy.true for size in _SIZES]
-    held = holds.index(False) if False in holds else len(holds)
-    return 0 if not held or any(holds[held:]) else _SIZES[held - 1]
+    """Returns the greatest size up to which a condition on one size holds; 0: there is none, or it holds above, too."""
+
+    def fails(size: int) -> bool:
+        return bool(condition.xreplace(dict.fromkeys(condition.free_symbols, size)) != sympy.true)
+
+    failing = [fails(size) for size in _SIZES]
+    held = failing.index(True) if True in failing else len(failing)
+    if not held or not all(failing[held:]):
+        return 0
+    between = range(_SIZES[held - 1], _SIZES[min(held, len(failing) - 1)])
+    return between[0] + bisect_left(between, True, key=fails) - 1 if between else _SIZES[-1]
