@@ -47,6 +47,8 @@ _QUICK_SECONDS, _SHARED_SECONDS, _IMPROVING_SECONDS = 2.0, 2.0, 8.0
 """What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
 _STARTS, _MORE_STARTS = 4, 24
 """From so many regular and other plans moves begin, and from so many in all where there is time left."""
+_MOST_OF_A_ROW = 0.25
+"""What the simulation of a choice may take that is far from the best, and only a row of the table."""
 _SHARE_OF_CHOICES = 0.1
 _TINY = 100
 """Ranks times segments of a problem whose plans with several stages a rank are listed more fully."""
@@ -143,7 +145,7 @@ class _Search:
         self._improve()
         if self.has_all_rows and not self.problem.constraints.stage_ranks:
             grids = grids_of(self.problem, self.tables.num_segments)
-            self._simulate([grid for grid in grids if grid not in self.rows], math.inf)
+            self._simulate([grid for grid in grids if grid not in self.rows], math.inf, _MOST_OF_A_ROW)
         self.found = self._proven(self._with_finer_cuts(self._simplest()))
         return self.found
 
@@ -173,21 +175,32 @@ class _Search:
             return
         self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
 
-    def _simulate(self, grids: Sequence[Grid], near: float) -> None:
-        """Simulates regular grids, but those that take more than `near` times the least seconds."""
-        trials = self.trials
+    def _simulate(self, grids: Sequence[Grid], near: float, most_each: float = math.inf) -> None:
+        """Simulates regular grids, but those that take more than `near` times the least seconds.
+
+        Args:
+            grids: which ones.
+            near: how many times.
+            most_each: those are left out whose simulation takes longer.
+        """
+        trials, num_long = self.trials, 0
 
         def is_open(grid: Grid) -> bool:
             return even_seconds(self.planner, grid) < trials.least_seconds * near
 
         for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
             self.progress("simulating grids", done / len(grids))
+            if candidates and self.planner.step_costs(candidates[0]) > most_each:
+                num_long += 1
+                continue
             least = trials.least_seconds * near
             for candidate in trials.few_if_long(candidates):
                 seconds = trials.attempt(candidate, least)
                 if seconds < least:
                     least = seconds
                     self.rows.add(grid)
+        if num_long:
+            _log.warning("the table is without %d slow choices that take too long to simulate", num_long)
 
     def _try_unequal_replicas(self) -> None:
         """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""
