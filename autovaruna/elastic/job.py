@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -30,6 +31,8 @@ from autovaruna.runtime.progress import JobPlace
 
 Grid = Sequence[Sequence[int]]
 
+_SILENT_SECONDS = 2.0
+"""How long the output of an mpirun that has ended may be silent and still go on."""
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 
 
@@ -50,28 +53,40 @@ class Output:
     ) -> None:
         self.has_started = False
         self.ended: dict[int, int] = {}
+        self._num_read = dict[int, int]()
+        self._num_passed_on = dict[int, int]()
         self._on_start = on_start
         self._on_end = on_end
         self._threads: list[threading.Thread] = []
 
     def follow(self, stream: IO[bytes], target: IO[str]) -> None:
         """Starts to pass the lines of a stream on."""
-        thread = threading.Thread(target=self._pump, args=(stream, target), daemon=True)
+        number = len(self._threads)
+        self._num_read[number] = self._num_passed_on[number] = 0
+        thread = threading.Thread(target=self._pump, args=(stream, target, number), daemon=True)
         thread.start()
         self._threads.append(thread)
 
     def wait(self) -> None:
-        """Returns when the streams have ended."""
-        for thread in self._threads:
-            thread.join()
+        """Returns when the streams have ended, or are silent: what an mpirun leaves that was killed may hold them."""
+        known: dict[int, int] = {}
+        while not known or known != self._num_read or known != self._num_passed_on:
+            known, deadline = self._num_read.copy(), time.monotonic() + _SILENT_SECONDS
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if not any(thread.is_alive() for thread in self._threads):
+                return
 
-    def _pump(self, stream: IO[bytes], target: IO[str]) -> None:
+    def _pump(self, stream: IO[bytes], target: IO[str], number: int) -> None:
         is_lost = False  # the stream is read to its end all the same, or the job would stand still
-        for line in stream:
-            for piece in pieces_of(line.decode(errors="replace")):
-                shown = self._shown(piece)
-                if shown is not None and not is_lost:
-                    is_lost = not _write(target, shown)
+        with stream:
+            for line in stream:
+                self._num_read[number] += 1
+                for piece in pieces_of(line.decode(errors="replace")):
+                    shown = self._shown(piece)
+                    if shown is not None and not is_lost:
+                        is_lost = not _write(target, shown)
+                self._num_passed_on[number] += 1
 
     def _shown(self, line: str) -> str | None:
         """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
@@ -261,8 +276,6 @@ class Job:
         own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
         shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
         self.output.wait()
-        for stream in filter(None, (self._process.stdout, self._process.stderr)):
-            stream.close()
         if not self.output.has_started and status and not self._num_ends:
             sys.stderr.write(
                 f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "

@@ -34,7 +34,7 @@ DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
 _NO_PROGRESS = 3
-"""How often in a row the job is started again without having come any further."""
+"""How often the job is started again after a fault of its own without having come any further."""
 
 
 class Manager:
@@ -193,13 +193,13 @@ class Manager:
         while now - self._starts[0] > _HOUR:
             self._starts.popleft()
         step = self._watch.num_steps
-        self._num_in_vain = 0 if step > self._best_step or not outcome.is_fault else self._num_in_vain + 1
+        self._num_in_vain = 0 if step > self._best_step else self._num_in_vain + bool(outcome.error)
         self._best_step = max(step, self._best_step)
         if len(self._starts) > self._ways.max_restarts:
             self._log.note("given_up", f"{len(self._starts)} starts again within an hour: the job is given up")
             return 1
         if self._num_in_vain >= _NO_PROGRESS:
-            self._log.note("given_up", f"{_NO_PROGRESS} runs in a row came no further: the job is given up")
+            self._log.note("given_up", f"{_NO_PROGRESS} runs failed and came no further: the job is given up")
             return outcome.error
         return None
 

@@ -24,6 +24,8 @@ from autovaruna.runtime.progress import JobPlace
 LEFT = 75
 """What a rank ends with that has left at a step's border."""
 _LEAVE_SECONDS = 120.0
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+"""What ends ranks that have done nothing; other signals are their own doing."""
 
 
 @dataclass
@@ -33,17 +35,15 @@ class Outcome:
     Attributes:
         why: in words.
         status: what the whole job ends with; None: it goes on.
-        error: what a rank's script has ended with, if it was that.
+        error: the job's own fault, what it ends with if that comes again and again; 0: it was ended from outside.
         lost: hosts that do not answer any more.
-        is_fault: whether something has failed, in contrast to what was asked for.
         began: when it was noticed, on the monotonic clock, seconds.
     """
 
     why: str
     status: int | None = None
-    error: int = 1
+    error: int = 0
     lost: tuple[str, ...] = ()
-    is_fault: bool = True
     began: float = field(default_factory=time.monotonic)
 
 
@@ -154,19 +154,20 @@ class Run:
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
         if (hang := self.watch.hang()) is not None:
-            return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}")
+            return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=1)
         return None
 
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
         """Returns the outcome where mpirun has ended, and no rank has said that it failed."""
         lost = self._hosts.take_now(self._own, self.watch)
         if status == 0 and not self.watch.hosts_that_hear:
-            return Outcome("the job has finished", 0, is_fault=False)
+            return Outcome("the job has finished", 0)
         if leaving is not None or self.watch.hosts_that_hear:
             return leaving or self._left_by_itself()
         why = f"mpirun ended with status {status} before every rank had finished"
-        goes_on = self.job.output.has_started or self._has_state or status == 128 + signal.SIGKILL
-        return self._or_lost(lost, Outcome(why, None if goes_on else status or 1, error=status or 1))
+        is_struck = self.job.output.has_started or status == 128 + signal.SIGKILL
+        goes_on, error = is_struck or self._has_state, status or 1
+        return self._or_lost(lost, Outcome(why, None if goes_on else error, error=0 if is_struck else error))
 
     def _by_rank(self, rank: int, status: int) -> Outcome:
         """Returns the outcome where a rank has ended: for what its script did, or after another one.
@@ -180,7 +181,9 @@ class Run:
                 return Outcome(self.watch.words_of_gone(ended) or f"rank {rank} has lost other ranks")
             rank, status = first
         if status < 0:
-            return Outcome(f"rank {rank} was ended by {signal.Signals(-status).name}")
+            killed = signal.Signals(-status)
+            error = 0 if killed in _FROM_OUTSIDE else 128 + killed
+            return Outcome(f"rank {rank} was ended by {killed.name}", error=error)
         goes_on = self.watch.holds_any or self._has_state
         return Outcome(f"rank {rank} ended with status {status}", None if goes_on else status, error=status)
 
@@ -197,16 +200,16 @@ class Run:
         self._hosts.noticed |= dict.fromkeys(hosts, float("inf"))
         if not self._hosts.usable():
             self._hosts.noticed.clear()  # there is no other host: the job goes on here, as long as it may
-        return Outcome(f"a signal asked ranks on {', '.join(hosts) or 'a host'} to end", is_fault=False)
+        return Outcome(f"a signal asked ranks on {', '.join(hosts) or 'a host'} to end")
 
     # what is asked for
 
     def _reason_to_leave(self, signals: Sequence[signal.Signals]) -> Outcome | None:
         """Returns why the run should end at the next border, and the job go on elsewhere; None: it should not."""
         if signals:
-            return Outcome(f"{signals[0].name} came", LEFT, is_fault=False)
+            return Outcome(f"{signals[0].name} came", LEFT)
         why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
-        return Outcome(why, is_fault=False) if why else None
+        return Outcome(why) if why else None
 
     def _unwanted_host(self) -> str:
         """Says which host of the run is to be left; empty: none."""

@@ -6,7 +6,9 @@ import argparse
 import io
 import json
 import os
+import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -127,7 +129,7 @@ def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.
     output.follow(stream, os.fdopen(writer, "w", closefd=False))
     output.wait()
     os.close(writer)
-    assert not stream.read() and capsys.readouterr().err.count("the output is lost from here on") == 1
+    assert stream.closed and capsys.readouterr().err.count("the output is lost from here on") == 1
 
 
 def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
@@ -183,6 +185,20 @@ def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pyte
 def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_varuna.main(["--machine_list", "machines", "nowhere.py"]) == 2
     assert "no script nowhere.py" in capsys.readouterr().err
+
+
+def test_a_process_that_holds_the_output_of_an_mpirun_that_was_killed_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpirun = tmp_path / "bin" / "mpirun"
+    mpirun.parent.mkdir()
+    mpirun.write_text("#!/bin/sh\nsleep 60 &\nkill -KILL $$\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setattr("autovaruna.elastic.job.find_mpirun", lambda: str(mpirun))
+    read, grid = run_varuna.choose(read_options(options()))
+    began = time.monotonic()
+    assert Job(read, grid).run() == 128 + signal.SIGKILL
+    assert time.monotonic() - began < 20.0
 
 
 def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
