@@ -75,7 +75,8 @@ class Planning:
         saved = load_measured(options.profile, Profile) if options.profile else None
         is_simulated = self.device is not None or saved is not None
         make_optimizer(options.optimizer)  # a mistake is told before the model is traced
-        self.target = load_target(options.target, self.settings, _CPU if is_simulated else None)
+        device = _CPU if is_simulated else None
+        self.target = load_target(options.target, self.settings, device, has_weights=not is_simulated)
         self.traced = self.target.traced
         optimizer = make_optimizer(options.optimizer, [*self.target.model.parameters()])
         self.optimizer_bytes_factor = optimizer_factor(optimizer, self.settings)

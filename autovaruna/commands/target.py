@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError
@@ -46,14 +48,38 @@ class Target:
         return self.traced.call.batch_size
 
 
-def load_target(name: str, settings: Settings, device: torch.device | None = None) -> Target:
+class _WithoutRandomNumbers(TorchFunctionMode):
+    """Leaves tensors as they are that were to be filled with random numbers."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWING:  # of a tensor, of torch.nn.init, or what stands for that
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+_DRAWING = {"uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"}
+
+
+def load_target(
+    name: str, settings: Settings, device: torch.device | None = None, *, has_weights: bool = True
+) -> Target:
     """Builds and traces the model that a function returns.
+
+    Args:
+        name: of the function.
+        settings: of the run.
+        device: where the model is to run; None: where it is.
+        has_weights: whether the model gets its random weights, which take long to draw and a plan does not need.
 
     Raises:
         InputError: there is no such function, it raises, or it returns something else.
         TraceError: the model cannot be traced.
     """
-    model, args, kwargs = _returned(name, _call(name, _find(name)))
+    with nullcontext() if has_weights else _WithoutRandomNumbers():
+        model, args, kwargs = _returned(name, _call(name, _find(name)))
     tensors, call = describe(model, args, kwargs, settings.batch_inputs, batch_dims=settings.batch_dims)
     if call.batch_size < 1:
         raise InputError(f"{name} returned a call of no samples. Expected a batch of one or more. {_EXPECTED}.")

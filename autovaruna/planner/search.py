@@ -107,6 +107,13 @@ def plan_and_choices(
     return plan, next(each.choices() for each in searches if each.found and each.found.stages == plan.stages)
 
 
+def least_grid_seconds(problem: Problem) -> float:
+    """Returns the least seconds of the regular grids of a problem, infinite if none fits: soon known."""
+    search = _Search(problem, lambda what, share: None, TablesOfGraph(problem.graph), has_all_rows=False)
+    search.try_grids()
+    return search.trials.least_seconds
+
+
 class _Search:
     """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all.
 
@@ -150,7 +157,7 @@ class _Search:
         return self.found
 
     def _try_all(self) -> None:
-        self._try_grids()
+        self.try_grids()
         self._try_unequal_replicas()
         self._try_several_stages_a_rank()
 
@@ -165,7 +172,7 @@ class _Search:
         rows = [choice_of(plan, self.problem.global_batch_size) for plan in best.values()]
         return sorted(rows, key=lambda choice: (choice.step_seconds, choice.num_stages))
 
-    def _try_grids(self) -> None:
+    def try_grids(self) -> None:
         """Simulates every regular grid, or the stages on the ranks that they are to have."""
         if self.problem.constraints.stage_ranks:
             for count in self.counts:

@@ -16,9 +16,12 @@ from autovaruna.config.settings import Sharing
 from autovaruna.errors import PlanError
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
+from autovaruna.planner.search import least_grid_seconds
 
 WORTH = 0.98
 """State is shared for steps that take no more than this share: each replica has all gradients otherwise."""
+_GAIN = 0.99
+"""Where not even the best regular grid gains so much, no plan is looked for."""
 _FULL = 0.5
 """Of its memory, more than which a rank holds where less state might give another plan."""
 
@@ -48,7 +51,7 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
         except PlanError as error:
             _log.debug("nor is there a plan with shared state: %s", error)
         raise
-    if not _lacks_memory(plan, problem):
+    if not _lacks_memory(plan, problem) or least_grid_seconds(with_shares) > _GAIN * least_grid_seconds(problem):
         return plan
     shared = make(with_shares)
     return shared if shared.predicted_seconds <= WORTH * plan.predicted_seconds else plan

@@ -88,6 +88,13 @@ def test_without_a_device_this_machine_is_measured_and_links_are_assumed(capsys:
     assert "links are assumed" in printed and "roofline" not in printed
 
 
+def test_weights_are_drawn_where_they_are_measured_alone(capsys: Any, device: str) -> None:
+    targets.drawn.clear()
+    for more in (["--device", device], []):
+        assert plan(f"{HERE}:mlp_of_drawn_weights", "--ranks", "2", *more) == 0
+    assert targets.drawn == [False, True]
+
+
 def test_a_run_loads_the_plan_that_was_made_without_it(tmp_path: Path, device: str, caplog: Any) -> None:
     """The device, the memory limit, the settings and the batch are those of the run."""
     output = tmp_path / "plan.json"
