@@ -8,22 +8,13 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
-from autovaruna.commands import config, measure, notify, plan, run, show, simulate, trace
 from autovaruna.commands.printing import hush
 from autovaruna.errors import AutoVarunaError
 
-_COMMANDS = {
-    "run": run,
-    "notify": notify,
-    "config": config,
-    "show": show,
-    "measure": measure,
-    "plan": plan,
-    "simulate": simulate,
-    "trace": trace,
-}
+_COMMANDS = ("run", "notify", "config", "show", "measure", "plan", "simulate", "trace")
 
 _RARELY = 10_000_000, 50, 100
 _INTERRUPTED = 128 + 2
@@ -34,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     That of ``run`` is the job's.
     """
-    options = _parser().parse_args(arguments)
+    options = parser_of(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     try:
-        status = _COMMANDS[options.command].run(options)
+        status = _module(options.command).run(options)
     except AutoVarunaError as error:
         sys.stderr.write(f"autovaruna: {error}\n")
         return 1
@@ -46,12 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns a parser of the command that comes first; of all, if none does.
+
+    Most commands import torch, which takes seconds and memory; those that live long or run often do not.
+    """
     parser = argparse.ArgumentParser(prog="autovaruna", description="Plans, measures, and shows both.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in _COMMANDS.items():
+    for name in arguments[:1] if arguments[:1] and arguments[0] in _COMMANDS else _COMMANDS:
+        command = _module(name)
         command.add_options(commands.add_parser(name, help=command.HELP, description=command.__doc__))
     return parser
+
+
+def _module(command: str) -> Any:
+    return import_module(f"autovaruna.commands.{command}")
 
 
 def collect_rarely() -> None:

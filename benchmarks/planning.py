@@ -50,7 +50,7 @@ def build_bert(num_layers: int):
 
 def run_one(kind: str, num_layers: int, num_ranks: int) -> dict[str, object]:
     """Plans one model in this process, and returns what that took."""
-    from autovaruna.__main__ import _parser, collect_rarely
+    from autovaruna.__main__ import collect_rarely, parser_of
 
     collect_rarely()  # before torch is imported, as in the command
 
@@ -75,7 +75,7 @@ def run_one(kind: str, num_layers: int, num_ranks: int) -> dict[str, object]:
     more = ["--memory", "32GiB"] if kind == "bert" else _memory(num_layers, num_ranks)
     target = f"{__file__}:{kind}_{num_layers}"
     arguments = ["plan", target, "--ranks", str(num_ranks), "--ranks-per-host", "8", "--device", "h100", *more]
-    plan = planning.Planning(_parser().parse_args([*arguments, "--batch-size", str(batch)])).plan
+    plan = planning.Planning(parser_of(["plan"]).parse_args([*arguments, "--batch-size", str(batch)])).plan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {"total": process_time(), "peak": peak, "stages": plan.num_stages, "gap": plan.gap, **phases}
 

@@ -67,6 +67,12 @@ def test_without_a_command_the_usage_is_printed(capsys):
     assert "usage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "notify", "show"])
+def test_a_command_that_needs_no_torch_does_not_import_it(command):
+    code = f"import autovaruna.__main__ as it, sys; it.parser_of(['{command}']); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 def test_the_installed_command_is_the_same_program(tmp_path, conf):
     """An installation has it beside its Python; it ends as ``python -m autovaruna`` does."""
     entry = re.search(r'"autovaruna = (.+):(.+)"', (Path(__file__).parents[1] / "setup.py").read_text())
