@@ -22,6 +22,8 @@ from autovaruna.schedule.pipeline import share_of, textbook_depth
 
 _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
+_FEW_RANKS = 4
+"""Of which every split into groups is tried, where there are few segments too."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
 _MOST_PLANS = 2048
@@ -114,8 +116,10 @@ def even_seconds(planner: Planner, grid: Grid) -> float:
     return (share * part + fill) / max(planner.problem.cluster.speeds)
 
 
-def even_groups(planner: Planner, counts: Sequence[int]) -> Iterator[tuple[float, Ranks, int]]:
-    """Yields equally many ranks for each stage, in every order, with M, and about what a step takes.
+def groups_of_few(planner: Planner, counts: Sequence[int]) -> Iterator[tuple[float, Ranks, int]]:
+    """Yields ranks for each of several stages, in every order, with M, and about what a step takes.
+
+    Of more than a few ranks each stage has equally many.
 
     Args:
         planner: of the problem.
@@ -123,10 +127,13 @@ def even_groups(planner: Planner, counts: Sequence[int]) -> Iterator[tuple[float
     """
     problem = planner.problem
     num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
-    for order, number, count in product(rank_orders(problem, _MOST_ORDERS), range(2, num_ranks + 1), counts):
-        grid = Grid(number, min(forced or num_ranks // number, count), count)
-        if number * grid.num_replicas <= num_ranks:
-            yield even_seconds(planner, grid), in_a_row(problem, order, [grid.num_replicas] * number), count
+    for order, count in product(rank_orders(problem, _MOST_ORDERS), counts):
+        each = {(min(forced or num_ranks // number, count),) * number for number in range(2, num_ranks + 1)}
+        every = each if forced or num_ranks > _FEW_RANKS else each | set(_splits(num_ranks))
+        for replicas in sorted(every):
+            if len(replicas) > 1 and sum(replicas) <= num_ranks and max(replicas) <= count:
+                work = count * float(planner.sized(count).step_seconds.sum()) / max(problem.cluster.speeds)
+                yield work / sum(replicas), in_a_row(problem, order, list(replicas)), count
 
 
 def cut_grids(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ _SHARE_OF_OWN = (0.25, 0.05)
 """What a stage's own seconds count beside those of its group, ever less: stages of very uneven sizes fill slowly."""
 _WIDEST = 4.0
 _FEW_STAGES = 8
+_FEW_CUTS = 6
+"""If there are no more ways to cut the segments, each is tried."""
 _FEW_GROUPS = 4
 """Of no more groups than these some may have a stage more than others."""
 
@@ -190,7 +193,7 @@ def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Seq
 
 
 def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
-    """Yields a shape with cuts that are ever more even, and for few ranks with those that suit their memory."""
+    """Yields a shape with cuts that are ever more even, for few ranks with those that suit their memory, or all."""
     sized = planner.sized(shape.num_micro_batches)
     work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
     ranks = tuple(shape.groups[group] for group in shape.pattern)
@@ -200,6 +203,10 @@ def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
         suited = cut_for_ranks(planner, shape.num_micro_batches, ranks)
         if suited:
             yield suited
+    segments, num_cuts = planner.tables.num_segments, len(ranks) - 1
+    if math.comb(segments - 1, num_cuts) <= _FEW_CUTS:
+        for inner in combinations(range(1, segments), num_cuts):
+            yield Candidate((0, *inner), ranks, shape.num_micro_batches)
 
 
 def _loads(planner: Planner, groups: Ranks, count: int) -> list[float]:

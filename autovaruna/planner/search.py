@@ -20,9 +20,9 @@ from autovaruna.planner.grids import (
     cut_for_ranks,
     cut_grids,
     even_counts,
-    even_groups,
     even_seconds,
     grids_of,
+    groups_of_few,
     unequal_replicas,
 )
 from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
@@ -212,7 +212,7 @@ class _Search:
     def _try_unequal_replicas(self) -> None:
         """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""
         constraints, trials = self.problem.constraints, self.trials
-        if trials.best is None or constraints.num_replicas or constraints.stage_ranks:
+        if constraints.num_replicas or constraints.stage_ranks:
             return
         known = trials.best_of_each(lambda each: each.num_micro_batches, _COUNTS, _NEAR_OF_A_FORMULA)
         cells = (self.problem.cluster.num_ranks * self.tables.num_segments) ** 2
@@ -235,8 +235,8 @@ class _Search:
                 lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
             )
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
-            even = even_groups(planner, self.counts) if self._is_tiny else ()
-            shapes = shapes_of_grids(planner, self.most_each, [*known, *even])
+            more = groups_of_few(planner, self.counts) if self._is_tiny else ()
+            shapes = shapes_of_grids(planner, self.most_each, [*known, *more])
         shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
         for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
             self._simulate_shapes(shapes, seconds, is_quick=is_quick)
