@@ -62,9 +62,7 @@ class Manager:
         self._run: Run | None = None
         self._watch = Watch(0)
         self._began = time.monotonic()
-        self._starts: deque[float] = deque()
-        self._num_in_vain = 0
-        self._best_step = -1
+        self._restarts = Restarts(self._ways.max_restarts)
         self._signals: list[signal.Signals] = []
         self._first_signal = 0.0
 
@@ -185,23 +183,43 @@ class Manager:
         self._log.note("end", f"{outcome.why}: status {outcome.status}", status=outcome.status)
 
     def _give_up(self, outcome: Outcome) -> int | None:
-        """Notes the end of a run; returns the job's status if it has been started again too often."""
+        """Notes the end of a run; returns the job's status if it is not to be started again."""
         self._began = outcome.began
         self._log.note("ended", f"{outcome.why}: the job is started again", lost=list(outcome.lost))
+        why = self._restarts.note(outcome, self._watch.num_steps)
+        if not why:
+            return None
+        self._log.note("given_up", f"{why}: the job is given up")
+        return outcome.error or 1
+
+
+class Restarts:
+    """Says when a job has been started again often enough.
+
+    Args:
+        most: How often it may be started again within an hour.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._times: deque[float] = deque()
+        self._num_in_vain = 0
+        self._best_step = -1
+
+    def note(self, outcome: Outcome, step: int) -> str:
+        """Notes a run that has ended after so many steps; returns why there is to be no other one, empty if there is.
+
+        Runs that were ended from outside say nothing of the job, however little they came to do.
+        """
         now = time.monotonic()
-        self._starts.append(now)
-        while now - self._starts[0] > _HOUR:
-            self._starts.popleft()
-        step = self._watch.num_steps
+        self._times.append(now)
+        while now - self._times[0] > _HOUR:
+            self._times.popleft()
         self._num_in_vain = 0 if step > self._best_step else self._num_in_vain + bool(outcome.error)
         self._best_step = max(step, self._best_step)
-        if len(self._starts) > self._ways.max_restarts:
-            self._log.note("given_up", f"{len(self._starts)} starts again within an hour: the job is given up")
-            return 1
-        if self._num_in_vain >= _NO_PROGRESS:
-            self._log.note("given_up", f"{_NO_PROGRESS} runs failed and came no further: the job is given up")
-            return outcome.error
-        return None
+        if len(self._times) > self._most:
+            return f"{len(self._times)} starts again within an hour"
+        return f"{_NO_PROGRESS} runs failed and came no further" if self._num_in_vain >= _NO_PROGRESS else ""
 
 
 def start(options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> int:
