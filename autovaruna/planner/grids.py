@@ -116,20 +116,20 @@ def even_seconds(planner: Planner, grid: Grid) -> float:
     return (share * part + fill) / max(planner.problem.cluster.speeds)
 
 
-def groups_of_few(planner: Planner, counts: Sequence[int]) -> Iterator[tuple[float, Ranks, int]]:
+def groups_of_few(planner: Planner, counts: Sequence[int], *, may_differ: bool) -> Iterator[tuple[float, Ranks, int]]:
     """Yields ranks for each of several stages, in every order, with M, and about what a step takes.
-
-    Of more than a few ranks each stage has equally many.
 
     Args:
         planner: of the problem.
         counts: every M.
+        may_differ: whether stages may have unequal numbers of ranks, where there are few.
     """
     problem = planner.problem
     num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
     for order, count in product(rank_orders(problem, _MOST_ORDERS), counts):
         each = {(min(forced or num_ranks // number, count),) * number for number in range(2, num_ranks + 1)}
-        every = each if forced or num_ranks > _FEW_RANKS else each | set(_splits(num_ranks))
+        is_free = may_differ and not forced and num_ranks <= _FEW_RANKS
+        every = each | set(_splits(num_ranks)) if is_free else each
         for replicas in sorted(every):
             if len(replicas) > 1 and sum(replicas) <= num_ranks and max(replicas) <= count:
                 work = count * float(planner.sized(count).step_seconds.sum()) / max(problem.cluster.speeds)

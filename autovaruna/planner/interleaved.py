@@ -192,8 +192,14 @@ def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Seq
     return found
 
 
-def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
-    """Yields a shape with cuts that are ever more even, for few ranks with those that suit their memory, or all."""
+def candidates_of(planner: Planner, shape: Shape, *, has_all_cuts: bool = False) -> Iterator[Candidate]:
+    """Yields a shape with cuts that are ever more even, and for few ranks with those that suit their memory.
+
+    Args:
+        planner: of the problem.
+        shape: the shape.
+        has_all_cuts: whether the others follow, if there are few.
+    """
     sized = planner.sized(shape.num_micro_batches)
     work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
     ranks = tuple(shape.groups[group] for group in shape.pattern)
@@ -204,7 +210,7 @@ def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
         if suited:
             yield suited
     segments, num_cuts = planner.tables.num_segments, len(ranks) - 1
-    if math.comb(segments - 1, num_cuts) <= _FEW_CUTS:
+    if has_all_cuts and math.comb(segments - 1, num_cuts) <= _FEW_CUTS:
         for inner in combinations(range(1, segments), num_cuts):
             yield Candidate((0, *inner), ranks, shape.num_micro_batches)
 

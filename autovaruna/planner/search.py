@@ -212,7 +212,7 @@ class _Search:
     def _try_unequal_replicas(self) -> None:
         """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""
         constraints, trials = self.problem.constraints, self.trials
-        if constraints.num_replicas or constraints.stage_ranks:
+        if constraints.num_replicas or constraints.stage_ranks or not (trials.best or self._is_tiny):
             return
         known = trials.best_of_each(lambda each: each.num_micro_batches, _COUNTS, _NEAR_OF_A_FORMULA)
         cells = (self.problem.cluster.num_ranks * self.tables.num_segments) ** 2
@@ -235,7 +235,8 @@ class _Search:
                 lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
             )
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
-            more = groups_of_few(planner, self.counts) if self._is_tiny else ()
+            has_any = trials.best is not None  # or else it takes long to find out that nothing fits
+            more = groups_of_few(planner, self.counts, may_differ=has_any) if self._is_tiny else ()
             shapes = shapes_of_grids(planner, self.most_each, [*known, *more])
         shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
         for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
@@ -249,7 +250,8 @@ class _Search:
         def seconds_of(candidates: Sequence[Candidate]) -> float:
             return min(map(trials.seconds_of, candidates), default=math.inf)
 
-        every = [(shape, list(candidates_of(planner, shape))) for shape in shapes]
+        has_any = trials.best is not None
+        every = [(shape, list(candidates_of(planner, shape, has_all_cuts=has_any))) for shape in shapes]
         for shape, candidates in every if is_quick else sorted(every, key=lambda each: seconds_of(each[1])):
             left = (end - planner.spent_seconds) / seconds
             self.progress("interleaving stages", 1.0 - min(max(left, 0.0), 1.0))
