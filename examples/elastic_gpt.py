@@ -22,14 +22,15 @@ LAUNCH = [sys.executable, "-m", "autovaruna", "run", "--machine_list", "machines
 def train(losses: Path) -> None:
     """Is the training script: but for `resume` it is as any other."""
     torch.manual_seed(0)
-    net = GPT(width=64, num_layers=4, num_heads=4, num_tokens=NUM_TOKENS)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net = GPT(width=64, num_layers=4, num_heads=4, num_tokens=NUM_TOKENS).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-4)
     model = AutoVaruna(net, optimizer, inputs="replicated")  # the global batch, whatever the ranks are
     info = model.resume()  # goes on from what the hosts have in memory
     text = library_text()
     for step in range(info.step or 0, NUM_STEPS):
         inputs, targets = draw(text, BATCH_SIZE, NUM_TOKENS, torch.Generator().manual_seed(step))
-        loss = model(inputs, targets)
+        loss = model(inputs.to(device), targets.to(device))
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()

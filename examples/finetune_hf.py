@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForMaskedLM, get_linear_schedule_with_w
 from autovaruna import AutoVaruna, get_rank
 
 NUM_STEPS, SIZE, NUM_TOKENS = 60, 16, 48
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MASK, PAD = 256, 257
 
 
@@ -35,7 +36,8 @@ def draw(text: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     words, is_text = text[starts + torch.arange(NUM_TOKENS)], torch.arange(NUM_TOKENS) < lengths
     is_masked = is_text & (torch.rand(words.shape, generator=generator) < 1 / 7)
     inputs = words.masked_fill(is_masked, MASK).where(is_text, PAD)
-    return {"input_ids": inputs, "attention_mask": is_text.long(), "labels": words.where(is_masked, -100)}
+    batch = {"input_ids": inputs, "attention_mask": is_text.long(), "labels": words.where(is_masked, -100)}
+    return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
 
 
 torch.manual_seed(0)
@@ -48,7 +50,7 @@ config = BertConfig(
     max_position_embeddings=NUM_TOKENS,
     pad_token_id=PAD,
 )
-net = BertForMaskedLM(config)
+net = BertForMaskedLM(config).to(DEVICE)
 optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
 scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=NUM_STEPS)
 model = AutoVaruna(net, optimizer, save_deployment=False, load_deployment=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, get_rank, get_world_size
 
 NUM_EPOCHS, GLOBAL_SIZE, NUM_TESTS = 8, 64, 360
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -35,8 +36,8 @@ def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Returns images and labels to train with, and to test with."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 16
-    labels = torch.tensor(digits.target)[order]
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order].to(DEVICE) / 16
+    labels = torch.tensor(digits.target)[order].to(DEVICE)
     return (images[NUM_TESTS:], labels[NUM_TESTS:]), (images[:NUM_TESTS], labels[:NUM_TESTS])
 
 
@@ -50,7 +51,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 torch.manual_seed(0)
-net = Net()
+net = Net().to(DEVICE)
 optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_EPOCHS)
 model = AutoVaruna(net, optimizer, save_deployment=False, load_deployment=False)

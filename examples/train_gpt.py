@@ -27,7 +27,8 @@ def say(text: str) -> None:
 def main() -> None:
     begin = time.perf_counter()
     torch.manual_seed(0)
-    net = GPT(num_tokens=NUM_TOKENS)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net = GPT(num_tokens=NUM_TOKENS).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     limit = {"memory_limit_bytes": LIMIT} if get_world_size() > 1 else {}
@@ -40,7 +41,7 @@ def main() -> None:
     for step in range(1, NUM_STEPS + 1):
         inputs, targets = draw(text, SIZE, NUM_TOKENS, generator)
         start = time.perf_counter()
-        loss = model(inputs, targets)
+        loss = model(inputs.to(device), targets.to(device))
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()

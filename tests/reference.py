@@ -144,23 +144,28 @@ def _backward(case: Case, model: nn.Module, micro_batches: Sequence[Batch]) -> T
         model.load_state_dict(counters, strict=False)
         loss = case.loss_of(model(*batch[0], **batch[1]), batch) * (batch_size(batch) / size)
         loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
+        losses.append(copied(loss))
     return torch.stack(losses).sum()
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Returns a copy on the CPU, wherever the tensor is."""
+    return tensor.detach().cpu().clone()
 
 
 def gradients_of(model: nn.Module) -> Tensors:
     """Returns copies of the gradients that are on this rank, by parameter name."""
     held = [(name, p.grad) for name, p in model.named_parameters() if not p.is_meta]
-    return {name: each.detach().clone() for name, each in held if each is not None and not each.is_meta}
+    return {name: copied(each) for name, each in held if each is not None and not each.is_meta}
 
 
 def weights_of(model: nn.Module) -> Tensors:
     """Returns copies of the parameters, a tied one under each of its names."""
-    return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: copied(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def buffers_of(model: nn.Module) -> Tensors:
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return {name: copied(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 def compare(got: Record, expected: Record, rtol: float = 1e-5) -> None:

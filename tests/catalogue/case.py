@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -15,6 +16,13 @@ Keywords: TypeAlias = dict[str, Any]
 Batch: TypeAlias = tuple[Arguments, Keywords]
 """The arguments of one call: ``model(*batch[0], **batch[1])``."""
 
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+"""Where models of the catalogue and their batches are: ``TEST_DEVICE=cuda make test`` has them on a GPU."""
+if DEVICE.type == "cuda":  # the same bits and full precision, as on the CPU
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False
+
 
 @dataclass(frozen=True)
 class Case:
@@ -23,7 +31,7 @@ class Case:
     Attributes:
         name: unique in the catalogue; an identifier.
         build: makes the model, in train mode; draws from torch's generator, so call `model` for a given seed.
-        batch: makes the arguments of one call from ``(size, seed)``; equal arguments give equal batches.
+        make_batch: makes the arguments of one call from ``(size, seed)``; equal arguments give equal batches.
         loss: takes ``(output, batch)`` and returns the mean over the samples; None if the model returns its loss.
         has_dropout: whether forward draws random numbers in train mode.
         has_batch_norm: whether a sample's result depends on the others of its micro-batch, or a buffer is updated.
@@ -35,7 +43,7 @@ class Case:
 
     name: str
     build: Callable[[], nn.Module]
-    batch: Callable[[int, int], Batch]
+    make_batch: Callable[[int, int], Batch]
     loss: Callable[[Any, Batch], Tensor] | None = None
     has_dropout: bool = False
     has_batch_norm: bool = False
@@ -48,7 +56,12 @@ class Case:
         """Returns a new model whose weights depend on `seed` alone; the caller's generator is untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.build().train()
+            return self.build().train().to(DEVICE)
+
+    def batch(self, size: int, seed: int) -> Batch:
+        """Returns the arguments of one call, on the device of the models."""
+        batch: Batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), self.make_batch(size, seed))
+        return batch
 
     def loss_of(self, output: Any, batch: Batch) -> Tensor:
         loss = self.loss(output, batch) if self.loss else loss_in(output)

@@ -29,7 +29,7 @@ from autovaruna.session.preparation import Preparation
 from tests.catalogue import Batch, Case, batch_size
 from tests.catalogue.small import labelled
 from tests.ranks import run_ranks
-from tests.reference import MakeOptimizer, Record, bit_equal, compare, gradients_of, part, plain_steps, sgd
+from tests.reference import MakeOptimizer, Record, bit_equal, compare, copied, gradients_of, part, plain_steps, sgd
 
 Ranks = tuple[tuple[int, ...], ...]
 QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "seed": 5}
@@ -312,7 +312,7 @@ def train_rank(
     for call, batch in enumerate(batches, 1):
         loss = case.loss_of(model(*batch[0], **batch[1]), batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        record.losses.append(loss.detach())
+        record.losses.append(copied(loss))
         if call % num_accumulated:
             continue
         if max_norm is not None:
@@ -331,8 +331,8 @@ def with_state(record: Record, model: AutoVaruna) -> Record:
     """Adds the whole model's weights and buffers to a record. Collective."""
     state = model.state_dict()
     names = dict(model.module.named_parameters(remove_duplicate=False))
-    record.weights = {name: value.detach().clone() for name, value in state.items() if name in names}
-    record.buffers = {name: value.detach().clone() for name, value in state.items() if name not in names}
+    record.weights = {name: copied(value) for name, value in state.items() if name in names}
+    record.buffers = {name: copied(value) for name, value in state.items() if name not in names}
     return record
 
 
