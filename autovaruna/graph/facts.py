@@ -24,7 +24,7 @@ from autovaruna.graph.batch.operators import Counting, changed_statistics, is_ra
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.export.errors import reason_of
 from autovaruna.graph.export.exported import Exported
-from autovaruna.graph.export.fakes import example_inputs, fake_like
+from autovaruna.graph.export.fakes import example_inputs, fake_like, without_cudnn
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.source_lines import origin
@@ -246,7 +246,7 @@ def learn(
             memo[id(tensor)] = fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad)
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
-    with mode, without_autocast():
+    with mode, without_autocast(), without_cudnn():
         graph_pass = _Pass(exported.module, attributes, flop_counter())
         graph_pass.run(*inputs, enable_io_processing=False)
     return graph_pass.facts | _later_in_need(exported.module.graph, graph_pass.facts)

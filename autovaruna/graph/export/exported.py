@@ -52,6 +52,8 @@ class Exported:
     fixes_lengths: str = ""
 
 
+_ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
+"""How operations call the argument."""
 _OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
@@ -206,6 +208,19 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
         elif isinstance(value := attrgetter(target)(module), Tensor):
             constants[target] = value.detach()
     return constants
+
+
+def allow_cudnn(module: fx.GraphModule, is_enabled: bool) -> None:
+    """Says in every operation of a graph that takes it as an argument whether cuDNN may be used."""
+    for node in (node for region in regions(module) for node in region.graph.nodes):
+        if not isinstance(node.target, OpOverload):
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        place = next((place for place, name in enumerate(names) if name in _ALLOWS_CUDNN), len(names))
+        if place < len(node.args):
+            node.update_arg(place, is_enabled)
+        elif place < len(names):
+            node.update_kwarg(names[place], is_enabled)
 
 
 def has_effect(module: nn.Module, node: fx.Node) -> bool:

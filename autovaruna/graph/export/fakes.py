@@ -154,6 +154,21 @@ def follows_weights(
 
 
 @contextmanager
+def without_cudnn() -> Iterator[bool]:
+    """Turns cuDNN off while fake tensors are computed with; yields whether it was on.
+
+    It would draw the state of a recurrent layer's dropout, of which fakes have no numbers, and keep it for all later
+    calls of the process.
+    """
+    before = bool(torch.backends.cudnn.enabled)
+    torch.backends.cudnn.enabled = False
+    try:
+        yield before
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+@contextmanager
 def unchecked_distributions() -> Iterator[None]:
     """Has distributions take their parameters as they are: to check them takes numbers."""
     before = Distribution._validate_args

@@ -45,8 +45,8 @@ from autovaruna.graph.export.errors import (
     refuse_backward,
     warn_once,
 )
-from autovaruna.graph.export.exported import PREFIX, Exported, drop_idle, open_free_regions, tidy, unlift
-from autovaruna.graph.export.fakes import example_inputs, faked
+from autovaruna.graph.export.exported import PREFIX, Exported, allow_cudnn, drop_idle, open_free_regions, tidy, unlift
+from autovaruna.graph.export.fakes import example_inputs, faked, without_cudnn
 from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
@@ -66,7 +66,8 @@ from autovaruna.graph.precision import compiling_nothing, in_precision, noted_pr
 from autovaruna.graph.random import Draws, noted_draws, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
-_FAR = 2**16
+_FAR = 2**16 - 1
+"""The largest batch that batch normalisations take on a GPU, one by one, when a model is evaluated."""
 _HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
 
 
@@ -335,6 +336,7 @@ class Attempt:
             raise RetryError(replace(self.kept, functions=self.kept.functions | found))
         assert output_trees
         constants, markers = self._tidy(graph_module)
+        allow_cudnn(graph_module, notes.has_cudnn)
         watched = take_watched(graph_module)
         lengths, is_dynamic = None, self.options.is_dynamic
         if self.options.free:
@@ -374,8 +376,9 @@ class Attempt:
             python_generators(0),
             padded_encoders(),
             noted_precision(self.call.precision),
+            without_cudnn() as has_cudnn,
         ):
-            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds, free)
+            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds, free, has_cudnn)
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
@@ -450,6 +453,7 @@ class _Notes:
         lone: where it does something else for a batch of one sample.
         bounds: batch sizes up to which the trace has taken this way, with their lines.
         free: the other lengths that are left free.
+        has_cudnn: whether cuDNN may be used by what runs later.
     """
 
     keeper: Keeper
@@ -460,6 +464,7 @@ class _Notes:
     lone: list[str]
     bounds: list[tuple[int, str]]
     free: FreeLengths
+    has_cudnn: bool
 
 
 _KEPT = "what is kept whole is tried for one length alone"
