@@ -327,7 +327,8 @@ class StateCopies:
 def whole_state(state: OwnedState, placement: Placement, world: World, what: str, lent: StateCopies) -> dict[str, Any]:
     """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
 
-    Tied entries share one tensor, as in plain PyTorch. What a script writes into them reaches the model through `lent`.
+    Its tensors are on the CPU, wherever the model is: no GPU need have room for all of it. Tied entries share one
+    tensor, as in plain PyTorch. What a script writes into them reaches the model through `lent`.
     """
     world.barrier(what)  # says so if a rank is elsewhere, as messages do not
     entries: dict[str, Any] = state.model.state_dict()
@@ -338,11 +339,8 @@ def whole_state(state: OwnedState, placement: Placement, world: World, what: str
             continue
         ranks = placement.ranks_of(first)
         if first not in fetched:
-            fetched[first] = (
-                value
-                if len(ranks) == world.num_ranks and first not in placement.holders
-                else from_rank(value, ranks[0], world)
-            )
+            is_everywhere = len(ranks) == world.num_ranks and first not in placement.holders
+            fetched[first] = value.cpu() if is_everywhere else from_rank(value, ranks[0], world)
             if fetched[first] is not value and not value.is_meta:
                 lent.lend(fetched[first], value)
         entries[name] = fetched[first]
@@ -350,13 +348,11 @@ def whole_state(state: OwnedState, placement: Placement, world: World, what: str
 
 
 def from_rank(value: Any, root: int, world: World) -> Any:
-    """Returns a copy of what rank `root` has, if it is a tensor: others pass one like it, as it may be on ``meta``."""
+    """Returns a copy of what rank `root` has, on the CPU, if it is a tensor: others pass one like it or on ``meta``."""
     if not isinstance(value, Tensor):
         return value
-    if world.rank == root:
-        tensor = value.detach().clone()
-    else:
-        tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.is_meta else value.device)
+    is_root = world.rank == root
+    tensor = value.detach().to("cpu", copy=True) if is_root else torch.empty(value.shape, dtype=value.dtype)
     world.broadcast(tensor, root, tuple(range(world.num_ranks)))
     return tensor
 
