@@ -33,6 +33,8 @@ LOCK, SOCKET = "keeper.lock", "standby"
 """Files of a job's folder: held by its keeper, and listened at by its standby process."""
 _FIRST_DELAY_SECONDS = 0.5
 _NOT_IMPORTED = ("__main__", "run_varuna")
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Has torch count GPUs without the driver, which a process that is forked afterwards could not use."""
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20
 """How long the process outlives the host's keeper, for a new one to come."""
@@ -194,7 +196,7 @@ class StandbyProcess:
             self._start()
 
     def _start(self) -> None:
-        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", _NVML_CHECK: "1"}
         call = [
             sys.executable,
             "-m",

@@ -39,7 +39,9 @@ class Warm:
         self._place = tempfile.TemporaryDirectory()
         self._address = Path(self._place.name) / "address"
         command = [sys.executable, "-m", "tests.mpi.warm", str(self._address)]
-        self._process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **QUIET}, stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **QUIET, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, stdin=subprocess.PIPE
+        )
         while not self._address.exists():
             assert self._process.poll() is None, "the server has ended"
             time.sleep(0.05)
