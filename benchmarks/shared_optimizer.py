@@ -102,7 +102,7 @@ def hold(name: str, is_shared: bool) -> None:
     training = Training(*model_of(name), is_shared)
     for _ in range(4):
         training.step()
-    resident = greatest(resident_bytes())
+    resident = greatest(resident_bytes(torch.device("cpu")) or 0.0)
     if MPI.COMM_WORLD.Get_rank() == 0:
         print(HELD, resident, training.predicted_bytes)
 

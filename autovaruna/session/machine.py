@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import math
 import os
@@ -196,27 +197,40 @@ def rank_memory(world: World, device: torch.device, settings: Settings) -> float
     return total * (1.0 - settings.memory_margin)
 
 
-def resident_bytes() -> float:
-    """Returns the resident set of this process without what the heap could give back; 0 if the system does not say."""
+def resident_bytes(device: torch.device) -> float | None:
+    """Returns what this process holds of the memory where it computes; None if the system does not say.
+
+    On a GPU that is what tensors and libraries have allocated; on the CPU, the resident set without what the heap could
+    give back.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        return float(torch.cuda.memory_allocated(device))
     give_back_freed_memory()
     try:
         return float(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        return 0.0
+        return None
 
 
-def _process_bytes(world: World, device: torch.device, resident_before: float, batch_bytes: float) -> tuple[float, ...]:
-    """Returns what each rank holds beside its stages: its mini-batch, and on the CPU code and graphs. Collective.
+def _process_bytes(
+    world: World, device: torch.device, resident_before: float | None, batch_bytes: float
+) -> tuple[float, ...]:
+    """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces of a GPU. Collective.
 
-    Ranks trace the same model, but each measures other parts of it, for which libraries keep memory. On the CPU the
-    samples of a mini-batch go to other ranks through memory that both share, which counts for both; what measuring the
-    links has touched of it serves again.
+    Libraries for a GPU keep the workspaces that they took when the parts were measured. Ranks trace the same model, but
+    each measures other parts of it, for which libraries keep memory. On the CPU the samples of a mini-batch go to other
+    ranks through memory that both share, which counts for both; what measuring the links has touched of it serves
+    again.
     """
+    now = resident_bytes(device)
+    growth = None if now is None or resident_before is None else max(now - resident_before, 0.0)
     mine = batch_bytes
-    if device.type == "cpu":
-        growth = max(resident_bytes() - resident_before, 0.0) if resident_before else float(_PROCESS_BYTES)
+    if device.type == "cuda":
+        mine += growth or 0.0
+    else:
         on_its_way = max(batch_bytes - _shared_bytes(), 0.0) if world.num_ranks > 1 else 0.0
-        mine += growth + on_its_way + _LATER_BYTES
+        mine += (_PROCESS_BYTES if growth is None else growth) + on_its_way + _LATER_BYTES
     return tuple(world.gather_objects(mine, "measuring what processes hold"))
 
 
@@ -243,7 +257,11 @@ def host_memory() -> float:
 
 
 def describe_cluster(
-    watch: SpeedWatch, graph: Graph, settings: Settings, resident_before: float = 0.0, batch_bytes: float = 0.0
+    watch: SpeedWatch,
+    graph: Graph,
+    settings: Settings,
+    resident_before: float | None = None,
+    batch_bytes: float = 0.0,
 ) -> Cluster:
     """Measures links, the way that tensors will take, and speeds. Collective.
 
@@ -252,7 +270,7 @@ def describe_cluster(
     Args:
         watch: Of the ranks' speeds.
         graph: The model's, whose gradients are summed.
-        resident_before: What `resident_bytes` said before the model was traced; 0: not known.
+        resident_before: What `resident_bytes` said before the model was traced; None: not known.
         batch_bytes: What the caller's mini-batch takes on the device.
     """
     world, device = watch.world, watch.device

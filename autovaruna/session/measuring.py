@@ -209,14 +209,14 @@ def measured_problem(
     optimizer: torch.optim.Optimizer | None,
     shared: SharedCall,
     optimizer_bytes_factor: float,
-    resident_before: float,
+    resident_before: float | None,
 ) -> Problem:
     """Measures model, machine and optimizer. Collective.
 
     Args:
         shared: The first call.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of a trained parameter.
-        resident_before: What this process held before the model was traced, in bytes; 0: not known.
+        resident_before: What this process held before the model was traced, in bytes; None: not known.
     """
     traced, settings, watch = subject.traced, subject.settings, subject.watch
     fewest = len(shared.groups)  # every mini-batch is at least one micro-batch

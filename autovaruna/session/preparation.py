@@ -155,7 +155,7 @@ class Preparation:
     """The plan of a model, and all that the engine needs to run it. Making one is collective.
 
     Args:
-        resident_before: What this process held before the model was traced, in bytes; 0: not known.
+        resident_before: What this process held before the model was traced, in bytes; None: not known.
 
     Raises:
         AutoVarunaError: measuring or planning failed on a rank, or a deployment does not fit; on every rank.
@@ -170,7 +170,7 @@ class Preparation:
         settings: Settings,
         world: World,
         device: torch.device,
-        resident_before: float = 0.0,
+        resident_before: float | None = None,
     ) -> None:
         self._resident_before = resident_before
         self._traced = traced

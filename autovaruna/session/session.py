@@ -375,7 +375,7 @@ class Session:
         if optimizer is not None:
             optimizer.check()
         keep_freed_memory()
-        resident = resident_bytes()
+        resident = resident_bytes(wrapped.device)
         wrapped.settle()
         settings, device = wrapped.settings, wrapped.device
         self.traces = Traces(wrapped.module, settings, world, device)
