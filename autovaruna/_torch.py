@@ -76,6 +76,9 @@ try:
 
     by_tensor: Any = torch.utils.weak.WeakIdKeyDictionary  # maps tensors, as long as they are there
 
+    foreach_norm: Any = torch._foreach_norm  # of many tensors at once, as torch's own clipping
+    foreach_mul_: Any = torch._foreach_mul_
+
     pack_by_lengths: Any = torch._VF._pack_padded_sequence  # packs what ``pack_padded_sequence`` has put in order
     all_true = Tensor._is_all_true  # what torch's own checks of tensors ask
 

@@ -15,6 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import OwnedState, Placement, SplitModel, split_models
@@ -57,8 +58,8 @@ def clip_grad_norm(
     norms = norms_of_all(own, placement, names, world, norm_type, options, what)
     total = total_of(norms, norm_type, error_if_nonfinite)
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in own.values():
-        gradient.mul_(coefficient)
+    if own:
+        foreach_mul_(list(own.values()), coefficient)
     return total
 
 
@@ -121,8 +122,23 @@ def _own_norms(
 ) -> dict[int, float]:
     """Returns the norms of what this rank is the first to step over, by place in the list of names."""
     places = [place for place, name in enumerate(names) if name in own and placement.steppers_of(name)[0] == rank]
-    norms = [torch.linalg.vector_norm(own[names[place]], norm_type).double() for place in places]
-    return dict(zip(places, torch.stack(norms).tolist(), strict=True)) if norms else {}
+    return dict(zip(places, _numbers(_norms([own[names[place]] for place in places], norm_type)), strict=True))
+
+
+def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Returns the norm of each tensor, shape (), all of a device and dtype at once, as torch's own clipping does."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, each in enumerate(tensors):
+        alike.setdefault((each.device, each.dtype), []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        found |= zip(places, foreach_norm([tensors[place] for place in places], norm_type), strict=True)
+    return [found[place] for place in range(len(tensors))]
+
+
+def _numbers(norms: Sequence[Tensor]) -> list[float]:
+    """Returns what tensors of shape () hold, once the device has computed all of it."""
+    return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
 
 
 _OF_MODEL = "_autovaruna_model"
@@ -252,13 +268,15 @@ def _check_lists(of_ranks: Sequence[Sequence[_Norm]]) -> None:
 def _norms_of_list(tensors: Sequence[Tensor], names: dict[int, str], norm_type: float) -> list[_Norm]:
     """Returns the norms of tensors, those included that this rank does not know."""
     seen: Counter[str] = Counter()
+    here = [place for place, each in enumerate(tensors) if not isinstance(each, RemoteTensor)]
+    own = _norms([tensors[place] for place in here], norm_type)
+    known = {place: (number, norm.dtype) for place, number, norm in zip(here, _numbers(own), own, strict=True)}
     norms = []
     for place, each in enumerate(tensors):
         parameter = names.get(id(each))
         name = parameter or f"tensor {place}"
         seen[name] += 1
-        norm = None if isinstance(each, RemoteTensor) else torch.linalg.vector_norm(each, norm_type)
-        number, dtype = (None, each.dtype) if norm is None else (norm.item(), norm.dtype)
+        number, dtype = known.get(place, (None, each.dtype))
         again = f", again ({seen[name]})" if seen[name] > 1 else ""
         norms.append(_Norm(name + again, parameter, number, dtype))
     return norms
