@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from threading import RLock
 from types import FunctionType
 from typing import Any, Literal
@@ -125,6 +126,7 @@ class Trial:
     """Steps of copies of an optimizer.
 
     Args:
+        keeps_state: Whether steps go on from the state that the optimizer has: some make it before the first step.
         rate, gradient: What rates and gradients are multiplied by.
     """
 
@@ -134,11 +136,12 @@ class Trial:
         chosen: Sequence[Tensor],
         device: torch.device,
         way: Way,
+        keeps_state: bool,
         rate: float,
         gradient: float,
     ) -> None:
         self.chosen = chosen
-        self._optimizer, self._device, self._way = optimizer, device, way
+        self._optimizer, self._device, self._way, self._keeps_state = optimizer, device, way, keeps_state
         self._rate, self._scale = rate, gradient
         self.starts = [self._start(place, parameter) for place, parameter in enumerate(chosen)]
 
@@ -160,7 +163,8 @@ class Trial:
         optimizers = copy_for(self._optimizer, {id(self.chosen[place]): made[place] for place in made})
         stepped = {place: made[place] for place in part}
         for each in optimizers:
-            each.state.clear()  # the first steps make it
+            if not self._keeps_state:
+                each.state.clear()  # the first steps make it
             _leave(each, {id(parameter) for parameter in stepped.values()})
         _scale_rates(optimizers, self._rate)
         paths: Paths = {place: [] for place in part}
@@ -296,9 +300,9 @@ def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
         return Steps("unknown", "it has less than two parameters that are trained")
     errors: list[str] = []
     with _one_at_a_time, untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
-        for way in WAYS:
+        for keeps_state, way in product((False, True), WAYS):
             try:
-                return _of_scales(partial(Trial, optimizer, chosen, device, way))
+                return _of_scales(partial(Trial, optimizer, chosen, device, way, keeps_state))
             except Exception as error:  # whatever a class of the script's raises
                 errors.append(f"{type(error).__name__}: {error}")
     return Steps("unknown", errors[0])
