@@ -215,7 +215,7 @@ def _pairs(got: Record, expected: Record) -> dict[str, tuple[Tensor, Tensor, flo
         assert not missing and not extra, f"missing: {sorted(missing)}; not expected: {sorted(extra)}"
         largest = {name: _largest(value) for name, value in second.items()}
         floor = 1e-2 * max(largest.values(), default=0.0)
-        found |= {name: (first[name], second[name], max(largest[name], floor)) for name in second}
+        found |= {name: (first[name].cpu(), second[name].cpu(), max(largest[name], floor)) for name in second}
     return found
 
 

@@ -132,8 +132,12 @@ class Constant(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, CLASSES)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constant:
+        self.scale = fn(self.scale)
+        return super()._apply(fn, recurse)
+
     def forward(self, x: Tensor) -> Tensor:
-        shift = torch.arange(WIDTH, dtype=x.dtype) / WIDTH
+        shift = torch.arange(WIDTH, dtype=x.dtype, device=x.device) / WIDTH
         out: Tensor = self.last(torch.tanh(self.first(x * self.scale) + shift) * self.scale)
         return out
 

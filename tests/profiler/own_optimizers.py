@@ -94,7 +94,7 @@ class Shampoo(EachAlone):
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         rows = gradient.reshape(gradient.shape[0], -1)
-        total = state.setdefault("total", 1e-3 * torch.eye(rows.shape[0]))
+        total = state.setdefault("total", 1e-3 * torch.eye(rows.shape[0], device=rows.device))
         total += rows @ rows.T
         values, vectors = torch.linalg.eigh(total)
         return (vectors @ (values.clamp(min=1e-6) ** -0.25).diag() @ vectors.T @ rows).reshape(gradient.shape)

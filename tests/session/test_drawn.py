@@ -36,6 +36,7 @@ from tests.reference import (
     bit_equal,
     buffers_of,
     compare,
+    copied,
     part,
     plain_micro_batched,
     plain_steps,
@@ -160,7 +161,7 @@ def plain(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Reco
             loss = model(*args, **kwargs) * (args[0].shape[0] / size)
             if loss.requires_grad:
                 loss.backward()
-            total += loss.detach()
+            total += copied(loss)
         return total
 
     def clip(most: float) -> None:

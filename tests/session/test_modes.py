@@ -54,7 +54,7 @@ def hold(case: Case, backward: Backward, setup: Setup, num_batches: int = 1) -> 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_backward_from_a_given_gradient(setup: str) -> None:
     given = torch.linspace(-1.0, 1.0, 7 * 5).view(7, 5)
-    hold(CASES["returned_scores"], lambda output, step: output.backward(given), SETUPS[setup])
+    hold(CASES["returned_scores"], lambda output, step: output.backward(given.to(output.device)), SETUPS[setup])
 
 
 @pytest.mark.parametrize(("name", "setup"), diagonal(["two_losses", "outputs_tuple"], SETUPS))

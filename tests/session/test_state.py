@@ -57,7 +57,7 @@ def halfway(case: Case, setup: Setup, make: Callable[[Any], Optimizer]) -> tuple
 def same_state(got: Any, expected: Any) -> None:
     """Asserts that two nested states hold the same keys and bits."""
     if isinstance(expected, Tensor):
-        assert torch.equal(got, expected)
+        assert torch.equal(got.cpu(), expected.cpu())
     elif isinstance(expected, dict):
         assert got.keys() == expected.keys()
         for key, value in expected.items():
