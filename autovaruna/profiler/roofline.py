@@ -50,6 +50,7 @@ class _Compute(msgspec.Struct, forbid_unknown_fields=True):
     float8_e5m2: Positive | None = None
     complex64: Positive | None = None
     efficiency: Share = 1.0
+    unaligned_efficiency: Share | None = None
 
 
 class _Bandwidth(msgspec.Struct, forbid_unknown_fields=True):
@@ -95,6 +96,8 @@ class DeviceSpec:
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
         all_reduce_latency_seconds: of an all-reduce, for each rank that takes part.
         fragmentation: bytes that its allocator takes for each byte that micro-batches make and free; 1 if not said.
+        unaligned_share: of the arithmetic of a second, what a product of 16-bit matrices reaches if the rows of one do
+            not begin at multiples of 16 bytes.
     """
 
     name: str
@@ -109,6 +112,7 @@ class DeviceSpec:
     remote_all_reduce: float
     all_reduce_latency_seconds: float
     fragmentation: float = 1.0
+    unaligned_share: float = 1.0
 
     def flops_of(self, dtype: str) -> float:
         """Returns the arithmetic of a second; a dtype that the file does not name counts as float32."""
@@ -147,7 +151,7 @@ def read_device(name: str) -> DeviceSpec:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     rates = msgspec.structs.asdict(file.compute)
-    share = rates.pop("efficiency")
+    share, unaligned = rates.pop("efficiency"), rates.pop("unaligned_efficiency")
     return DeviceSpec(
         name=file.name,
         kind=file.kind,
@@ -161,6 +165,7 @@ def read_device(name: str) -> DeviceSpec:
         remote_all_reduce=file.all_reduce.remote_bytes_per_second,
         all_reduce_latency_seconds=file.all_reduce.latency_seconds,
         fragmentation=file.fragmentation,
+        unaligned_share=1.0 if unaligned is None else unaligned / share,
     )
 
 
@@ -206,7 +211,19 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _note(str(func))
             return seconds
         rate = self.device.flops_of(_dtype((args, kwargs)))
+        if not all(map(_is_aligned, tensors_in((args, kwargs, result)))):
+            rate *= self.device.unaligned_share
         return max(seconds, float(formula(*args, **kwargs, out_val=result)) / rate)
+
+
+_ALIGNED_BYTES = 16
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether the rows of a matrix of 16-bit numbers, or its columns, begin where units for products can load them."""
+    if tensor.itemsize != 2 or tensor.dim() < 2:
+        return True
+    return int(max(tensor.stride()[-2:])) * tensor.itemsize % _ALIGNED_BYTES == 0
 
 
 _noted: set[str] = set()

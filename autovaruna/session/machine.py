@@ -177,12 +177,12 @@ _PROCESS_BYTES = 16 << 20
 """What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
 _LATER_BYTES = 5 << 20
 """What planning and splitting add to a process that has traced, measured and sent: pages of code, graphs of stages."""
-_FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.08
+_FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.2
 """Bytes that an allocator takes for each byte that micro-batches make and free.
 
 The first two are of the C library's heap, found from the settings of `benchmarks/prediction.py`: with
 ``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``, and without, where small pieces that the library keeps for itself lie
-between holes. That of CUDA's caching allocator is an assumption."""
+between holes. That of CUDA's caching allocator was 1.1 for gigabytes of them and up to 2 for a hundred megabytes."""
 MAPPED_BYTES = 32 << 20
 """Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
 _SMALL_BYTES = 1 << 16

@@ -1,6 +1,6 @@
 """Lists every model that the library is tested with, by name."""
 
-from tests.catalogue.case import Batch, Case, batch_size, loss_in, tensors
+from tests.catalogue.case import DEVICE, Batch, Case, batch_size, loss_in, tensors
 from tests.catalogue.functions import FUNCTIONS
 from tests.catalogue.hugging_face import HUGGING_FACE, MORE, REFUSED
 from tests.catalogue.small import SMALL
@@ -14,6 +14,7 @@ CASES = {case.name: case for case in PLAIN + HUGGING_FACE + MORE + REFUSED}
 
 __all__ = [
     "CASES",
+    "DEVICE",
     "HUGGING_FACE",
     "MORE",
     "PLAIN",

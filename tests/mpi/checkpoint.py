@@ -30,7 +30,7 @@ def gpt2(num_layers: int, width: int) -> nn.Module:
 def two_stages(net: nn.Module) -> AutoVaruna:
     """Wraps a GPT-2 that is to be evaluated in two stages, cut in the middle whatever its layers take."""
     middle = f"transformer.h.{net.config.n_layer // 2}"
-    return AutoVaruna(net, num_micro_batches=2, cuts=(middle,), inputs="replicated", **QUIET).eval()
+    return AutoVaruna(net, num_micro_batches=2, cuts=(middle,), inputs="replicated", device="cpu", **QUIET).eval()
 
 
 def call(model: nn.Module) -> float:

@@ -47,6 +47,15 @@ def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     assert found[1] == pytest.approx(backward.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.parametrize(("width", "share"), [(1024, 1.0), (1025, 0.125)])
+def test_products_of_unaligned_16_bit_rows_reach_a_share(width: int, share: float) -> None:
+    device = replace(COMPUTE, flops_per_second={"float32": 1e12, "bfloat16": 1e12}, unaligned_share=0.125)
+    model = nn.Linear(64, width, bias=False).bfloat16()
+    graph = traced(model, torch.randn(16, 64, dtype=torch.bfloat16))
+    [cost] = predict(graph, model, [16], device).costs[0]
+    assert cost.forward_seconds == pytest.approx(2 * 16 * 64 * width / 1e12 / share)
+
+
 def test_a_part_is_taken_out_once_for_all_numbers_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[tuple[str, ...]] = []
 

@@ -19,7 +19,7 @@ from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.world import World
-from tests.catalogue import CASES, Batch, Case
+from tests.catalogue import CASES, DEVICE, Batch, Case
 from tests.catalogue.small import words
 from tests.products import diagonal
 from tests.ranks import run_ranks
@@ -44,10 +44,12 @@ class Way:
     max_norm: float = 0.0
 
     def around(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.autocast is None else torch.autocast("cpu", dtype=self.autocast)
+        return nullcontext() if self.autocast is None else torch.autocast(DEVICE.type, dtype=self.autocast)
 
     def scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, growth_interval=2, enabled=self.scale > 0)
+        return torch.amp.GradScaler(
+            DEVICE.type, init_scale=self.scale or 1.0, growth_interval=2, enabled=self.scale > 0
+        )
 
     def cast(self, given: Any) -> Any:
         """Returns a model, or a batch, in the dtype of the weights."""
@@ -137,11 +139,11 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.drop(self.first(self.words(x)))
-        with torch.autocast("cpu", enabled=False):
-            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, enabled=False):
+            with torch.no_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
                 turn = h @ h.transpose(1, 2)
             h = h + torch.softmax(turn.to(self.second.weight.dtype), -1) @ self.second(h.to(self.second.weight.dtype))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             h = h + self.third(self.norm(h.to(self.second.weight.dtype))).to(h.dtype)
         h = self.drop(self.batch_norm(h.transpose(1, 2))).transpose(1, 2).to(self.words.weight.dtype)
         return F.cross_entropy(F.linear(h, self.words.weight)[:, 0].float(), y)
@@ -206,7 +208,7 @@ def test_each_call_has_a_precision_of_its_own() -> None:
 
 
 def calls(model: Any, batch: Batch) -> list[Tensor]:
-    bfloat16 = torch.autocast("cpu", dtype=torch.bfloat16)
+    bfloat16 = torch.autocast(DEVICE.type, dtype=torch.bfloat16)
     outputs = []
     for around in (bfloat16, torch.no_grad(), bfloat16):
         with around:

@@ -26,7 +26,7 @@ from autovaruna.runtime.optimizers import optimizer
 from autovaruna.runtime.world import World
 from autovaruna.session import traces
 from autovaruna.session.preparation import Preparation
-from tests.catalogue import Batch, Case, batch_size
+from tests.catalogue import DEVICE, Batch, Case, batch_size
 from tests.catalogue.small import labelled
 from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, compare, copied, gradients_of, part, plain_steps, sgd
@@ -267,6 +267,8 @@ def train(
         sizes: Samples that each rank passes of each batch; empty: all ranks pass all of them.
         **options: For `train_rank`.
     """
+    if DEVICE.type == "cuda" and case.loss is not None and setup.world_size > 1:
+        pytest.skip("on a GPU ranks that are threads share one thread of autograd, in which each waits for the others")
     if sizes:
         setup = replace(setup, settings={**setup.settings, "inputs": "per_rank"})
 
