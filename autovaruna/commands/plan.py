@@ -38,6 +38,7 @@ from autovaruna.runtime.optimizers.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
+from autovaruna.session.calls import input_groups
 from autovaruna.session.machine import host_memory, keep_freed_memory, optimizer_factor
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, sizes_to_measure
 from autovaruna.session.preparation import GLOBAL_BATCH
@@ -145,6 +146,8 @@ class Planning:
             needs_gradient=needs_gradient(self.traced),
             min_micro_batches_for_inputs=self.num_mini_batches,
             constraints=constraints_of(self.settings, self.traced),
+            input_groups=input_groups(self.settings, self.options.ranks),
+            has_loss=self.traced.loss is not None,
         )
 
     @property

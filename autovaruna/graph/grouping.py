@@ -19,7 +19,7 @@ from autovaruna.graph.export.idioms import check
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import cast_dtype, precision_of
-from autovaruna.graph.records import Block, CutMark, Graph, Input, Parameter, Value
+from autovaruna.graph.records import Block, CutMark, Graph, Input, Output, Parameter, Value
 from autovaruna.graph.source_lines import modules_of
 
 _CHEAP_SHARE = 1e-3
@@ -287,7 +287,14 @@ class Builder:
         parameters = self._parameters()
         text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args), *marks))
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks))
+        return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks), self._outputs())
+
+    def _outputs(self) -> tuple[Output, ...]:
+        """Returns the tensors of samples that blocks make and the model returns."""
+        returned: Any = self.module.graph.output_node().args[0]
+        names = dict.fromkeys(node.name for node in returned if node.name in self.block_of)
+        sizes = {name: self.sizes.num_bytes(self.nodes[name].meta["val"]) for name in names}
+        return tuple(Output(name, self.block_of[name], size) for name, size in sizes.items() if size.sample_bytes)
 
     def values(self) -> tuple[Value, ...]:
         """Returns the tensors that are used by another block than their own, in execution order."""

@@ -47,6 +47,15 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of samples that the model returns: each rank gets the rows of its own."""
+
+    name: str
+    producer: Whole
+    size: Size
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter, under its first name, and the blocks that use it (several: it is tied)."""
 
@@ -99,6 +108,7 @@ class Graph:
     parameters: tuple[Parameter, ...]
     fingerprint: str
     cut_marks: tuple[CutMark, ...] = ()
+    outputs: tuple[Output, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def complaint(self) -> str:
@@ -109,6 +119,7 @@ class Graph:
         used = [(each.name, each.consumers) for each in self.values]
         used += [(each.name, each.consumers) for each in self.inputs]
         used += [(each.name, (each.producer,)) for each in self.values]
+        used += [(each.name, (each.producer,)) for each in self.outputs]
         used += [(each.name, each.blocks) for each in self.parameters]
         used += [(each.name, (each.block,)) for each in self.cut_marks if each.block != -1]
         odd = [name for name, blocks in used if not all(0 <= block < most for block in blocks)]

@@ -97,7 +97,8 @@ class Request:
         )
         own_inputs = problem.min_micro_batches_for_inputs == cluster.num_ranks
         least = len(hosts) if own_inputs else problem.min_micro_batches_for_inputs
-        smaller = replace(problem, cluster=left, min_micro_batches_for_inputs=least)
+        groups = tuple((rank,) for rank in range(least)) if own_inputs else (tuple(range(len(hosts))),)
+        smaller = replace(problem, cluster=left, min_micro_batches_for_inputs=least, input_groups=groups)
         return replace(self, problem=smaller, fingerprint=fingerprint)
 
     def plan(self) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.exchange import Exchange
 from autovaruna.planner.memory.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
@@ -64,6 +65,7 @@ class Planner:
     def __init__(self, problem: Problem, tables: RangeTables) -> None:
         self.problem, self.tables, self.limits = problem, tables, problem.cluster.memory_bytes
         self.predictor, self.edges = Predictor(), Edges(problem.graph)
+        self.exchange = Exchange(problem)
         self._last: tuple[Plan | None, Pipeline | None] = None, None
         hosts = problem.cluster.hosts
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -141,7 +143,8 @@ class Planner:
 
     def predict(self, plan: Plan, below: float = float("inf")) -> Plan | None:
         """Returns the plan with its predicted seconds, or None if it is not faster than `below`."""
-        seconds = self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below)
+        more = self.exchange.seconds(plan)
+        seconds = more + self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below - more)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
     def predict_whole(self, plan: Plan, *, is_quick: bool = False) -> Plan:
@@ -165,7 +168,8 @@ class Planner:
         own = self.problem.cluster.own_process_bytes
         needed = bytes_of_ranks(plan, held, sized.model, pipeline, rows, own)
         self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, rows)) // _INSTRUCTIONS_OF_AN_ACT
-        return replace(plan, predicted_seconds=simulation.step_seconds, rank_memory_bytes=needed)
+        seconds = simulation.step_seconds + self.exchange.seconds(plan)
+        return replace(plan, predicted_seconds=seconds, rank_memory_bytes=needed)
 
     def with_block_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes of each block that its memory was predicted from."""

@@ -78,6 +78,8 @@ class Problem:
         shares_state: whether the replicas of a stage share the optimizer's state.
         needs_gradient: False for a model that only runs forward.
         min_micro_batches_for_inputs: least M with which every rank can pass its own mini-batch (N, or 1).
+        input_groups: the ranks that pass the same mini-batch; empty: not known, so that nothing is said of exchange.
+        has_loss: whether the model returns the loss that a step starts from; else the script makes it of its outputs.
     """
 
     graph: Graph
@@ -90,6 +92,8 @@ class Problem:
     min_micro_batches_for_inputs: int = 1
     constraints: Constraints = field(default_factory=Constraints)
     shares_state: bool = False
+    input_groups: tuple[tuple[int, ...], ...] = ()
+    has_loss: bool = True
 
     @property
     def most_owners(self) -> int:

@@ -26,6 +26,9 @@ _COLUMNS = (
 )
 
 
+_LEAST_SHOWN = 0.001
+
+
 def plan_table(plan: Plan, graph: Graph) -> Table:
     """Returns the stages of a plan as a table; times are predicted, for one micro-batch."""
     title = f"{_count(plan.num_stages, 'stage')}, {_count(plan.num_micro_batches, 'micro-batch')}, {plan.schedule}"
@@ -42,7 +45,8 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
 def explain(plan: Plan, graph: Graph) -> str:
     """Returns lines that say what the plan is predicted to cost, how good that is, and where time is lost."""
     pipeline = pipeline_of(plan, graph)
-    lost = simulate(telling(pipeline), policy_of(plan.schedule)).lost
+    simulation = simulate(telling(pipeline), policy_of(plan.schedule))
+    lost = simulation.lost
     used = sorted({rank for stage in plan.stages for rank in stage.ranks})
     step = plan.predicted_seconds or 1.0
     lines = [f"predicted step  {seconds(plan.predicted_seconds)}"]
@@ -70,6 +74,9 @@ def explain(plan: Plan, graph: Graph) -> str:
         if max(parts) > 0:
             spread = f"{min(parts) / step:.1%} to {max(parts) / step:.1%}"
             lines.append(f"{name:<15} {mean / step:6.1%}  (mean over ranks; {spread})")
+    exchange = plan.predicted_seconds - simulation.step_seconds
+    if exchange >= _LEAST_SHOWN * step:
+        lines.append(f"exchange        {exchange / step:6.1%}  (samples, outputs, and what ranks tell of their calls)")
     return "\n".join(lines)
 
 

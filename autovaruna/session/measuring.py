@@ -238,6 +238,8 @@ def measured_problem(
         needs_gradient=needs_gradient(traced),
         min_micro_batches_for_inputs=fewest,
         constraints=constraints_of(settings, traced),
+        input_groups=shared.groups,
+        has_loss=traced.loss is not None,
     )
 
 

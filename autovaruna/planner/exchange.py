@@ -1,0 +1,164 @@
+"""Predicts what a step takes beside its pipeline: what the ranks exchange before, between and after its instructions.
+
+Ranks tell each other of their calls, by way of the first one. Samples go from the rank that passed them to the stages
+that use them. Where the script makes the loss of the model's outputs, these go to the ranks that passed the samples,
+and their gradients come back. Between hosts that are far from each other most of a step may be this.
+
+All of it is counted in the steady state, in which a rank begins its next call when it has ended the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import gcd
+
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.records import Plan, StagePlan
+
+_HUB = 0
+"""The rank that hears of all others, and answers."""
+_MOST_LOOKED_AT = 3
+"""Of the replicas of a stage, of the ranks that pass samples of a replica, and of ranks: these, and the last."""
+
+
+class Exchange:
+    """What the ranks of a problem exchange in a step.
+
+    Args:
+        problem: Its `input_groups` say who passes which samples; if there are none, nothing is counted.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._cluster, self._graph, self._groups = problem.cluster, problem.graph, problem.input_groups
+        self._has_turn = problem.needs_gradient and not problem.has_loss
+        self._input_bytes = lru_cache(maxsize=1024)(self._count_input_bytes)
+        self._output_bytes = lru_cache(maxsize=1024)(self._count_output_bytes)
+        self._far = lru_cache(maxsize=1024)(lambda ranks: max(map(self._to_hub, ranks)))
+
+    def seconds(self, plan: Plan) -> float:
+        """Returns what a step of a plan takes more than its pipeline."""
+        if not self._groups or self._cluster.num_ranks == 1:
+            return 0.0
+        turn = self._turn(plan) if self._has_turn else 0.0
+        return self._late(plan) + turn + self._next_call(plan)
+
+    def _late(self, plan: Plan) -> float:
+        """Returns how much later than the first rank's call the pipeline flows, as other calls, and samples, come.
+
+        A sample comes late if its stage could have begun with it, had it been there.
+        """
+        start = self._far(plan.stages[0].ranks)
+        late = fill = slowest = 0.0
+        for stage in plan.stages:
+            slowest = max(slowest, stage.forward_seconds)
+            later = max(stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds - slowest, 0.0)
+            num_bytes = self._input_bytes(stage.blocks) * plan.micro_batch_size
+            for made in self._made(plan, stage) if num_bytes else ():
+                sender = made.owners[0]
+                for turn in (0, made.count - 1) if made.rank not in made.owners else ():
+                    comes = self._to_hub(sender) + self._seconds(sender, made.rank, (turn + 1) * num_bytes)
+                    place = made.first + turn * made.every
+                    goes = start + fill + place * slowest + max(place - stage.in_flight, 0) * later
+                    late = max(late, comes - goes)
+            fill += stage.forward_seconds
+        return start + late
+
+    def _turn(self, plan: Plan) -> float:
+        """Returns what lies between the forwards and the backwards of a step whose loss the script makes."""
+        stages = [stage for stage in plan.stages if self._output_bytes(stage.blocks)]
+        agreed, back = 0.0, []
+        for stage in stages:
+            num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
+            for made in self._made(plan, stage):
+                agreed = max(agreed, self._to_hub(made.rank))
+                for owner in _some(made.owners):
+                    if owner != made.rank:
+                        comes = self._seconds(made.rank, owner, made.count * num_bytes)
+                        agreed = max(agreed, comes + self._to_hub(owner))
+                sender = made.owners[0]
+                if made.rank in made.owners:
+                    back.append(self._to_hub(made.rank))
+                    continue
+                goes = self._to_hub(sender)
+                back.append(goes + self._seconds(sender, made.rank, num_bytes))
+                hidden = (made.count - 1) * made.every * stage.backward_seconds
+                back.append(goes + self._seconds(sender, made.rank, made.count * num_bytes) - hidden)
+        return agreed + max(back, default=0.0)
+
+    def _next_call(self, plan: Plan) -> float:
+        """Returns how long after the end of a pipeline the first rank has heard of all others' next calls."""
+        before, known = 0.0, [0.0]
+        for stage in plan.stages:  # the backwards of earlier stages come last
+            known.append(self._far(stage.ranks) - before)
+            if not self._has_turn:
+                known += self._known_outputs(plan, stage, -before - stage.reduce_seconds - stage.optimizer_seconds)
+            before += stage.backward_seconds + stage.recompute_seconds
+        return max(known)
+
+    def _known_outputs(self, plan: Plan, stage: StagePlan, end: float) -> Iterator[float]:
+        """Yields when the first rank hears of calls of ranks that wait for what a stage returns, at its `end`."""
+        if stage is plan.stages[-1]:  # the loss goes to all
+            for rank in _some(stage.ranks):
+                for other in self._ranks:
+                    yield end + self._seconds(rank, other, 0.0) + self._to_hub(other) if other != rank else 0.0
+        num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
+        for made in self._made(plan, stage) if num_bytes else ():
+            for owner in _some(made.owners):
+                if owner != made.rank:
+                    yield end + self._seconds(made.rank, owner, made.count * num_bytes) + self._to_hub(owner)
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """A rank of each host, of the first and of the last hosts."""
+        first = {host: rank for rank, host in reversed(list(enumerate(self._cluster.hosts)))}
+        return _some(sorted(first.values()))
+
+    def _made(self, plan: Plan, stage: StagePlan) -> Iterator[_Made]:
+        """Yields what ranks of a stage make of others' samples: of some ranks, for some of those that passed them."""
+        count, num_groups = len(stage.ranks), len(self._groups)
+        every = num_groups // gcd(num_groups, count)
+        for index in _some(range(count)):
+            num_parts = len(range(index, plan.num_micro_batches, count))
+            for first in _some(range(min(every, num_parts))):
+                owners = self._groups[(index + first * count) % num_groups]
+                yield _Made(stage.ranks[index], owners, first, every, len(range(first, num_parts, every)))
+
+    def _to_hub(self, rank: int) -> float:
+        return 0.0 if rank == _HUB else self._cluster.link(rank, _HUB).latency_seconds
+
+    def _seconds(self, source: int, destination: int, num_bytes: float) -> float:
+        return self._cluster.link(source, destination).seconds(num_bytes)
+
+    def _count_input_bytes(self, blocks: tuple[int, ...]) -> float:
+        """Returns the bytes of a sample that a stage uses."""
+        return sum(each.size.sample_bytes for each in self._graph.inputs if not _is_outside(each.consumers, blocks))
+
+    def _count_output_bytes(self, blocks: tuple[int, ...]) -> float:
+        """Returns the bytes that a stage returns for each sample."""
+        return sum(each.size.sample_bytes for each in self._graph.outputs if not _is_outside((each.producer,), blocks))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Micro-batches that a rank of a stage runs, of those who passed the same samples.
+
+    Attributes:
+        first, every, count: their places among the micro-batches of the rank, and their number.
+    """
+
+    rank: int
+    owners: tuple[int, ...]
+    first: int
+    every: int
+    count: int
+
+
+def _some(places: Sequence[int]) -> tuple[int, ...]:
+    """Returns the first few, and the last."""
+    return (*places[:_MOST_LOOKED_AT], *places[_MOST_LOOKED_AT:][-1:])
+
+
+def _is_outside(found: tuple[int, ...], blocks: tuple[int, ...]) -> bool:
+    return not any(blocks[0] <= each <= blocks[-1] for each in found)
