@@ -97,7 +97,7 @@ class Request:
         )
         own_inputs = problem.min_micro_batches_for_inputs == cluster.num_ranks
         least = len(hosts) if own_inputs else problem.min_micro_batches_for_inputs
-        groups = tuple((rank,) for rank in range(least)) if own_inputs else (tuple(range(len(hosts))),)
+        groups = problem.input_groups and _groups_of(len(hosts), own_inputs)
         smaller = replace(problem, cluster=left, min_micro_batches_for_inputs=least, input_groups=groups)
         return replace(self, problem=smaller, fingerprint=fingerprint)
 
@@ -113,6 +113,11 @@ class Request:
                 return
         plan = plan_with_sharing(self.problem, self.sharing, make_plan)
         save(path, deployment_of(plan, self.problem.graph, self.fingerprint))
+
+
+def _groups_of(num_ranks: int, own_inputs: bool) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks that pass the same samples: each its own, or all."""
+    return tuple((rank,) for rank in range(num_ranks)) if own_inputs else (tuple(range(num_ranks)),)
 
 
 def plan_ahead(path: Path) -> None:

@@ -9,16 +9,19 @@ All of it is counted in the steady state, in which a rank begins its next call w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import gcd
+from itertools import accumulate
 
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
 
 _HUB = 0
 """The rank that hears of all others, and answers."""
+_EAGER_BYTES = 64 << 10
+"""What takes more asks the receiver first, by Open MPI's default over TCP; then it goes there and back once more."""
 _MOST_LOOKED_AT = 3
 """Of the replicas of a stage, of the ranks that pass samples of a replica, and of ranks: these, and the last."""
 
@@ -47,23 +50,42 @@ class Exchange:
     def _late(self, plan: Plan) -> float:
         """Returns how much later than the first rank's call the pipeline flows, as other calls, and samples, come.
 
-        A sample comes late if its stage could have begun with it, had it been there.
+        A sample comes late if its stage could have begun with it, had it been there; and a message of the pipeline, if
+        it waits on its line for samples.
         """
         start = self._far(plan.stages[0].ranks)
-        late = fill = slowest = 0.0
-        for stage in plan.stages:
-            slowest = max(slowest, stage.forward_seconds)
-            later = max(stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds - slowest, 0.0)
+        late, fills = 0.0, list(accumulate((stage.forward_seconds for stage in plan.stages), initial=0.0))
+        slowest = list(accumulate((stage.forward_seconds for stage in plan.stages), max))
+        for number, stage in enumerate(plan.stages):
+            later = max(stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds - slowest[number], 0.0)
             num_bytes = self._input_bytes(stage.blocks) * plan.micro_batch_size
             for made in self._made(plan, stage) if num_bytes else ():
                 sender = made.owners[0]
-                for turn in (0, made.count - 1) if made.rank not in made.owners else ():
-                    comes = self._to_hub(sender) + self._seconds(sender, made.rank, (turn + 1) * num_bytes)
+                if made.rank in made.owners:
+                    continue
+                begin = self._to_hub(sender) - start
+                for turn in (0, made.count - 1):
+                    comes = begin + self._seconds(sender, made.rank, num_bytes, turn + 1)
                     place = made.first + turn * made.every
-                    goes = start + fill + place * slowest + max(place - stage.in_flight, 0) * later
+                    goes = fills[number] + place * slowest[number] + max(place - stage.in_flight, 0) * later
                     late = max(late, comes - goes)
-            fill += stage.forward_seconds
+                is_free = begin + made.count * num_bytes / self._cluster.link(sender, made.rank).bytes_per_second
+                late = max(late, is_free - self._first_use(plan, fills, number, sender))
         return start + late
+
+    def _first_use(self, plan: Plan, fills: Sequence[float], number: int, sender: int) -> float:
+        """Returns when the pipeline has the first message from a rank for a stage, if it has one of its neighbours."""
+        if number > 0 and sender in plan.stages[number - 1].ranks:
+            return fills[number]
+        behind = plan.stages[number + 1 :]
+        if not (behind and sender in behind[0].ranks):
+            return math.inf
+        forwards = fills[-1]
+        if plan.schedule == "gpipe":
+            forwards += (plan.num_micro_batches // len(behind[-1].ranks) - 1) * max(
+                stage.forward_seconds for stage in plan.stages
+            )
+        return forwards + sum(stage.backward_seconds + stage.recompute_seconds for stage in behind)
 
     def _turn(self, plan: Plan) -> float:
         """Returns what lies between the forwards and the backwards of a step whose loss the script makes."""
@@ -75,7 +97,7 @@ class Exchange:
                 agreed = max(agreed, self._to_hub(made.rank))
                 for owner in _some(made.owners):
                     if owner != made.rank:
-                        comes = self._seconds(made.rank, owner, made.count * num_bytes)
+                        comes = self._seconds(made.rank, owner, num_bytes, made.count)
                         agreed = max(agreed, comes + self._to_hub(owner))
                 sender = made.owners[0]
                 if made.rank in made.owners:
@@ -84,7 +106,7 @@ class Exchange:
                 goes = self._to_hub(sender)
                 back.append(goes + self._seconds(sender, made.rank, num_bytes))
                 hidden = (made.count - 1) * made.every * stage.backward_seconds
-                back.append(goes + self._seconds(sender, made.rank, made.count * num_bytes) - hidden)
+                back.append(goes + self._seconds(sender, made.rank, num_bytes, made.count) - hidden)
         return agreed + max(back, default=0.0)
 
     def _next_call(self, plan: Plan) -> float:
@@ -107,7 +129,7 @@ class Exchange:
         for made in self._made(plan, stage) if num_bytes else ():
             for owner in _some(made.owners):
                 if owner != made.rank:
-                    yield end + self._seconds(made.rank, owner, made.count * num_bytes) + self._to_hub(owner)
+                    yield end + self._seconds(made.rank, owner, num_bytes, made.count) + self._to_hub(owner)
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
@@ -118,7 +140,7 @@ class Exchange:
     def _made(self, plan: Plan, stage: StagePlan) -> Iterator[_Made]:
         """Yields what ranks of a stage make of others' samples: of some ranks, for some of those that passed them."""
         count, num_groups = len(stage.ranks), len(self._groups)
-        every = num_groups // gcd(num_groups, count)
+        every = num_groups // math.gcd(num_groups, count)
         for index in _some(range(count)):
             num_parts = len(range(index, plan.num_micro_batches, count))
             for first in _some(range(min(every, num_parts))):
@@ -128,8 +150,11 @@ class Exchange:
     def _to_hub(self, rank: int) -> float:
         return 0.0 if rank == _HUB else self._cluster.link(rank, _HUB).latency_seconds
 
-    def _seconds(self, source: int, destination: int, num_bytes: float) -> float:
-        return self._cluster.link(source, destination).seconds(num_bytes)
+    def _seconds(self, source: int, destination: int, num_bytes: float, count: int = 1) -> float:
+        """Returns when the last of some messages that are sent at once has come."""
+        link = self._cluster.link(source, destination)
+        asks = 2 * link.latency_seconds if num_bytes > _EAGER_BYTES else 0.0
+        return asks + link.seconds(count * num_bytes)
 
     def _count_input_bytes(self, blocks: tuple[int, ...]) -> float:
         """Returns the bytes of a sample that a stage uses."""

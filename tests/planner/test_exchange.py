@@ -1,0 +1,94 @@
+"""What a step takes beside its pipeline, by hand: of two hosts, 3 ms and 10 MB/s apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autovaruna.graph.records import Output, Size
+from autovaruna.planner.exchange import Exchange
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.profiler.records import LinkCost
+from tests.planner.cases import make_cluster, make_problem
+
+LATENCY, RATE = 3e-3, 1e7
+FORWARD, BACKWARD, NUM_BLOCKS, BATCH = 4e-3, 8e-3, 4, 8
+SAMPLE_BYTES, OUTPUT_BYTES = 64, 1000
+APART, ALIKE = ((0,), (1,)), ((0, 1),)
+
+
+def problem(groups: tuple[tuple[int, ...], ...], has_loss: bool = True, has_outputs: bool = False) -> Problem:
+    known = make_problem(NUM_BLOCKS, 2, BATCH)
+    cluster = replace(make_cluster(2), hosts=("a", "b"), remote_link=LinkCost(LATENCY, RATE))
+    outputs = (Output("scores", NUM_BLOCKS - 1, Size(0, OUTPUT_BYTES)),) if has_outputs or not has_loss else ()
+    graph = replace(known.graph, outputs=outputs)
+    return replace(known, graph=graph, cluster=cluster, input_groups=groups, has_loss=has_loss)
+
+
+def plan(*ranks: tuple[int, ...], num_micro_batches: int = 4, schedule: str = "1f1b") -> Plan:
+    each = NUM_BLOCKS // len(ranks)
+    stages = [
+        StagePlan(tuple(range(s * each, (s + 1) * each)), of, False, len(ranks) - s, FORWARD, BACKWARD)
+        for s, of in enumerate(ranks)
+    ]
+    return Plan(tuple(stages), 2, num_micro_batches, BATCH / num_micro_batches, schedule)
+
+
+def seconds(known: Problem, made: Plan) -> float:
+    return Exchange(known).seconds(made)
+
+
+@pytest.mark.parametrize("groups", [(), APART, ALIKE])
+def test_ranks_of_one_host_that_talk_at_once_exchange_nothing(groups: tuple[tuple[int, ...], ...]) -> None:
+    near = replace(problem(groups), cluster=make_cluster(2, link=LinkCost(0.0, 1e30)))
+    assert seconds(near, plan((0,), (1,))) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_idle_rank_hears_of_the_loss_and_tells_of_its_next_call() -> None:
+    assert seconds(problem(ALIKE), plan((0,))) == pytest.approx(2 * LATENCY)
+
+
+def test_in_a_pipeline_on_one_batch_nobody_waits_for_a_call() -> None:
+    assert seconds(problem(ALIKE), plan((0,), (1,))) == pytest.approx(0.0)
+
+
+def test_samples_come_once_their_rank_has_heard_of_the_call() -> None:
+    """The second micro-batch is rank 1's: it is there two latencies and its transfer after the first begins."""
+    transfer = SAMPLE_BYTES * BATCH / 4 / RATE
+    assert seconds(problem(APART), plan((0,), (1,))) == pytest.approx(2 * LATENCY + transfer - FORWARD)
+
+
+def test_replicas_begin_when_the_call_is_known_and_end_before_the_next_is() -> None:
+    made = plan((0, 1))
+    summed = replace(made, stages=(replace(made.stages[0], reduce_seconds=2 * LATENCY),))  # the loss comes meanwhile
+    assert seconds(problem(APART), summed) == pytest.approx(2 * LATENCY)
+
+
+def test_outputs_go_to_the_ranks_and_their_gradients_come_back() -> None:
+    """All four micro-batches are of both ranks; rank 1 makes the outputs, and has the gradients it goes on from."""
+    outputs = LATENCY + BATCH * OUTPUT_BYTES / RATE  # rank 0 has them, and that is when all may go backward
+    back = LATENCY  # what rank 1 waits for the answer
+    found = seconds(problem(ALIKE, has_loss=False), plan((0,), (1,), schedule="gpipe"))
+    assert found == pytest.approx(outputs + back)
+
+
+def test_gradients_of_outputs_come_from_the_rank_whose_samples_they_are() -> None:
+    part = BATCH / 4 * OUTPUT_BYTES / RATE
+    turn = LATENCY + 2 * part + LATENCY + part  # two micro-batches of rank 0; the first of their gradients
+    late = 2 * LATENCY + SAMPLE_BYTES * BATCH / 4 / RATE - FORWARD
+    found = seconds(problem(APART, has_loss=False), plan((0,), (1,), schedule="gpipe"))
+    assert found == pytest.approx(late + turn)
+
+
+def test_large_messages_ask_first() -> None:
+    known = problem(ALIKE, has_loss=False)
+    known = replace(known, graph=replace(known.graph, outputs=(Output("scores", NUM_BLOCKS - 1, Size(0, 1e5)),)))
+    found = seconds(known, plan((0,), (1,), schedule="gpipe"))
+    assert found == pytest.approx(3 * LATENCY + BATCH * 1e5 / RATE + LATENCY)
+
+
+def test_outputs_beside_a_loss_delay_the_next_call() -> None:
+    with_loss = seconds(problem(ALIKE, has_outputs=True), plan((0,)))
+    assert with_loss == pytest.approx(2 * LATENCY + BATCH * OUTPUT_BYTES / RATE)
