@@ -290,10 +290,11 @@ class Builder:
         return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks), self._outputs())
 
     def _outputs(self) -> tuple[Output, ...]:
-        """Returns the tensors of samples that blocks make and the model returns."""
+        """Returns the tensors of samples that blocks make and the model returns, whose length is known beforehand."""
         returned: Any = self.module.graph.output_node().args[0]
-        names = dict.fromkeys(node.name for node in returned if node.name in self.block_of)
-        sizes = {name: self.sizes.num_bytes(self.nodes[name].meta["val"]) for name in names}
+        nodes = dict.fromkeys(node for node in returned if node.name in self.block_of)
+        values = {node.name: node.meta["val"] for node in nodes if not self.sizes.depends_on_data(node)}
+        sizes = {name: self.sizes.num_bytes(value) for name, value in values.items()}
         return tuple(Output(name, self.block_of[name], size) for name, size in sizes.items() if size.sample_bytes)
 
     def values(self) -> tuple[Value, ...]:
