@@ -148,6 +148,7 @@ class Planning:
             constraints=constraints_of(self.settings, self.traced),
             input_groups=input_groups(self.settings, self.options.ranks),
             has_loss=self.traced.loss is not None,
+            delivers_outputs=self.settings.outputs == "all",
         )
 
     @property

@@ -36,6 +36,7 @@ class Exchange:
     def __init__(self, problem: Problem) -> None:
         self._cluster, self._graph, self._groups = problem.cluster, problem.graph, problem.input_groups
         self._has_turn = problem.needs_gradient and not problem.has_loss
+        self._outputs = problem.graph.outputs if problem.delivers_outputs or not problem.has_loss else ()
         self._input_bytes = lru_cache(maxsize=1024)(self._count_input_bytes)
         self._output_bytes = lru_cache(maxsize=1024)(self._count_output_bytes)
         self._far = lru_cache(maxsize=1024)(lambda ranks: max(map(self._to_hub, ranks)))
@@ -162,7 +163,7 @@ class Exchange:
 
     def _count_output_bytes(self, blocks: tuple[int, ...]) -> float:
         """Returns the bytes that a stage returns for each sample."""
-        return sum(each.size.sample_bytes for each in self._graph.outputs if not _is_outside((each.producer,), blocks))
+        return sum(each.size.sample_bytes for each in self._outputs if not _is_outside((each.producer,), blocks))
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ class Problem:
         min_micro_batches_for_inputs: least M with which every rank can pass its own mini-batch (N, or 1).
         input_groups: the ranks that pass the same mini-batch; empty: not known, so that nothing is said of exchange.
         has_loss: whether the model returns the loss that a step starts from; else the script makes it of its outputs.
+        delivers_outputs: whether ranks get outputs of their samples beside such a loss.
     """
 
     graph: Graph
@@ -94,6 +95,7 @@ class Problem:
     shares_state: bool = False
     input_groups: tuple[tuple[int, ...], ...] = ()
     has_loss: bool = True
+    delivers_outputs: bool = True
 
     @property
     def most_owners(self) -> int:

@@ -240,6 +240,7 @@ def measured_problem(
         constraints=constraints_of(settings, traced),
         input_groups=shared.groups,
         has_loss=traced.loss is not None,
+        delivers_outputs=settings.outputs == "all",
     )
 
 

@@ -90,5 +90,6 @@ def test_large_messages_ask_first() -> None:
 
 
 def test_outputs_beside_a_loss_delay_the_next_call() -> None:
-    with_loss = seconds(problem(ALIKE, has_outputs=True), plan((0,)))
-    assert with_loss == pytest.approx(2 * LATENCY + BATCH * OUTPUT_BYTES / RATE)
+    known = problem(ALIKE, has_outputs=True)
+    assert seconds(known, plan((0,))) == pytest.approx(2 * LATENCY + BATCH * OUTPUT_BYTES / RATE)
+    assert seconds(replace(known, delivers_outputs=False), plan((0,))) == pytest.approx(2 * LATENCY)
