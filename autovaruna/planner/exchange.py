@@ -94,12 +94,9 @@ class Exchange:
         agreed, back = 0.0, []
         for stage in stages:
             num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
+            agreed = max([agreed, *self._known_outputs(plan, stage)])
             for made in self._made(plan, stage):
                 agreed = max(agreed, self._to_hub(made.rank))
-                for owner in _some(made.owners):
-                    if owner != made.rank:
-                        comes = self._seconds(made.rank, owner, num_bytes, made.count)
-                        agreed = max(agreed, comes + self._to_hub(owner))
                 sender = made.owners[0]
                 if made.rank in made.owners:
                     back.append(self._to_hub(made.rank))
@@ -116,21 +113,27 @@ class Exchange:
         for stage in plan.stages:  # the backwards of earlier stages come last
             known.append(self._far(stage.ranks) - before)
             if not self._has_turn:
-                known += self._known_outputs(plan, stage, -before - stage.reduce_seconds - stage.optimizer_seconds)
+                end = -before - stage.reduce_seconds - stage.optimizer_seconds
+                known += [end + each for each in self._known_outputs(plan, stage)]
+                if stage is plan.stages[-1]:
+                    known += [end + each for each in self._known_loss(stage)]
             before += stage.backward_seconds + stage.recompute_seconds
         return max(known)
 
-    def _known_outputs(self, plan: Plan, stage: StagePlan, end: float) -> Iterator[float]:
-        """Yields when the first rank hears of calls of ranks that wait for what a stage returns, at its `end`."""
-        if stage is plan.stages[-1]:  # the loss goes to all
-            for rank in _some(stage.ranks):
-                for other in self._ranks:
-                    yield end + self._seconds(rank, other, 0.0) + self._to_hub(other) if other != rank else 0.0
+    def _known_outputs(self, plan: Plan, stage: StagePlan) -> Iterator[float]:
+        """Yields when the first rank hears of those that wait for outputs of samples, after the stage has sent them."""
         num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
         for made in self._made(plan, stage) if num_bytes else ():
             for owner in _some(made.owners):
                 if owner != made.rank:
-                    yield end + self._seconds(made.rank, owner, num_bytes, made.count) + self._to_hub(owner)
+                    yield self._seconds(made.rank, owner, num_bytes, made.count) + self._to_hub(owner)
+
+    def _known_loss(self, stage: StagePlan) -> Iterator[float]:
+        """Yields the same of those that wait for the loss, which goes to all."""
+        for rank in _some(stage.ranks):
+            for other in self._ranks:
+                if other != rank:
+                    yield self._seconds(rank, other, 0.0) + self._to_hub(other)
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
