@@ -150,7 +150,7 @@ def _backward(case: Case, model: nn.Module, micro_batches: Sequence[Batch]) -> T
 
 def copied(tensor: Tensor) -> Tensor:
     """Returns a copy on the CPU, wherever the tensor is."""
-    return tensor.detach().cpu().clone()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def gradients_of(model: nn.Module) -> Tensors:

@@ -57,6 +57,17 @@ class Fixed(nn.Module):
         return x.reshape(3, 4) + self.offsets  # the reshape
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_operations_keep_what_the_script_says_of_cudnn(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace runs without it."""
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", is_enabled)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4))
+    graph = traced(model, X).module.graph
+    flags = {str(node.target): node.args[-1] for node in graph.nodes if "_norm" in str(node.target)}
+    assert flags == {"aten.batch_norm.default": is_enabled, "aten.layer_norm.default": is_enabled}
+    assert torch.backends.cudnn.enabled == is_enabled
+
+
 def test_a_branch_on_numbers_is_shown() -> None:
     """The error names the user's line, shows it, and says what to do."""
     with pytest.raises(TraceError) as caught:
