@@ -67,6 +67,7 @@ class Hosts:
         self._delays: dict[str, float] = {}
         self._begun: list[Link] = []
         self._machine_time = _time_of(ways.machine_list)
+        self._times_of_notices: dict[str, int] = {}
         self._last_look = 0.0
 
     def start(self, check: Callable[[], None]) -> None:
@@ -144,8 +145,8 @@ class Hosts:
         except ConfigError as error:
             self._log.note("list", f"the machine list is left as it was: {error}")
             return
-        if self._ways.discover_hosts is None or listed != self.listed:
-            for host in listed:  # whoever lists a host again wants it back
+        for host in listed:
+            if self._is_wanted_back(host):
                 self.noticed.pop(host, None)
                 self.slow.forgive(host)
         for host in sorted(listed.keys() ^ self.listed.keys()):
@@ -153,12 +154,23 @@ class Hosts:
             self._log.note("list", f"host {host} was {was} the machine list", host=host)
         self.listed = listed
 
+    def _is_wanted_back(self, host: str) -> bool:
+        """Says whether the list that was read asks again for a host that was to be left.
+
+        Whoever writes a machine list after the notice says so. A command lists a host until it has gone: it says so only
+        where the host was not there before.
+        """
+        if self._ways.discover_hosts is not None:
+            return host not in self.listed
+        return self._times_of_notices.get(host) != self._machine_time
+
     def notice(self, host: str, seconds: float) -> str:
         """Takes a notice that a host will be taken away; returns what is wrong with that, in words."""
         known = next((each for each in self.listed if each.rpartition("@")[2] == host), None)
         if known is None:
             return f"{host} is no host of this job; those are {', '.join(self.listed)}"
         self._log.note("notice", f"host {known} goes in {seconds:g} s", host=known, seconds=seconds)
+        self._times_of_notices[known] = _time_of(self._ways.machine_list)  # which the manager may not have read yet
         self.noticed[known] = time.monotonic() + seconds
         return ""
 

@@ -1,0 +1,59 @@
+"""Which hosts a job may use, as machine lists and notices come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
+from autovaruna.elastic.notices import EventLog
+from autovaruna.elastic.options import Morphing
+from tests.elastic.keepers import TOKEN
+
+HOST, OTHER = "localhost", "127.0.0.1"  # the other one never comes up: a machine holds a job's folder once
+
+
+@contextmanager
+def job_hosts(folder: Path, ways: Morphing) -> Iterator[Hosts]:
+    """Returns the hosts of a job on this machine; its keeper ends with the context."""
+    settings = {"folder": str(folder / "job"), "token": TOKEN, "standby": False}
+    hosts = Hosts({HOST: 1}, ways, settings, folder / "own", EventLog(None))
+    try:
+        hosts.start(lambda: None)
+        assert set(hosts.usable()) == {HOST}
+        yield hosts
+    finally:
+        hosts.close()
+
+
+def look(hosts: Hosts) -> set[str]:
+    """Returns what can be used once the list has been looked at again."""
+    time.sleep(BEAT_SECONDS)
+    hosts.look_around()
+    return set(hosts.usable())
+
+
+def test_a_notice_holds_until_a_machine_list_is_written_after_it(tmp_path: Path) -> None:
+    machines = tmp_path / "machines"
+    machines.write_text(f"{HOST}\n")
+    with job_hosts(tmp_path, Morphing(str(machines), 1)) as hosts:
+        machines.write_text(f"{HOST}\n{OTHER}\n")
+        assert not hosts.notice(HOST, 60.0), "the list was written before, and is read after it"
+        assert not look(hosts) and not look(hosts)
+        machines.write_text(f"{HOST}\n")
+        assert look(hosts) == {HOST}
+
+
+def test_a_host_that_a_command_lists_until_it_has_gone_stays_left(tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    found.write_text(f"{HOST}\n")
+    with job_hosts(tmp_path, Morphing(None, 1, discover_hosts=f"cat {found}")) as hosts:
+        assert not hosts.notice(HOST, 60.0)
+        found.write_text(f"{HOST}\n{OTHER}\n")
+        assert not look(hosts)
+        found.write_text(f"{OTHER}\n")
+        assert not look(hosts)
+        found.write_text(f"{HOST}\n")
+        assert look(hosts) == {HOST}
