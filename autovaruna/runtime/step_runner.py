@@ -194,7 +194,7 @@ class StepRunner:
         self._rank.backwards.note("of its outputs")
         has_scaler = self._rank.loss_scale.words != "none"  # whose gradients may overflow
         total = None if has_scaler else _total(gradients)
-        self._rank.metrics.note(self._job.step + 1, total, self._where_not_finite, is_loss=False)
+        self._rank.metrics.note(self._job.step + 1, total, self._where_not_finite(), is_loss=False)
         self._rank.loss_scale.after(1.0)
         self._rank.backwards.note_gradients(self._is_synchronising)
         with self._guarded():
@@ -392,6 +392,7 @@ class StepRunner:
         """
         assert self._factor is not None, "only a step that starts from its loss has gone backward"
         found, backwards = self._found, self._rank.backwards
+        self._found = Found({}, {}, {}, {})
         if is_kept:
             self._found = Found(found.own, found.totals, {}, found.inputs)
             inputs = {**found.inputs, **_copies(found.inputs)}
@@ -399,7 +400,7 @@ class StepRunner:
         if gradients[0] is None:
             backwards.note("none")
             return self._for_sources({}, found.kept, {})
-        self._rank.metrics.note(self._job.step + 1, self._loss, self._where_not_finite, is_loss=True)
+        self._rank.metrics.note(self._job.step + 1, self._loss, self._where_not_finite(), is_loss=True)
         factor = gradients[0].item()
         backwards.note(f"{factor:g}")
         self._rank.loss_scale.after(factor)
@@ -500,19 +501,27 @@ class StepRunner:
         self._rank.mail = Mail(self._world, self._device)
         self._rank.backwards.forget_step()
 
-    def _where_not_finite(self) -> str:
-        """Says where a loss that is not finite was found; empty: on another rank."""
+    def _where_not_finite(self) -> Callable[[], str]:
+        """Returns what says where a loss that is not finite was found; empty: on another rank.
+
+        It may be asked in the next step alone, and keeps nothing of this one but losses.
+        """
         rank = self._world.rank
         if self._loss is None:
             stage = self._job.plan.num_stages - 1
-            return f"the gradient of rank {rank}'s loss is not finite at the outputs of stage {stage}"
-        for (place, index), output in self._outputs.items():
-            if place == self._loss_place and not output.isfinite().all():
-                part = self._job.batch.micro_batches[index]
-                samples = f"samples {part.start} to {part.start + part.size - 1} of rank {part.origin}"
-                stage = self._job.split.makers[place]
-                return f"the loss of micro-batch {index} ({samples}) is {output.item()} on rank {rank}, stage {stage}"
-        return ""
+            return lambda: f"the gradient of rank {rank}'s loss is not finite at the outputs of stage {stage}"
+        stage, parts = self._job.split.makers[self._loss_place], self._job.batch.micro_batches
+        losses = {index: loss for (place, index), loss in self._outputs.items() if place == self._loss_place}
+
+        def words() -> str:
+            for index, loss in losses.items():
+                if not loss.isfinite().all():
+                    part = parts[index]
+                    samples = f"samples {part.start} to {part.start + part.size - 1} of rank {part.origin}"
+                    return f"the loss of micro-batch {index} ({samples}) is {loss.item()} on rank {rank}, stage {stage}"
+            return ""
+
+        return words
 
     def _where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, ConfigError, RankError
 from autovaruna.runtime.deadlock import Failure, encoded
+from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.transport.base import Part
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
@@ -384,6 +386,33 @@ class Scoring(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.last(self.first(x))
         return out.square().mean() if self.has_loss else out
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_loss_that_is_looked_at_later_keeps_nothing_of_its_step(
+    has_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's loss is looked at in the next step; gradients that somebody held until then would be copied."""
+    waiting: list[Any] = []
+    monkeypatch.setattr(Metrics, "note", lambda self, *args, **settings: waiting.append(args))
+    net = Scoring(has_loss)
+    settings = {"num_micro_batches": 2, "save_deployment": False, "load_deployment": False, "progress": False}
+    model = AutoVaruna(net, torch.optim.SGD(net.parameters(), 0.1), **settings)
+
+    def step() -> list[Tensor]:
+        """Returns the gradients and outputs of any call that are there after it, beside those of parameters."""
+        net.zero_grad()
+        out = model(torch.ones(8, 4))
+        (out if has_loss else out.square().mean()).backward()
+        del out
+        gc.collect()
+        known = {id(each) for weight in net.parameters() for each in (weight, weight.grad)}
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.shape in ((4, 4), (8, 2))]
+        return [each for each in tensors if id(each) not in known]
+
+    before = step()
+    assert {id(each) for each in step()} <= {id(each) for each in before}
+    assert len(waiting) == 2
 
 
 @pytest.mark.parametrize("has_loss", [True, False])
