@@ -157,8 +157,8 @@ class Hosts:
     def _is_wanted_back(self, host: str) -> bool:
         """Says whether the list that was read asks again for a host that was to be left.
 
-        Whoever writes a machine list after the notice says so. A command lists a host until it has gone: it says so only
-        where the host was not there before.
+        Whoever writes a machine list after the notice says so. A command lists a host until it has gone: it says so
+        only where the host was not there before.
         """
         if self._ways.discover_hosts is not None:
             return host not in self.listed

@@ -373,7 +373,7 @@ def _measure_one(
 ) -> PartCost:
     """Measures a part on the first of several kinds of numbers that it takes."""
     first: Exception | None = None
-    for samples in kinds:
+    for samples in sorted(kinds, key=lambda each: part.code.takes_shares and each.numbers is not Numbers.SHARE):
         try:
             return _measure_on(part, samples, size, iterations, allowance, splits)
         except Exception as error:

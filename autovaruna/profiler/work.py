@@ -36,6 +36,8 @@ _LEFT_TO_CHANCE = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
+_OF_SHARES = (aten.binary_cross_entropy, aten.bernoulli, aten.multinomial, aten.poisson, aten.binomial)
+"""Operations that refuse other numbers; on a GPU that ends the process, so none is tried out there."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class Code:
 
     Attributes:
         split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
+        takes_shares: Whether it is to get numbers between zero and one.
     """
 
     run: Callable[..., Any]
     arguments: tuple[Argument, ...]
     needs_gradient: bool
     split: SplitPiece | None
+    takes_shares: bool
 
 
 def make_code(traced: TracedModel, nodes: Sequence[str], outputs: Sequence[str]) -> Code:
@@ -62,7 +66,14 @@ def make_code(traced: TracedModel, nodes: Sequence[str], outputs: Sequence[str])
         piece.arguments,
         needs_gradient,
         split_backward(piece) if needs_gradient else None,
+        _takes_shares(piece.module),
     )
+
+
+def _takes_shares(module: fx.GraphModule) -> bool:
+    nodes = [node for each in module.modules() if isinstance(each, fx.GraphModule) for node in each.graph.nodes]
+    called = [target for node in nodes for target in (node.target, *node.args)]  # a stream's `draw` takes what it calls
+    return any(isinstance(each, OpOverload) and each.overloadpacket in _OF_SHARES for each in called)
 
 
 def _fill_memory(module: fx.GraphModule) -> None:

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autovaruna._torch import TorchDispatchMode
 from autovaruna.errors import MeasureError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
@@ -60,6 +63,43 @@ def test_a_block_that_raises_is_named() -> None:
     with pytest.raises(MeasureError, match=r"solve.*5 samples.*singular") as caught:
         measure(graph, model, [5], CPU)
     assert caught.value.__cause__ is not None
+
+
+class Drawing(nn.Module):
+    """Draws and scores by probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = torch.sigmoid(self.inner(x))
+        drawn = torch.distributions.Bernoulli(share).sample() * torch.multinomial(share.detach(), 1)
+        return F.binary_cross_entropy(share, torch.bernoulli(share.detach())) + (torch.poisson(share) + drawn).mean()
+
+
+class Refusals(TorchDispatchMode):
+    """Notes the operations that raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.noted.append(str(func))
+            raise
+
+
+def test_probabilities_are_never_tried_on_other_numbers() -> None:
+    """A kernel of a GPU that refuses its numbers takes the process with it: there is no second try."""
+    model = Drawing()
+    graph = traced(model, torch.zeros(3, 4))
+    with Refusals() as refusals:
+        assert measure(graph, model, [2], CPU)
+    assert not refusals.noted
 
 
 @pytest.mark.parametrize("name", ["dropout", "batch_norm", "moving_average", "constant"])
