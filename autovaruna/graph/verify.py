@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
@@ -174,8 +175,16 @@ class EagerVsGraph:
     def _alike(self) -> Iterator[None]:
         """Lets random numbers be the same both ways, keeps nothing for a backward, and gives generators back."""
         keeps = nullcontext() if self._kept_paths else forgetting()
-        with untouched_generator(self.device), python_generators(_SEED), keeps, DrawnAlike(self.device):
+        formula = sdpa_kernel(SDPBackend.MATH) if self._drops_attention else nullcontext()
+        with untouched_generator(self.device), python_generators(_SEED), keeps, formula, DrawnAlike(self.device):
             yield
+
+    @cached_property
+    def _drops_attention(self) -> bool:
+        """Whether attention has dropout: kernels of a GPU draw each in its own way, and a mask chooses among them."""
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        nodes = [name for name, node in self.traced.nodes.items() if node.target is attention]
+        return any(self.traced.facts[name].is_random for name in nodes)
 
     def _inputs(self) -> list[Tensor]:
         pairs = zip(self.tensors, self.traced.call.inputs, strict=True)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autovaruna._torch import TorchDispatchMode
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import Options
@@ -67,6 +68,39 @@ def test_nan_by_one_way_alone_is_found() -> None:
     model = net(nn.ReLU())
     with pytest.raises(TraceError, match="is nan by the trace"):
         look(model, broken(model, torch.ops.aten.relu.default, torch.ops.aten.log.default))
+
+
+class Attending(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.inner, self.share = nn.Linear(12, 12), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).view(-1, 1, 3, 4)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.share).flatten(1)
+
+
+class FusedKernels(TorchDispatchMode):
+    """Notes whether attention may take those of a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: set[bool] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "softmax" in str(func) or "attention" in str(func):
+            self.noted.add(torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_attention_with_dropout_is_compared_by_its_formula(share: float) -> None:
+    """Each kernel of a GPU draws in its own way; a library gives a mask of ones while it is traced, and none else."""
+    model = Attending(share)
+    trace = traced(model, X)
+    with FusedKernels() as kernels:
+        look(model, trace)
+    assert kernels.noted == {not share}
 
 
 def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
