@@ -154,7 +154,7 @@ class Run:
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
         if (hang := self.watch.hang()) is not None:
-            return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=1)
+            return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
         return None
 
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:

@@ -29,10 +29,12 @@ class Hang:
     Attributes:
         words: which, and where.
         seconds: for how long.
+        is_from_outside: whether somebody has stopped them, and not their script.
     """
 
     words: str
     seconds: float
+    is_from_outside: bool = False
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Watch:
         }
         if stopped:
             since = min(seen.stopped_since or now for seen in stopped.values())
-            return Hang(f"{_named(stopped)} stopped by a signal", now - since)
+            return Hang(f"{_named(stopped)} stopped by a signal", now - since, is_from_outside=True)
         silent = now - self._last_change
         if self.num_steps_here < 2 or silent < max(_LEAST_SECONDS, _TIMES_LONGEST * self.longest_seconds):
             return None

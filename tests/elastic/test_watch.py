@@ -51,6 +51,7 @@ def test_a_rank_that_is_stopped_is_named_within_seconds(clock: SimpleNamespace) 
         clock.now += 1.0
     found = watch.hang()
     assert found is not None and found.words == "rank 1 on b is stopped by a signal" and 4 < found.seconds < 6
+    assert found.is_from_outside
 
 
 def test_a_rank_that_is_stopped_for_a_moment_is_not(clock: SimpleNamespace) -> None:
@@ -84,7 +85,7 @@ def test_words_say_which_rank_hangs_and_where(
     assert watch.hang() is None
     clock.now += 2.0
     found = watch.hang()
-    assert found is not None and found.words == words
+    assert found is not None and found.words == words and not found.is_from_outside
 
 
 def test_long_steps_are_no_hang(clock: SimpleNamespace) -> None:
