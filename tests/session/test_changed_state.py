@@ -394,6 +394,44 @@ class InPlace(Tabled):
         return self.get_buffer("made")[: values.shape[1]]
 
 
+class NewParameter(Tabled):
+    """Makes a parameter in its first call, which nobody trains."""
+
+    def table(self, values: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = nn.Parameter(positions(values), requires_grad=False)
+        return self.get_parameter("made")
+
+
+class Choosing(nn.Module):
+    """Branches on numbers, so that it is kept whole, and has another activation from its first call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: nn.Module = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.act, nn.ReLU):
+            self.act = nn.Sequential(nn.Tanh(), nn.Tanh())
+        made: Tensor = x if x.sum() > 1e9 else self.act(x)
+        return made
+
+
+class NewSubmodule(Tabled):
+    """Has such a module, as models do that choose a kind of attention by the length of their samples.
+
+    Once, the rank that ran it had another number of modules than the others in the second call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choosing = Choosing()
+
+    def table(self, values: Tensor) -> Tensor:
+        made: Tensor = self.choosing(values.mean(-1, keepdim=True))
+        return made
+
+
 def batch(size: int, seed: int) -> Batch:
     return (floats(size, 6, 4, of=generator(seed)),), {}
 
@@ -408,7 +446,7 @@ def train_warm(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return {name: each.clone() for name, each in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", [Attribute, NewBuffer, Grown, InPlace])
+@pytest.mark.parametrize("kind", [Attribute, NewBuffer, Grown, InPlace, NewParameter, NewSubmodule])
 def test_what_a_first_call_leaves_is_made_before_the_model_is_wrapped(kind: type[Tabled]) -> None:
     """The refusal says so; then the model trains as in plain PyTorch."""
     torch.manual_seed(0)

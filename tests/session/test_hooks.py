@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -85,6 +86,28 @@ def test_a_hook_sees_each_sample_once(setup: str) -> None:
         for place, (wanted,) in expected[step].items():
             rows = torch.cat([row for of_rank in found for row in of_rank[step][place]])
             torch.testing.assert_close(rows[rows.sum(1).argsort()], wanted[wanted.sum(1).argsort()])
+
+
+class Locked:
+    """Counts samples under a lock, which can neither be copied nor pickled."""
+
+    def __init__(self) -> None:
+        self.lock, self.num_samples = Lock(), 0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        with self.lock:
+            self.num_samples += len(output)
+
+
+def test_a_hook_may_hold_what_cannot_be_copied() -> None:
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> int:
+        watch = Locked()
+        model.module[2].register_forward_hook(watch)  # type: ignore[index]
+        for _ in range(2):
+            model(X[:4]).square().mean().backward()
+        return watch.num_samples
+
+    assert sum(on_ranks(SETUPS["two"], layers(), run)) == 16
 
 
 def test_a_hook_may_come_and_go() -> None:

@@ -337,12 +337,29 @@ def saved_in_the_middle(model: Any, optimizer: Any) -> Any:
     return evaluated(model)
 
 
+def optimizer_in_backward(model: Any, optimizer: Any) -> Any:
+    """Steps each parameter when its gradient is there, by hooks that return something, and keeps no gradient."""
+    own = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+    def step(parameter: Tensor) -> Tensor:
+        own[parameter].step()
+        own[parameter].zero_grad()
+        return parameter
+
+    for each in own:
+        each.register_post_accumulate_grad_hook(step)
+    for seed in range(2):
+        CASE.loss_of(model(*CASE.batch(7, seed)[0], **CASE.batch(7, seed)[1]), CASE.batch(7, seed)).backward()
+    return evaluated(model)
+
+
 STORIES: tuple[Story, ...] = (
     average_of_a_copy_after,
     average_of_states,
     edits,
     second_optimizer,
     saved_in_the_middle,
+    optimizer_in_backward,
 )
 
 

@@ -93,6 +93,15 @@ def refuse_hook(what: str) -> TraceError:
     )
 
 
+def refuse_parameter() -> TraceError:
+    """Returns the error of a forward that makes a parameter."""
+    return TraceError(
+        f"forward makes a parameter{users_line()}, which neither a trace nor the optimizer would know of. Expected "
+        "modules and parameters that __init__ makes. If only the first call makes them, run one batch through the "
+        "model before it is wrapped."
+    )
+
+
 def refuse_backward(name: str) -> TraceError:
     """Returns the error of a forward that goes backward itself, by the function `name`."""
     return TraceError(

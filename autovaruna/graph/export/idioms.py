@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,7 +25,7 @@ from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, pack_by_le
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.export.constant_values import truth_of
-from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook
+from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
 from autovaruna.graph.export.fakes import unchecked_distributions
 from autovaruna.graph.module_state import is_profiling
 from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refuse_lengths
@@ -342,6 +342,13 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     return tensor.to(*args, **kwargs) if packed is None else packed
 
 
+def _node(tensor: Tensor) -> NoReturn:
+    """Refuses to name the node of a tensor, which modules ask for as well, of every parameter that they get."""
+    if sys._getframe(2).f_code is nn.Module.register_parameter.__code__:
+        raise refuse_parameter()
+    raise refuse_hook("takes the node of a tensor (grad_fn)")
+
+
 def _refusing(refuse: Callable[[str], TraceError], what: str) -> Callable[..., Any]:
     def act(*args: Any, **kwargs: Any) -> Any:
         raise refuse(what)
@@ -376,7 +383,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     Tensor.to: _to,
     pack_by_lengths: refuse_lengths,
-    _grad_fn.__get__: _refusing(refuse_hook, "takes the node of a tensor (grad_fn)"),
+    _grad_fn.__get__: _node,
     Tensor.register_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.register_post_accumulate_grad_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.backward: _refusing(refuse_backward, "backward()"),

@@ -54,6 +54,7 @@ from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import (
     Function,
     RecordedCall,
+    ReplacedError,
     check_state,
     hooked,
     plain_state,
@@ -511,6 +512,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
             kept = stopped.kept
             if options.free and (kept.modules or kept.functions):
                 raise TraceError(_KEPT) from stopped
+        except ReplacedError:
+            raise
         except TraceError as error:
             if options.free or (isinstance(error, BatchSizeError) and not options.is_parted):
                 raise

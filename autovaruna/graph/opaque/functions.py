@@ -332,6 +332,28 @@ def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str],
             )
 
 
+class ReplacedError(TraceError):
+    """Says that the forward of a module that is kept whole replaces submodules."""
+
+
+def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> None:
+    """Refuses a forward that replaces submodules, by path, of a module that is kept whole.
+
+    Raises:
+        ReplacedError: one was replaced, added or taken away.
+    """
+    for path in before | after:
+        old, new = before.get(path), after.get(path)
+        if old is not new:
+            kinds = " -> ".join("none" if each is None else type(each).__qualname__ for each in (old, new))
+            raise ReplacedError(
+                f"forward replaces the submodule {path} ({kinds}) in a module that cannot be traced and is kept whole: "
+                "the ranks that run it would have another model than the others. Expected submodules that stay as "
+                "__init__ makes them. If only the first call replaces them, run one batch through the model before it "
+                "is wrapped."
+            )
+
+
 def _kind_of(tensor: Tensor) -> TensorKind:
     shape = tuple(int(length.node.hint) if isinstance(length, torch.SymInt) else length for length in tensor.shape)
     return TensorKind(shape, tensor.dtype, tensor.requires_grad)

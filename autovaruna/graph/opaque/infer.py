@@ -25,6 +25,7 @@ from autovaruna.graph.export.fakes import put
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.opaque.functions import (
     applied_by,
+    check_modules,
     check_state,
     plain_state,
     refuse_weights,
@@ -153,9 +154,11 @@ class Trial:
 
         Raises:
             CannotKeepError: it changes its parameters.
+            TraceError: it changes its numbers.
+            ReplacedError: it replaces its submodules.
         """
         args, kwargs = self.call.unflatten(tensors)
-        numbers = plain_state(self.module)
+        numbers, modules = plain_state(self.module), dict(self.module.named_modules())
         with (
             torch.set_grad_enabled(self.is_differentiated),
             in_precision(self.precision),
@@ -173,6 +176,7 @@ class Trial:
         if any(places[place][1] in places[place][0]._parameters for place in changed):
             raise CannotKeepError("its forward changes its parameters")
         check_state(numbers, plain_state(self.module))
+        check_modules(modules, dict(self.module.named_modules()))
         return outputs, tree, changed
 
     def shape_of(self, tensor: Tensor, size: int) -> tuple[int, ...]:
