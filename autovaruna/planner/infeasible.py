@@ -67,6 +67,13 @@ class _Shortage:
         return max(self.needed_bytes - self.limit_bytes, 0.0)
 
 
+def exceeds_all(sized: SizedProblem) -> bool:
+    """Says whether parameters, gradients and optimizer state alone are more than ranks have: then no plan fits."""
+    fixed, n, limits = sized.model.fixed, sized.tables.num_segments, sized.problem.cluster.memory_bytes
+    largest = max(fixed(sized.held_by(k, k + 1)) for k in range(n))
+    return largest > max(limits) or fixed(sized.held_by(0, n)) > sum(limits)
+
+
 def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> PlanError:
     """Returns what a user needs to know: bytes missing, the stage, the largest block, what would make it fit."""
     sized = SizedProblem(problem, tables, max(counts))

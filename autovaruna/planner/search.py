@@ -25,7 +25,7 @@ from autovaruna.planner.grids import (
     groups_of_few,
     unequal_replicas,
 )
-from autovaruna.planner.infeasible import explain_infeasible, splits_that_fit
+from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.memory.rank_memory import is_within
@@ -141,6 +141,8 @@ class _Search:
         Raises:
             PlanError: none fits.
         """
+        if exceeds_all(self.planner.sized(max(self.counts))):
+            raise explain_infeasible(self.problem, self.tables, self.counts)
         self._try_all()
         if self.trials.best is None:
             self._try_what_fits()

@@ -53,6 +53,15 @@ def test_a_block_that_no_rank_can_hold() -> None:
     assert "use more ranks" not in message
 
 
+@pytest.mark.parametrize(("layers", "ranks", "memory_bytes"), [(4, 4, 2e5), (24, 2, 2e6)])
+def test_no_plan_is_searched_for_where_weights_alone_are_too_much(layers: int, ranks: int, memory_bytes: float) -> None:
+    """A block that no rank can hold, or a model that all ranks together cannot."""
+    searched: list[str] = []
+    with pytest.raises(PlanError, match="no plan fits into memory"):
+        make_plan(make_problem(layers, ranks, 8, memory_bytes=memory_bytes), lambda what, share: searched.append(what))
+    assert not searched
+
+
 @pytest.mark.parametrize("seed", some(range(6), 3))
 def test_the_bytes_it_asks_for_are_enough(seed: int) -> None:
     problem = make_problem(14, 3, 6, seed, memory_bytes=4e5)
