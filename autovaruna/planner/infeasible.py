@@ -69,9 +69,10 @@ class _Shortage:
 
 def exceeds_all(sized: SizedProblem) -> bool:
     """Says whether parameters, gradients and optimizer state alone are more than ranks have: then no plan fits."""
-    fixed, n, limits = sized.model.fixed, sized.tables.num_segments, sized.problem.cluster.memory_bytes
-    largest = max(fixed(sized.held_by(k, k + 1)) for k in range(n))
-    return largest > max(limits) or fixed(sized.held_by(0, n)) > sum(limits)
+    model, n, limits = sized.model, sized.tables.num_segments, sized.problem.cluster.memory_bytes
+    largest = max(model.fixed(sized.held_by(k, k + 1)) for k in range(n))
+    of_all = replace(model, most_owners=1).fixed(sized.held_by(0, n))  # all replicas together have all of the state
+    return largest > max(limits) or of_all > sum(limits)
 
 
 def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> PlanError:
