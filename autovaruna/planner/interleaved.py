@@ -29,9 +29,13 @@ _FEW_CUTS = 6
 """If there are no more ways to cut the segments, each is tried."""
 _FEW_GROUPS = 4
 """Of no more groups than these some may have a stage more than others."""
+_FEW_STAGES_IN_ANY_ORDER = 6
+"""So many may come in every order, of which there are 31 at most."""
 
 
-def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: int = 1) -> Iterator[Pattern]:
+def patterns(
+    num_groups: int, most_each: int, num_stages: int = 0, more_than: int = 1, *, has_any_order: bool = False
+) -> Iterator[Pattern]:
     """Yields patterns over so many groups with at most so many stages each, neighbours on different ones.
 
     Args:
@@ -39,6 +43,7 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: in
         most_each: the most stages of a group.
         num_stages: the only number of stages; 0: any.
         more_than: patterns of so many rounds and fewer are left out.
+        has_any_order: whether every order of few stages comes, not only turns and ways there and back.
     """
     rounds = [
         each for each in range(more_than + 1, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)
@@ -53,6 +58,19 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, more_than: in
         for length in (each * (num_groups - 1) + 1, each * (num_groups - 1)):  # the whole way, or without its end
             if num_stages in (0, length) and each <= most_each:
                 yield tuple(there[stage % len(there)] for stage in range(length))
+    if has_any_order:
+        found = _in_any_order(num_groups, most_each, (0,))
+        yield from (each for each in found if num_stages in (0, len(each)))
+
+
+def _in_any_order(num_groups: int, most_each: int, begun: Pattern) -> Iterator[Pattern]:
+    """Yields every pattern of few stages that goes on from one and comes to the groups in their order."""
+    num_seen = max(begun) + 1
+    if num_seen == num_groups < len(begun):
+        yield begun
+    for group in range(min(num_seen + 1, num_groups)) if len(begun) < _FEW_STAGES_IN_ANY_ORDER else ():
+        if group != begun[-1] and begun.count(group) < most_each:
+            yield from _in_any_order(num_groups, most_each, (*begun, group))
 
 
 def cut_evenly(work: Array, loads: Sequence[float], pattern: Pattern) -> Iterator[tuple[int, ...]]:
@@ -149,20 +167,29 @@ class Shape(NamedTuple):
     num_micro_batches: int
 
 
-def shapes_of_grids(planner: Planner, most_each: int, grids: Iterable[tuple[float, Ranks, int]]) -> list[Shape]:
+def shapes_of_grids(
+    planner: Planner,
+    most_each: int,
+    grids: Iterable[tuple[float, Ranks, int]],
+    num_stages: int = 0,
+    *,
+    has_any_order: bool = False,
+) -> list[Shape]:
     """Returns shapes on the ranks of plans with one stage a rank, what promises most first.
 
     Args:
         planner: of the problem.
         most_each: the most stages of a rank.
         grids: the seconds, ranks and micro-batches of plans with one stage a rank.
+        num_stages, has_any_order: of `patterns`.
     """
     fastest, found = max(planner.problem.cluster.speeds), list[Shape]()
     for seconds, groups, count in grids:
         sized, num_groups = planner.sized(count), len(groups)
         fill = float(sized.step_seconds.sum()) * (1 - 1 / num_groups) / fastest
         more = sized.overhead_seconds * share_of(count, len(groups[0]), 0)
-        for pattern in patterns(num_groups, most_each) if num_groups > 1 else ():
+        known = patterns(num_groups, most_each, num_stages, has_any_order=has_any_order) if num_groups > 1 else ()
+        for pattern in dict.fromkeys(known):
             each = len(pattern) / num_groups
             if len(pattern) <= planner.tables.num_segments:
                 found.append(Shape(seconds - fill * (1 - 1 / each) + more * (each - 1), groups, pattern, count))

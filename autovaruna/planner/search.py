@@ -29,6 +29,7 @@ from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, split
 from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.memory.rank_memory import is_within
+from autovaruna.planner.placement import Ranks
 from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
@@ -230,6 +231,7 @@ class _Search:
         trials, planner, forced = self.trials, self.planner, forced_stages(self.problem)
         if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(trials.best):
             return
+        few = self._groups_of_few() if self._is_tiny else []
         if forced:
             shapes = forced_shapes(planner, self.most_each, forced, even_counts(self.problem))
         else:
@@ -237,12 +239,16 @@ class _Search:
                 lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
             )
             known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
-            has_any = trials.best is not None  # or else it takes long to find out that nothing fits
-            more = groups_of_few(planner, self.counts, may_differ=has_any) if self._is_tiny else ()
-            shapes = shapes_of_grids(planner, self.most_each, [*known, *more])
+            shapes = shapes_of_grids(planner, self.most_each, known)
+        shapes += shapes_of_grids(planner, self.most_each, few, forced, has_any_order=True)
         shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
         for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
             self._simulate_shapes(shapes, seconds, is_quick=is_quick)
+
+    def _groups_of_few(self) -> list[tuple[float, Ranks, int]]:
+        """Returns ranks for several stages each, unequal ones too if a plan fits: else it takes long to find out."""
+        may_differ = self.trials.best is not None or forced_stages(self.problem) > 0
+        return list(groups_of_few(self.planner, self.counts, may_differ=may_differ))
 
     def _simulate_shapes(self, shapes: Sequence[Shape], seconds: float, *, is_quick: bool) -> None:
         """Simulates shapes for so many of `spent_seconds`: quickly, or those fully that were best before."""
@@ -293,7 +299,8 @@ class _Search:
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
-            some = list(islice(candidates_of(self.planner, shape), 1 if self._is_slow(shape) else None))
+            every = candidates_of(self.planner, shape, has_all_cuts=self._is_tiny)
+            some = list(islice(every, 1 if self._is_slow(shape) else None))
             # What fits by its depths alone may recompute for no need.
             tight = [plan for each in some if self._is_slow(shape) and (plan := self.planner.build(each))]
             plans = tight or [plan for each in some if (plan := self.planner.build(each, free))]

@@ -59,6 +59,10 @@ _FULL_BYTES = {
     ("split", 80024): 1167328.0,
     ("shared", 70085): 800016.0,
     ("shared", 81018): 307259.2,
+    ("shared", 210051): 811588.0,
+    ("shared", 210053): 848212.8,
+    ("shared", 210064): 347428.0,
+    ("shared", 210136): 332385.6,
 }
 """What a rank held with all memory, where a draw was kept: another plan with all memory must not change the draw."""
 
