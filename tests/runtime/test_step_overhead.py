@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,20 +124,33 @@ def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: py
         assert not looks
 
 
-def calls_of_a_step(monkeypatch: pytest.MonkeyPatch, setup: Setup) -> int:
-    """Returns how many functions of Python a step calls on the one rank that it runs on."""
-    counts: list[int] = []
+def each_step(
+    monkeypatch: pytest.MonkeyPatch, setup: Setup, measure: Callable[[Callable[[], object]], float]
+) -> list[float]:
+    """Returns what `measure` says of each of four steps on the one rank that they run on."""
+    found: list[float] = []
     run = Engine.run
 
-    def counted(self: Engine, *args: Any) -> Any:
+    def measured(self: Engine, *args: Any) -> Any:
         returned: list[Any] = []
-        counts.append(calls_of_python(lambda: returned.append(run(self, *args))))
+        found.append(measure(lambda: returned.append(run(self, *args))))
         return returned[0]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "run", counted)
-        train(CASE, setup, [CASE.batch(8, step) for step in range(4)], sgd)
-    return counts[-1]
+        patch.setattr(Engine, "run", measured)
+        train(CASE, setup, [CASE.batch(max(8, setup.num_micro_batches), step) for step in range(4)], sgd)
+    return found
+
+
+def calls_of_a_step(monkeypatch: pytest.MonkeyPatch, setup: Setup) -> float:
+    """Returns how many functions of Python a step calls."""
+    return each_step(monkeypatch, setup, calls_of_python)[-1]
+
+
+def cpu_seconds(act: Callable[[], object]) -> float:
+    before = time.process_time()
+    act()
+    return time.process_time() - before
 
 
 def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +162,12 @@ def test_a_micro_batch_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 59 for a forward and a backward of two stages; at a millisecond of arithmetic each call counts."""
     few, many = (calls_of_a_step(monkeypatch, Setup(((0,), (0,)), num)) for num in (4, 8))
     assert (many - few) / 4 <= 48
+
+
+def test_each_of_thousands_of_micro_batches_takes_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand took 78 s a step, fifty times as long each as one of a hundred."""
+    few, many = (min(each_step(monkeypatch, Setup(((0,), (0,)), num), cpu_seconds)) / num for num in (100, 3000))
+    assert many <= 2 * few
 
 
 def test_a_step_that_neither_draws_nor_casts_saves_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
