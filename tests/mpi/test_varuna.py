@@ -96,7 +96,7 @@ parser.add_argument("--act", default="")
 args = parser.parse_args()
 def end(*_):
     print("asked to end", flush=True)
-    time.sleep(2)  # mpirun ends the others when the first rank has ended
+    time.sleep(4)  # mpirun ends the others when the first rank has ended; on a busy machine they take long to say so
     sys.exit(9)
 signal.signal(signal.SIGTERM, end)
 if args.act == "join":
@@ -161,16 +161,13 @@ def test_ctrl_c_ends_with_the_status_that_shells_give_it(act: str, tmp_path: Pat
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_a_launcher_that_is_gone(number: signal.Signals, tmp_path: Path, script: str) -> None:
-    """Once, ranks went on when a terminal was closed, or the launcher was killed.
-
-    The first rank that ends as it was asked to may end the other before that has said so.
-    """
+    """Once, ranks went on when a terminal was closed, or the launcher was killed."""
     with running(tmp_path, "--gpus_per_node", "2", script, "--act", "wait") as process:
         read_until(process, "up as", 2)
         process.send_signal(number)
         rest, _ = process.communicate(timeout=30)  # ends when nobody has the pipe open any more
     assert process.returncode == (9 if number == signal.SIGHUP else -number)
-    assert ("asked to end" in rest) == (number == signal.SIGHUP)
+    assert rest.count("asked to end") == (2 if number == signal.SIGHUP else 0)
 
 
 def test_a_machine_that_cannot_be_reached_is_named(tmp_path: Path, script: str) -> None:
