@@ -29,7 +29,6 @@ from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, split
 from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.memory.rank_memory import is_within
-from autovaruna.planner.placement import Ranks
 from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.ranges import RangeTables, TablesOfGraph
@@ -231,7 +230,8 @@ class _Search:
         trials, planner, forced = self.trials, self.planner, forced_stages(self.problem)
         if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(trials.best):
             return
-        few = self._groups_of_few() if self._is_tiny else []
+        may_differ = trials.best is not None or forced > 0  # or else it takes long to find out that nothing fits
+        few = groups_of_few(planner, self.counts, may_differ=may_differ) if self._is_tiny else ()
         if forced:
             shapes = forced_shapes(planner, self.most_each, forced, even_counts(self.problem))
         else:
@@ -244,11 +244,6 @@ class _Search:
         shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
         for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
             self._simulate_shapes(shapes, seconds, is_quick=is_quick)
-
-    def _groups_of_few(self) -> list[tuple[float, Ranks, int]]:
-        """Returns ranks for several stages each, unequal ones too if a plan fits: else it takes long to find out."""
-        may_differ = self.trials.best is not None or forced_stages(self.problem) > 0
-        return list(groups_of_few(self.planner, self.counts, may_differ=may_differ))
 
     def _simulate_shapes(self, shapes: Sequence[Shape], seconds: float, *, is_quick: bool) -> None:
         """Simulates shapes for so many of `spent_seconds`: quickly, or those fully that were best before."""
