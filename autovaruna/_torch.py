@@ -53,6 +53,8 @@ try:
     OpOverload = torch._ops.OpOverload
     HigherOrderOperator = torch._ops.HigherOrderOperator  # takes graphs, as regions without gradients
 
+    rebuild_meta = torch._utils._rebuild_meta_tensor_no_storage  # a tensor on meta, as pickle takes it apart
+
     # Modes that see every operation, and how to leave them.
     TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
     disable_current_modes = torch.utils._python_dispatch._disable_current_modes

@@ -14,13 +14,12 @@ A wait that is merely long is no error: after a while a waiting rank asks the de
 in the log; a rank 0 that does not answer is itself what all wait for.
 
 A step of every rank passes here, so a notice takes as long whatever the number of ranks, and what many of them say
-alike is one object: pickled, an answer is then little more than what differs.
+alike is one object: as bytes, an answer is then little more than what differs.
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.transport.base import Transport
+from autovaruna.runtime.values import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Need:
 
 
 class Join(NamedTuple):
-    """A rank entered the collective `label`, with its pickled value."""
+    """A rank entered the collective `label`, with its value as bytes."""
 
     label: str
     value: bytes
@@ -94,7 +94,7 @@ class Places(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Answers a join: the pickled values by rank."""
+    """Answers a join: the values by rank, as bytes."""
 
     values: tuple[bytes, ...]
 
@@ -116,13 +116,13 @@ _NEWS = (Join, Report, Leave, Values, Failure, Farewell, Ask, Places)
 
 
 def encoded(news: Notice | Answer | Ask | Places) -> bytes:
-    """Returns a notice or an answer as bytes; its class is a number in them, for pickle takes long to look one up."""
-    return pickle.dumps((_NEWS.index(type(news)), *news))
+    """Returns a notice or an answer as bytes; its class is a number in them, for it takes long to look one up."""
+    return pack((_NEWS.index(type(news)), *news))
 
 
 def decoded(data: bytes | bytearray) -> Any:
     """Returns what was `encoded`."""
-    kind, *parts = pickle.loads(data)
+    kind, *parts = unpack(data)
     return _NEWS[kind](*parts)
 
 
@@ -322,7 +322,7 @@ class Watch:
         """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
         Args:
-            value: A small object that pickles.
+            value: A small value (see `values.py`).
             label: What the ranks do here, the same on each.
             give_up: Is called if the others do not come soon; None: they may take as long as they want.
 
@@ -330,7 +330,7 @@ class Watch:
             RankError: ranks came with different labels, or a rank ended its script.
         """
         self.raise_failure()
-        own = pickle.dumps(value)
+        own = pack(value)
         self.counts[_JOINED] += 1
         self.tell(Join(label, own))
         answer = self._await_answer(f"in {label!r}", give_up)
@@ -341,7 +341,7 @@ class Watch:
         known: dict[bytes, Any] = {own: value} if type(value) is tuple else {}  # what is alike need not be read
         for item in answer.values:
             if item not in known:
-                known[item] = pickle.loads(item)
+                known[item] = unpack(item)
         return [known[item] for item in answer.values]
 
     def leave(self) -> None:

@@ -8,7 +8,6 @@ the ranks that take part only. Messages with the same source, destination and ta
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -41,6 +40,7 @@ from autovaruna.runtime.transport.base import (
     split,
     to_host,
 )
+from autovaruna.runtime.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__
@@ -166,7 +166,7 @@ class World:
         """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
         Args:
-            value: a small object that pickles.
+            value: a small value (see `values.py`).
             what: what the ranks do here, for errors; must be the same on every rank.
 
         Raises:
@@ -296,8 +296,8 @@ class World:
         return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
-        """Starts to send an object that pickles; never blocks. Its tags are apart from those of tensors."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """Starts to send a value (see `values.py`); never blocks. Its tags are apart from those of tensors."""
+        data = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
         length = torch.tensor([data.numel()], device="cpu")
         parts = self.transport.post_sends([length], destination, OBJECT_CHANNEL, tag)
         parts += self.transport.post_sends([data], destination, OBJECT_CHANNEL, tag)  # apart, as they are received
@@ -309,7 +309,7 @@ class World:
         self._receive_now(length, source, tag)
         data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
         self._receive_now(data, source, tag)
-        return pickle.loads(data.numpy().tobytes())
+        return unpack(data.numpy().tobytes())
 
     def _receive_now(self, tensor: Tensor, source: int, tag: int) -> None:
         parts = self.transport.post_receives([tensor], source, OBJECT_CHANNEL, tag)
