@@ -122,10 +122,18 @@ def named(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y)
 
 
+def without_gradient(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Looks at a weight, of which it makes a view without a gradient, as a normalisation by its spectrum does."""
+    with torch.no_grad():
+        weight = self.first.weight.view(WIDTH, WIDTH)
+        scale = weight.t().mv(torch.ones(WIDTH)).norm()
+    return F.cross_entropy(self.last(x @ weight / scale), y)
+
+
 PASSING = (
     *(distributions, distances, checked, unknown, counted),
     *(probabilities, matrices, per_sample, dispatched, behind),
-    *(compiled, named),
+    *(compiled, named, without_gradient),
 )
 
 
@@ -254,6 +262,30 @@ def test_a_module_that_fixes_its_batch_size_is_cut_where_there_is_one_micro_batc
     case = Case("viewed", lambda: Classifier(nn.Sequential(Viewed())), labelled)
     train_as_plain(case, pipeline(2, num_micro_batches=1), SIZE, SIZE, exact=True)
     measure(case)
+
+
+class Windows(nn.Module):
+    """Cuts samples into windows and puts them together again, by a number that it computes, as Swin transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH // 4, WIDTH // 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = torch.tanh(self.layer(x.view(-1, WIDTH // 4)))
+        return x + windows.view(int(windows.shape[0] / (WIDTH / (WIDTH // 4))), -1)
+
+
+class Loop(nn.Module):
+    """Goes over its samples one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[k] * x[k].square().sum() for k in range(x.shape[0])])
+
+
+def test_modules_that_count_their_samples_in_python_are_kept_whole() -> None:
+    case = Case("windows", lambda: Classifier(nn.Sequential(FIRST(), Windows(), Loop(), Windows(), LAST())), labelled)
+    trains(case)
 
 
 class Sparse(nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import traceback
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import get_ident
@@ -18,7 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import ValueRanges, int_oo
-from autovaruna.graph.export.errors import in_transform
+from autovaruna.graph.export.errors import BatchSizeError, in_transform
 from autovaruna.graph.source_lines import is_users, users_line
 
 
@@ -48,6 +48,48 @@ class FreeLengths:
                 self.conditions[sympy.Le(length, bounds.upper)] = None
 
 
+_NUMBERS = (
+    (torch.SymInt, "__int__"),
+    (torch.SymInt, "__index__"),
+    (torch.SymFloat, "__int__"),
+    (torch.SymFloat, "__float__"),
+)
+
+
+@contextmanager
+def refused_numbers(free: FreeLengths) -> Iterator[None]:
+    """Stops a trace, on this thread, at the user's line that makes a number of Python of the batch size.
+
+    torch would stop later, where the number meets the batch: maybe in another module, which is not to be kept whole.
+    """
+    tracing, known = get_ident(), [getattr(kind, name) for kind, name in _NUMBERS]
+
+    def refusing(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def made(self: Any) -> Any:
+            if get_ident() == tracing and _is_of_batch(self, free) and _is_users_line():
+                raise BatchSizeError(
+                    f"forward fixes its batch size{users_line()}, where it makes a number of Python of it. Write "
+                    "x.shape[0] as it is, without int(), float(), range() or math, and // for a quotient that is whole."
+                )
+            return make(self)
+
+        return made
+
+    for (kind, name), make in zip(_NUMBERS, known, strict=True):
+        setattr(kind, name, refusing(make))
+    try:
+        yield
+    finally:
+        for (kind, name), make in zip(_NUMBERS, known, strict=True):
+            setattr(kind, name, make)
+
+
+def _is_of_batch(number: Any, free: FreeLengths) -> bool:
+    """Whether a number depends on the batch size."""
+    symbols = number.node.expr.free_symbols & number.node.shape_env.backed_var_to_val.keys()
+    return bool(symbols - free.symbols())
+
+
 @contextmanager
 def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
     """Notes ``at file:line (code)`` of the user's branches, on this thread, that one sample would not take.
@@ -61,7 +103,7 @@ def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
         answer: bool = known(self)
         if free.symbols() & self.node.expr.free_symbols:
             return answer
-        if get_ident() == tracing and _differs_for_one(self, answer) and _is_users_branch():
+        if get_ident() == tracing and _differs_for_one(self, answer) and _is_users_line():
             lone.append(users_line())
         return answer
 
@@ -72,7 +114,7 @@ def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
         torch.SymBool.__bool__ = known  # type: ignore[method-assign]
 
 
-def _is_users_branch() -> bool:
+def _is_users_line() -> bool:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename == torch.__file__:  # ``if x.shape[0] - 1:``
         frame = frame.f_back

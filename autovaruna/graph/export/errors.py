@@ -189,14 +189,8 @@ def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> 
     """Returns the error of a model whose graph does not hold for all batch sizes."""
     return BatchSizeError(
         f"{type(model).__qualname__} fixes its batch size or mixes the samples of a batch{where}: {reason}. "
-        f"{_of_numbers(where)}{advice(model, call)}"
+        f"{advice(model, call)}"
     )
-
-
-def _of_numbers(where: str) -> str:
-    """Returns what to write at a line that makes a number of Python of a size."""
-    is_integer = re.search(r"\bint\(|\brange\(", where) is not None
-    return "Write x.shape[0] without int() or range(), which need a fixed number. " if is_integer else ""
 
 
 def _of_key(name: str, where: str) -> TraceError:

@@ -184,6 +184,35 @@ def _open(module: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
     return {copy for node, copy in copies.items() if node not in given}
 
 
+def detach_views(module: fx.GraphModule) -> None:
+    """Detaches the views that regions without gradients return.
+
+    PyTorch says of a view made under ``torch.no_grad()`` that it needs a gradient, and can compute none.
+    """
+    for part in regions(module):
+        for region in part.graph.find_nodes(op="call_function", target=REGION):
+            if not region.args[0]:
+                _detach_views(inside(part, region)[0])
+
+
+def _detach_views(region: fx.GraphModule) -> None:
+    last = region.graph.output_node()
+    for view in filter(_is_view, last.all_input_nodes):
+        with region.graph.inserting_before(last):
+            detached = region.graph.call_function(aten.detach.default, (view,))
+        detached.meta = dict(view.meta)
+        last.replace_input_with(view, detached)
+    region.recompile()
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operation returns memory that it was given."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    infos = [result.alias_info for result in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
 PREFIX = "model."
 """What the names of the model's tensors start with in a graph of torch.export."""
 _CHECKS = {

@@ -25,6 +25,7 @@ from autovaruna.graph.export.batch_size import (
     FreeLengths,
     noted_branches,
     noted_fixed_sizes,
+    refused_numbers,
     tried_guards,
 )
 from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
@@ -45,7 +46,16 @@ from autovaruna.graph.export.errors import (
     refuse_backward,
     warn_once,
 )
-from autovaruna.graph.export.exported import PREFIX, Exported, allow_cudnn, drop_idle, open_free_regions, tidy, unlift
+from autovaruna.graph.export.exported import (
+    PREFIX,
+    Exported,
+    allow_cudnn,
+    detach_views,
+    drop_idle,
+    open_free_regions,
+    tidy,
+    unlift,
+)
 from autovaruna.graph.export.fakes import example_inputs, faked, without_cudnn
 from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
 from autovaruna.graph.export.watchers import restart, take_watched
@@ -371,6 +381,7 @@ class Attempt:
             watched(kept.functions, keeper.call_own) as function_calls,
             noted_fixed_sizes() as fixing,
             noted_branches(free) as lone,
+            refused_numbers(free),
             tried_guards(free) as bounds,
             noted_draws(model) as draws,
             in_precision(self.call.precision),
@@ -438,6 +449,7 @@ class Attempt:
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         drop_idle(graph_module)
         open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
+        detach_views(graph_module)
         switch_in_regions(graph_module)
         constants = tidy(graph_module, [spec.name for spec in inputs], state)
         return constants, take_markers(graph_module)
