@@ -11,7 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import fx
+from torch import fx, nn
+
+from autovaruna._torch import call_impl
 
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
@@ -32,6 +34,17 @@ def users_line() -> str:
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f" at {file}:{line} ({linecache.getline(file, line, frame.f_globals).strip()})"
+
+
+def running_modules() -> tuple[nn.Module, ...]:
+    """Returns the modules whose forward runs now, the innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return tuple(found)
 
 
 def origin(node: fx.Node) -> str:

@@ -151,6 +151,21 @@ def test_right_numbers(function: Function) -> None:
     trains(Case(f"steps_{function.__name__}", lambda: Steps(function), labelled))
 
 
+@torch.jit.script
+def scripted_gate(x, slope: float):  # type: ignore[no-untyped-def]
+    return x * torch.sigmoid(slope * x)
+
+
+def scripted(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Calls a function of TorchScript."""
+    return F.cross_entropy(self.last(scripted_gate(x, 1.5)), y)
+
+
+def test_a_function_of_torchscript_is_traced() -> None:
+    """It has kernels of its own, and bits."""
+    train_as_plain(Case("scripted", lambda: Steps(scripted), labelled), pipeline(2, num_micro_batches=1), SIZE, SIZE)
+
+
 class Mapped(nn.Module):
     """Maps a function over samples, and takes its derivative."""
 
@@ -283,8 +298,17 @@ class Loop(nn.Module):
         return torch.stack([x[k] * x[k].square().sum() for k in range(x.shape[0])])
 
 
+class Lengths(nn.Module):
+    """Treats each sample by a length of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x > 0).sum(1).clamp(min=1).tolist()
+        return x * torch.stack([x[k, :length].mean() for k, length in enumerate(lengths)])[:, None]
+
+
 def test_modules_that_count_their_samples_in_python_are_kept_whole() -> None:
-    case = Case("windows", lambda: Classifier(nn.Sequential(FIRST(), Windows(), Loop(), Windows(), LAST())), labelled)
+    body = lambda: nn.Sequential(FIRST(), Windows(), Loop(), Windows(), Lengths(), LAST())  # noqa: E731
+    case = Case("windows", lambda: Classifier(body()), labelled)
     trains(case)
 
 

@@ -9,17 +9,19 @@ import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
 from typing import Any
 
 import sympy
 import torch
+from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import ValueRanges, int_oo
 from autovaruna.graph.export.errors import BatchSizeError, in_transform
-from autovaruna.graph.source_lines import is_users, users_line
+from autovaruna.graph.source_lines import is_users, running_modules, users_line
 
 
 class FreeLengths:
@@ -69,7 +71,8 @@ def refused_numbers(free: FreeLengths) -> Iterator[None]:
             if get_ident() == tracing and _is_of_batch(self, free) and _is_users_line():
                 raise BatchSizeError(
                     f"forward fixes its batch size{users_line()}, where it makes a number of Python of it. Write "
-                    "x.shape[0] as it is, without int(), float(), range() or math, and // for a quotient that is whole."
+                    "x.shape[0] as it is, without int(), float(), range() or math, and // for a quotient that is "
+                    "whole; or move the line into a submodule, which is then kept whole."
                 )
             return make(self)
 
@@ -135,10 +138,23 @@ class TransformError(Exception):
     """Stops a trace in a function transform, whose result would hold for one batch size alone."""
 
 
+@dataclass(frozen=True)
+class FixedSize:
+    """A size was fixed while a trace ran.
+
+    Attributes:
+        line: ``at file:line (code)`` of the user's line.
+        running: the modules that ran then, the innermost first.
+    """
+
+    line: str
+    running: tuple[nn.Module, ...]
+
+
 @contextmanager
-def noted_fixed_sizes() -> Iterator[list[str]]:
-    """Notes ``at file:line (code)`` of each line that fixes a size while the context lasts."""
-    places: list[str] = []
+def noted_fixed_sizes() -> Iterator[list[FixedSize]]:
+    """Notes where each size is fixed while the context lasts."""
+    places: list[FixedSize] = []
     known: Any = getattr(ShapeEnv, "_set_replacement", None)  # private to torch: without it, no line is noted
 
     def noting(self: ShapeEnv, symbol: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,8 +162,8 @@ def noted_fixed_sizes() -> Iterator[list[str]]:
             stack = traceback.extract_stack()
             if in_transform(stack):
                 raise TransformError("it uses a function transform of torch.func, which fixes the size of a batch")
-            frames = [frame for frame in stack if is_users(frame.filename)]
-            places.extend(f" at {frame.filename}:{frame.lineno} ({frame.line})" for frame in frames[-1:])
+            if line := users_line():
+                places.append(FixedSize(line, running_modules()))
         return known(self, symbol, value, *args, **kwargs)
 
     if known is not None:

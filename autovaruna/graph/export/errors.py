@@ -165,8 +165,8 @@ def explain(
     if uses_transform(error):
         return _of_transform(name, _where(error), error)
     if is_dynamic and is_about_batch(error):
-        where = fixing[0] if fixing else _where(error)
-        return of_batch_size(model, call, where, _size_reason(error))
+        reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixing)
+        return of_batch_size(model, call, fixing[0] if fixing else _where(error), reason)
     if uses_numpy(error):
         return TraceError(
             f"{name} cannot be traced{_where(error)}: it goes through NumPy, which needs the numbers in a tensor, and "

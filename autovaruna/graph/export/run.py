@@ -22,6 +22,7 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
 from autovaruna.graph.export.batch_size import (
+    FixedSize,
     FreeLengths,
     noted_branches,
     noted_fixed_sizes,
@@ -91,7 +92,7 @@ def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str
     Args:
         kept: Paths of what is kept whole already.
     """
-    paths = {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
+    paths = _paths_of(model)
     for path in [error.path] if isinstance(error, InModuleError) else _running(error, paths):
         if path and path not in kept:
             kind = type(model.get_submodule(path))
@@ -102,6 +103,19 @@ def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str
         if not path:
             break
     return frozenset()
+
+
+def _paths_of(model: nn.Module) -> dict[int, str]:
+    """Returns the first path of each module, by what holds its attributes: torch.export may have made a copy of it."""
+    return {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
+
+
+def fixing_module(fixing: Sequence[FixedSize], model: nn.Module, kept: Collection[str]) -> InModuleError | None:
+    """Returns the error of the innermost module that fixes the batch size and is not kept; None: the model does."""
+    paths = _paths_of(model)
+    running = [paths.get(id(module.__dict__)) for fixed in fixing[:1] for module in fixed.running]
+    path = next((path for path in running if path is not None and path not in kept), "")
+    return InModuleError(path, f"it fixes the batch size{fixing[0].line}") if path else None
 
 
 def failing_function(error: BaseException) -> str:
@@ -364,7 +378,7 @@ class Attempt:
             greatest=self._greatest(notes.bounds) if is_dynamic else None,
             asks_for_one=next(iter(notes.lone), ""),
             lengths=lengths,
-            fixes_lengths=next(iter(notes.fixing), ""),
+            fixes_lengths=notes.fixing[0].line if notes.fixing else "",
         )
 
     @contextmanager
@@ -374,6 +388,7 @@ class Attempt:
         with (
             as_before(model),
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
+            torch.jit.optimized_execution(False),  # type: ignore[attr-defined]  # it would ask for sizes as numbers
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             packed_sequences(model, keeper),
             faked(model, mode, self.device),
@@ -417,14 +432,19 @@ class Attempt:
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
             raise error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
-        drawn = notes.draws.error()
-        if kept.can_grow and (drawn or not (self.options.is_dynamic and refusal is None and is_about_batch(error))):
-            retry(drawn or error, self.model, kept, notes.idioms.stopped)
+        stopped: Exception | None = notes.draws.error()
+        if not stopped and self.options.is_dynamic and refusal is None and is_about_batch(error):
+            stopped = fixing_module(notes.fixing, self.model, kept.modules) if self.options.is_parted else None
+        elif not stopped:
+            stopped = error
+        if kept.can_grow and stopped is not None:
+            retry(stopped, self.model, kept, notes.idioms.stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        raise explain(error, self.model, self.call, self.options.is_dynamic, notes.fixing, refusal) from error
+        fixes = [fixed.line for fixed in notes.fixing]
+        raise explain(error, self.model, self.call, self.options.is_dynamic, fixes, refusal) from error
 
     def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
         """Returns the batch size up to which a graph holds, which is far away; None: it holds for all.
@@ -473,7 +493,7 @@ class _Notes:
     draws: Draws
     function_calls: list[RecordedCall]
     idioms: Idioms
-    fixing: list[str]
+    fixing: list[FixedSize]
     lone: list[str]
     bounds: list[tuple[int, str]]
     free: FreeLengths
