@@ -23,14 +23,7 @@ from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
-from autovaruna.schedule.pipeline import (
-    Pipeline,
-    StageTimes,
-    distinct_replicas,
-    exact,
-    seconds_of,
-    work_seconds,
-)
+from autovaruna.schedule.pipeline import Pipeline, StageTimes, exact, seconds_of, work_seconds
 
 
 def lower_bound(pipeline: Pipeline) -> float:
@@ -42,7 +35,7 @@ class Bounds:
     """The bounds of one pipeline; the paths that all of them go by are found once."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self._paths = pipeline, _Paths(pipeline)
+        self.pipeline, self.paths = pipeline, _Paths(pipeline)
 
     @cached_property
     def lower(self) -> float:
@@ -51,26 +44,14 @@ class Bounds:
         for stage, times in enumerate(pipeline.stages):
             for replica, rank in enumerate(times.ranks):
                 held.setdefault(rank, []).append((stage, replica))
-        ranks = (_rank_bound(pipeline, self._paths, mine) for mine in held.values())
-        stages = (_stage_bound(pipeline, self._paths, stage) for stage in range(pipeline.num_stages))
+        ranks = (_rank_bound(pipeline, self.paths, mine) for mine in held.values())
+        stages = (_stage_bound(pipeline, self.paths, stage) for stage in range(pipeline.num_stages))
         return max(*ranks, *stages)
-
-    @property
-    def at_depths(self) -> float:
-        """Seconds that no schedule can beat with the pipeline's in-flight depths.
-
-        With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
-        (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
-        """
-        if not self.pipeline.needs_gradients:
-            return self.lower
-        replicas = ((s, i) for s, times in enumerate(self.pipeline.stages) for i in range(times.num_replicas))
-        return max(self.lower, *(_depth_bound(self.pipeline, self._paths, *replica) for replica in replicas))
 
     @cached_property
     def tails(self) -> list[float]:
         """For each rank, seconds that any schedule takes at least from its last instruction to the end."""
-        paths, tails = self._paths, [math.inf] * self.pipeline.num_ranks
+        paths, tails = self.paths, [math.inf] * self.pipeline.num_ranks
         for stage, times in enumerate(self.pipeline.stages):
             tail = (paths.finishes if times.deferred else paths.tails)[stage]  # weight gradients may come last
             for rank in times.ranks:
@@ -79,12 +60,9 @@ class Bounds:
 
 
 class _Work(NamedTuple):
-    """The least seconds of one micro-batch on one replica.
+    """The least seconds of one micro-batch on one replica: of `backward`, until its gradients leave.
 
-    Attributes:
-        forward, recompute: of the two.
-        backward: until its gradients leave.
-        whole: with weight gradients.
+    `whole` is the backward with weight gradients.
     """
 
     forward: float
@@ -107,7 +85,8 @@ class _Paths:
     def __init__(self, pipeline: Pipeline) -> None:
         num_stages = pipeline.num_stages
         self.work = [
-            [_work(pipeline, s, i) for i in distinct_replicas(times)] for s, times in enumerate(pipeline.stages)
+            [_work(pipeline, s, i) for i in range(times.num_replicas if times.speeds else 1)]
+            for s, times in enumerate(pipeline.stages)
         ]
         self.forward = [min(each.forward for each in some) for some in self.work]
         self.backward = [min(each.backward for each in some) for some in self.work]
@@ -215,10 +194,7 @@ def _pairs(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: 
 def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:
     """Returns the bound of a rank: over its stages from any one on, least head + work + least tail.
 
-    Once with the work that is done before the last backward, once with all of it.
-
-    Args:
-        mine: the rank's stages, and which replica of each it is.
+    Once with the work that is done before the last backward, once with all of it. `mine` are its stages and replicas.
     """
     best, before, work, tail, finish = 0.0, 0.0, 0.0, float("inf"), float("inf")
     for stage, replica in sorted(mine, key=lambda each: -paths.heads[each[0]]):
@@ -247,14 +223,3 @@ def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
     others = (pipeline.share(stage, 0) - 1) * max(first.forward, first.backward)
     trip = paths.heads[stage] + first.forward + paths.round_trips[stage] + first.backward
     return trip + others + paths.tails[stage]
-
-
-def _depth_bound(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -> float:
-    """Returns the bound of a replica that has but so many micro-batches in flight."""
-    share, work = pipeline.share(stage, replica), paths.on(stage, replica)
-    depth = min(pipeline.stages[stage].in_flight, share)
-    if not share:
-        return 0.0
-    trip = work.forward + paths.round_trips[stage] + work.backward
-    trips, before = divmod(share - 1, depth)
-    return paths.heads[stage] + before * work.forward + (trips + 1) * trip + paths.tails[stage]
