@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import DONE, Layout, Pending
+from autovaruna.runtime.transport.base import DONE, Layout, Pending, distinct
 from autovaruna.runtime.world import World
 
 Layouts = tuple[Layout | None, ...]
@@ -35,7 +35,7 @@ def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] |
             if not (layout is None and tensor is None):
                 return None
         elif layout.fits(tensor):
-            travelling.append(tensor if layout.is_dense else layout.pack(tensor))
+            travelling.append(tensor if layout.is_dense else distinct(tensor).contiguous())
         else:
             return None
     return travelling

@@ -1,9 +1,9 @@
 """Defines `World`: how ranks talk, composed of a transport, which moves bytes, and a watch, which ends hopeless waits.
 
-Two kinds of calls. *Collectives* (`gather_objects`, `broadcast_object`, `agree`, `barrier`) are called by every rank in
-the same order with the same label `what`; ranks that are in different ones all get a `RankError` that says who is
-where. *Messages* (`send`, `receive`) and the tensor collectives of a group (`broadcast`, `all_reduce`) are called by
-the ranks that take part only. Messages with the same source, destination and tag arrive in the order sent.
+*Collectives* (`gather_objects`, `agree`, `barrier`) are called by every rank in the same order with the same label
+`what`; ranks that are in different ones all get a `RankError` that says who is where. *Messages* (`send`, `receive`)
+and the tensor collectives of a group (`broadcast`, `all_reduce`) are called by the ranks that take part only. Messages
+with the same source, destination and tag arrive in the order sent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import is_
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
@@ -44,15 +43,14 @@ from autovaruna.runtime.transport.base import (
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__
+Bring = Callable[[Layout], Tensor | None]
 
 
 class Message(Pending):
     """A list of tensors on the way: done when all its parts are.
 
     Args:
-        parts: The parts that are on the way.
-        event: What this rank does: ``sent`` or ``received``.
-        count: How often it has done that, with these parts.
+        event, count: What this rank does, ``sent`` or ``received``, and how often it has done that, with these parts.
         finish: Runs when all have arrived or left.
     """
 
@@ -93,36 +91,20 @@ class Message(Pending):
     def waiting(self) -> tuple[str, tuple[Need, ...]]:
         """Says in words and for the deadlock detector what is missing: that the other rank does its part."""
         what, other, channel, tag = self._event
+        words, act = f"for a message of rank {other} (tag {tag})", "sent"
         if what == "sent":
-            need = Need(other, ("received", self._world.rank, channel, tag), self._count)
-            return f"for rank {other} to receive a message (tag {tag})", (need,)
-        need = Need(other, ("sent", self._world.rank, channel, tag), self._count)
-        return f"for a message of rank {other} (tag {tag})", (need,)
+            words, act = f"for rank {other} to receive a message (tag {tag})", "received"
+        return words, (Need(other, (act, self._world.rank, channel, tag), self._count),)
 
 
 class Brought(Message):
-    """A message that makes its own tensors: `tensors`, complete once it is done.
-
-    Args:
-        bring: Gives the next tensor, if it is here.
-        layouts: The layouts of the tensors.
-    """
+    """A message that makes its own `tensors`, complete once it is done; `bring` gives the next one, if it is here."""
 
     __slots__ = ("_bring", "_layouts", "tensors")
 
-    def __init__(
-        self,
-        world: World,
-        bring: Callable[[Layout], Tensor | None],
-        layouts: Sequence[Layout],
-        event: Event,
-        count: int,
-    ) -> None:
-        self._world = world
-        self._bring = bring
-        self._layouts = layouts
-        self._event = event
-        self._count = count
+    def __init__(self, world: World, bring: Bring, layouts: Sequence[Layout], event: Event, count: int) -> None:
+        self._world, self._event, self._count = world, event, count
+        self._bring, self._layouts = bring, layouts
         self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
@@ -163,10 +145,9 @@ class World:
     # Collectives of all ranks.
 
     def gather_objects(self, value: object, what: str) -> list[Any]:
-        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
+        """Returns the small values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
         Args:
-            value: a small object that pickles.
             what: what the ranks do here, for errors; must be the same on every rank.
 
         Raises:
@@ -211,11 +192,9 @@ class World:
     # Messages.
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
-        """Starts to send `tensors`; never blocks. They must not change until it is done.
+        """Starts to send dense tensors to a rank, maybe this one; never blocks. They must not change until it is done.
 
         Args:
-            tensors: dense tensors (contiguous, in any order of dimensions) of any dtype.
-            destination: the receiving rank; may be this one.
             tag: at least 0, below 2 ** 20.
         """
         carrier = self.carrier
@@ -225,9 +204,7 @@ class World:
             there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
             parts = [carrier.post_send(part, destination, tag) for part in there]
             return self._sent(parts, destination, CARRIER_CHANNEL, tag)
-        parts = self.transport.post_sends(
-            [each if each.is_cpu else to_host(each) for each in tensors], destination, TENSOR_CHANNEL, tag
-        )
+        parts = self.transport.post_sends(list(map(to_host, tensors)), destination, TENSOR_CHANNEL, tag)
         return self._sent(parts, destination, TENSOR_CHANNEL, tag)
 
     def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
@@ -258,8 +235,6 @@ class World:
 
     def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
         """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent.
-
-        The buffers are filled once it is done.
 
         Raises:
             RankError: in `wait`: the message has another number of bytes than the buffers.
@@ -316,11 +291,9 @@ class World:
         self._received(parts, source, OBJECT_CHANNEL, tag).wait()
 
     def open_rings(self, pairs: Iterable[Pair], has_host_memory: bool) -> None:
-        """Sends messages between ranks of one host a shorter way from now on, if the transport has one. Collective.
+        """Sends messages between pairs of ranks of one host a shorter way from now on, if there is one. Collective.
 
-        Args:
-            pairs: (sender, receiver), the same on every rank.
-            has_host_memory: Whether all that this rank sends and receives lies in the host's memory.
+        All ranks pass the same pairs. `has_host_memory` says whether all that this one sends and receives lies there.
         """
         self.transport.open_rings(pairs, has_host_memory, self.gather_objects)
 
@@ -353,21 +326,14 @@ class World:
                 return carried
         return self._group(ranks).start(tensor)
 
-    def start_reduce_scatter(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...]) -> Pending:
-        """Starts to overwrite the tensors of each share with their sums over `ranks`, on the rank whose share it is.
+    def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool) -> Pending:
+        """Starts to sum each share on its rank (a reduce-scatter), or to copy it from there to all (an all-gather).
 
-        What the other ranks have in its place is of no use afterwards. Order and precision are those of all-reduces.
+        Of a sum, what other ranks have in its place is of no use afterwards; its order is that of an all-reduce.
 
         Args:
             shares: The tensors of each of `ranks`, dense and with elements; the same shapes on every rank.
         """
-        return self._start_shares(shares, ranks, gathers=False)
-
-    def start_all_gather(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...]) -> Pending:
-        """Starts to overwrite the tensors of each share with those of the rank whose share it is; as the other way."""
-        return self._start_shares(shares, ranks, gathers=True)
-
-    def _start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool) -> Pending:
         every = [tensor for share in shares for tensor in share]
         for tensor in every:
             check_dense(tensor)
@@ -393,7 +359,7 @@ class World:
         """Lets pending messages and sums advance and forgets finished sends; never blocks.
 
         Raises:
-            RankError: another rank failed or ended, so that no rank can go on.
+            RankError: no rank can go on.
         """
         if self._sends:
             self._forget_sends()
@@ -408,13 +374,9 @@ class World:
         lagging = self.lagging
         while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
             lagging.popleft()
-        if len(self._sends) > SENDS_AT_ONCE or self.carrier is not None:
+        is_crowded = len(self._sends) > SENDS_AT_ONCE or self.carrier is not None
+        if is_crowded or any(group.active for group in self._groups.values()):
             self.progress()
-            return
-        for group in self._groups.values():
-            if group.active:
-                self.progress()
-                return
 
     def keep(self, part: Part) -> None:
         """Keeps what is on its way until it has left."""
@@ -467,16 +429,14 @@ def _on_device(buffer: Tensor, device: torch.device) -> Tensor:
 
 def _filling(buffers: Sequence[Tensor], landing: Sequence[Tensor]) -> Callable[[], None] | None:
     """Returns what copies memory that a message has landed in to its buffers; None: it landed there."""
-    if all(map(is_, buffers, landing)):
-        return None
-    return partial(_copy_all, [(buffer, other) for buffer, other in zip(buffers, landing, strict=True)])
+    pairs = [(buffer, other) for buffer, other in zip(buffers, landing, strict=True) if other is not buffer]
 
-
-def _copy_all(landed: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, other in landed:
-            if other is not buffer:
+    def fill() -> None:
+        with torch.no_grad():
+            for buffer, other in pairs:
                 buffer.copy_(other)
+
+    return fill if pairs else None
 
 
 def kind_of(error: BaseException) -> type[AutoVarunaError]:
@@ -510,7 +470,6 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
 
     Args:
         act: What each rank does; talks to no other.
-        what: What to call it in a message.
         waits: Whether ranks that are done wait for those that are still at work, however long.
     """
     results: list[Result] = []
@@ -531,8 +490,7 @@ def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: 
     return world.agree(error, what, result)
 
 
-_CLOCK_TAG = (1 << 20) - 2
-_NUM_TIMES = 10
+_CLOCK_TAG, _NUM_TIMES = (1 << 20) - 2, 10
 
 
 def offset_to_first(world: World) -> float:
@@ -541,30 +499,17 @@ def offset_to_first(world: World) -> float:
     Rank 0 answers each rank's messages with its own clock. Of several, the fastest answer counts: what its way there
     and its way back can differ by bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
     """
-    for rank in range(1, world.num_ranks):
-        if world.rank == 0:
-            for _ in range(_NUM_TIMES):
-                _receive_clock(world, rank)
-                _send_clock(world, rank)
-        elif world.rank == rank:
-            return min(_ask_for_clock(world) for _ in range(_NUM_TIMES))[1]
-    return 0.0
-
-
-def _ask_for_clock(world: World) -> tuple[float, float]:
-    """Returns the seconds that an answer took, and the offset if both ways took the same."""
-    begin = perf_counter()
-    _send_clock(world, 0)
-    theirs = _receive_clock(world, 0)
-    end = perf_counter()
-    return end - begin, theirs - (begin + end) / 2
-
-
-def _send_clock(world: World, rank: int) -> None:
-    world.send([torch.tensor([perf_counter()], dtype=torch.float64, device="cpu")], rank, _CLOCK_TAG).wait()
-
-
-def _receive_clock(world: World, rank: int) -> float:
     clock = torch.empty(1, dtype=torch.float64, device="cpu")
-    world.receive([clock], rank, _CLOCK_TAG).wait()
-    return float(clock.item())
+    answers = []
+    for rank in range(1, world.num_ranks):
+        for _ in range(_NUM_TIMES if world.rank in (0, rank) else 0):
+            if world.rank == 0:
+                world.receive([clock], rank, _CLOCK_TAG).wait()
+                world.send([clock.fill_(perf_counter())], rank, _CLOCK_TAG).wait()
+            else:
+                begin = perf_counter()
+                world.send([clock], 0, _CLOCK_TAG).wait()
+                world.receive([clock], 0, _CLOCK_TAG).wait()
+                end = perf_counter()
+                answers.append((end - begin, clock.item() - (begin + end) / 2))
+    return min(answers)[1] if answers else 0.0

@@ -5,8 +5,7 @@
     life     one connection of each rank with rank 0; a thread of each hears there that a rank has ended, which
              ends all, also while they compute
 
-torch.distributed's own messages between hosts (gloo) cannot be asked whether they have come, and each would need a
-thread that waits for it. On GPUs tensors go through NCCL, as with MPI.
+Messages of gloo cannot be asked whether they have come. On GPUs tensors go through NCCL, as with MPI.
 """
 
 from __future__ import annotations
@@ -62,16 +61,11 @@ Key = tuple[int, int]
 
 
 class Peer:
-    """The connection with a rank; never blocks.
-
-    Args:
-        outgoing: Where messages go.
-        incoming: Where they come from: the same, but for a rank's connection with itself.
+    """The connection with a rank, whose two ends differ if that is this one; never blocks.
 
     Attributes:
         posted: receives that wait for their message.
         early: messages that came before.
-        notices: those that have come.
     """
 
     def __init__(self, outgoing: socket.socket, incoming: socket.socket) -> None:
@@ -167,7 +161,7 @@ class SocketTransport(ProcessTransport):
 
     Args:
         store: A store that all ranks see, for this start of them alone.
-        master: Host name and port of the store, which say by which address this host is reached.
+        master: Host name and port of the store.
         check: Raises if ranks have ended that would have to come.
     """
 
@@ -256,55 +250,40 @@ class SocketTransport(ProcessTransport):
         os._exit(status)
 
     def close(self) -> None:
-        """Lets the others know that this rank ends well."""
         self._life.tell(_GOODBYE)
 
     def _forget(self) -> None:
         """Closes what a child process has inherited: its parent's end must show."""
-        for peer in self._peers.values():
-            peer.outgoing.close()
-        self._life.forget()
+        for connection in [*(peer.outgoing for peer in self._peers.values()), *self._life.connections.values()]:
+            connection.close()
 
 
 class Life:
     """Ends this rank with the others, whatever it does, in a thread of its own.
 
-    Args:
-        connections: With rank 0, or, on it, with all others; None of a rank that is alone.
-
-    Attributes:
-        is_ending: whether this rank will end at once.
+    Its connections are with rank 0, or, on it, with all others.
     """
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
-        self._rank = rank
-        self._connections = connections
+        self._rank, self.connections = rank, connections
         self.is_ending = False
         self._selector = selectors.DefaultSelector()
         for other, connection in connections.items():
             self._selector.register(connection, selectors.EVENT_READ, other)
         threading.Thread(target=self._listen, name="autovaruna-life", daemon=True).start()
 
-    def forget(self) -> None:
-        """Closes all in a child process."""
-        for connection in self._connections.values():
-            connection.close()
-
     def tell(self, word: bytes) -> None:
         """Tells the others that this rank may end, or that they are to end with it."""
-        for connection in self._connections.values():
-            try:
+        for connection in self.connections.values():
+            with suppress(OSError):  # it has ended
                 connection.sendall(word)
-            except OSError:  # it has ended
-                continue
 
     def _listen(self) -> None:
         while self._selector.get_map():
             for key, _ in self._selector.select():
-                try:
-                    word = self._connections[key.data].recv(2)
-                except OSError:
-                    word = b""
+                word = b""
+                with suppress(OSError):
+                    word = self.connections[key.data].recv(2)
                 if word[:1] == _GOODBYE:
                     self._selector.unregister(key.fileobj)
                 else:
@@ -350,11 +329,7 @@ def own_address(master: tuple[str, int]) -> tuple[socket.AddressFamily, str]:
 
 
 def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
-    """Returns once every rank has come.
-
-    Raises:
-        RankError: one has not, for half an hour.
-    """
+    """Returns once every rank has come; raises a `RankError` if one has not, for half an hour."""
     began, has_told, checked = time.monotonic(), False, 0.0
     while missing := [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]:
         waited = time.monotonic() - began
@@ -386,10 +361,9 @@ def _answer(
     while expected - found.keys():
         connection, _ = server.accept()
         connection.settimeout(_GREETING_SECONDS)
-        try:
+        given, rank, is_data = b"", -1, False
+        with suppress(OSError, struct.error):
             given, rank, is_data = _GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))
-        except (OSError, struct.error):
-            given, rank, is_data = b"", -1, False
         if not compare_digest(given, token) or (rank, is_data) not in expected:
             connection.close()
             continue
