@@ -2,8 +2,8 @@
 
 A parameter that several blocks use has one accumulator for each of them. They are summed from the last use to the
 first, the order in which autograd meets them on one process, whatever stages the uses are on: a partial sum travels
-from the last stage that holds the parameter to the first, each adding its own, and the total goes back to all.
-Where the optimizer's state is shared out, the total of a parameter goes to its owner alone.
+from the last stage that holds the parameter to the first, each adding its own, and the total goes back to all; or,
+where the optimizer's state is shared out, to its owner alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
 _CHAIN_TAG = 1 << 19
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,10 @@ class Summation:
     """
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._world = world
-        self._parameters = parameters
+        self._order, self._world, self._parameters = order, world, parameters
         self._sums = Sums(world)
         self._totals: dict[str, Tensor] = {}
         self._accumulators: dict[ParameterUse, Tensor] = {}
-        self._order = order
         self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
         self._ended: set[int] = set()
 
@@ -99,8 +99,10 @@ class Summation:
         for name, uses in self._order.uses.items():
             self._totals[name] = self._chain(name, uses)
         self._sums.finish()
-        self._spread()
         owners, rank = self._order.owners, self._world.rank
+        for name, ranks in self._order.spread.items():
+            if len(ranks) > 1 and rank in ranks:
+                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
         return {name: total for name, total in self._totals.items() if owners.get(name, rank) == rank}
 
     def _start(self) -> None:
@@ -146,18 +148,13 @@ class Summation:
             if before != self._world.rank:
                 total = torch.empty_like(self._parameters[name])
                 self._world.receive([total], before, _CHAIN_TAG).wait()
-            own = [parts[use.block] for use in run]
-            total = _add_all(own if total is None else [total, *own])
+            for use in run:
+                total = parts[use.block] if total is None else total.add_(parts[use.block])
             after = heads[place + 1] if place + 1 < len(runs) else self._world.rank
             if after != self._world.rank:
+                assert total is not None, "a run has a use"
                 self._world.send([total], after, _CHAIN_TAG).wait()
         return total if total is not None else torch.empty_like(self._parameters[name])
-
-    def _spread(self) -> None:
-        """Gives these sums to every rank that gets them."""
-        for name, ranks in self._order.spread.items():
-            if len(ranks) > 1 and self._world.rank in ranks:
-                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
 
 
 def _use(split: Split, plan: Plan, block: int) -> Use:
@@ -166,21 +163,10 @@ def _use(split: Split, plan: Plan, block: int) -> Use:
     return Use(block, stage, plan.stages[stage].ranks)
 
 
-def _add_all(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total.add_(part)
-    return total
-
-
 class GradientBook:
     """Takes gradients from the leaves of a split's stages, sums them, and keeps back what is not to be summed yet.
 
-    Args:
-        placement: Who holds each parameter, and so needs its gradient.
-
-    Attributes:
-        may_have_kept: whether some rank may keep gradients back.
+    `may_have_kept` says whether some rank may keep gradients back.
     """
 
     def __init__(
@@ -192,14 +178,12 @@ class GradientBook:
         placement: Placement,
         stages: Sequence[StageModule],
     ) -> None:
-        self._world = world
-        self._parameters = parameters
-        self._placement = placement
-        self._stages = stages
-        self._uses: dict[str, list[Use]] = {}
-        for parameter in split.traced.graph.parameters:
-            if parameter.needs_gradient:
-                self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
+        self._world, self._parameters, self._placement, self._stages = world, parameters, placement, stages
+        self._uses = {
+            parameter.name: [_use(split, plan, block) for block in reversed(parameter.blocks)]
+            for parameter in split.traced.graph.parameters
+            if parameter.needs_gradient
+        }
         self._orders: dict[str, Order] = {}
         self._varies = split.traced.has_kept_modules
         self._kept: dict[ParameterUse, Tensor] = {}
@@ -216,18 +200,13 @@ class GradientBook:
         if self._early is not None:
             self._early.end_stage(stage, _taken([each for each in self._stages if each.index == stage]))
 
-    def keeps_back(self) -> None:
-        """Notes that gradients of this step will be kept back; every rank of the step does."""
-        self.may_have_kept = True
-
     def take(self) -> dict[ParameterUse, Tensor]:
         """Takes the gradients of the last step away from the leaves, by use."""
         return _taken(self._stages)
 
     def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
         """Keeps gradients of this rank back until the next `take_kept`."""
-        for use, gradient in accumulators.items():
-            self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
+        _add_to(self._kept, accumulators)
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
         """Sums the accumulators of all ranks; `begin` may have started some. Collective for ranks that hold a stage.
@@ -237,8 +216,7 @@ class GradientBook:
             origin: What the backward started from; None: several, so that ranks must agree anew.
 
         Returns:
-            For each parameter of this rank that has a gradient, the gradient of the global batch; not of those that
-            another rank owns.
+            The gradients of the global batch, of each parameter of this rank that has one and that no other rank owns.
         """
         early, self._early = self._early, None
         if early is None or origin is None:
@@ -280,19 +258,12 @@ class GradientBook:
 class Backwards:
     """The caller's backwards through all calls of one model, and the gradients that they have left to be summed.
 
-    Args:
-        books: Those of the model's graphs, which grow with these.
-
-    Attributes:
-        num: how many backwards there were.
-        last_gradient: what came into the last one.
+    `books` are of the model's graphs, and grow with these; `last_gradient` came into the last of `num` backwards.
     """
 
     def __init__(self, state: OwnedState, books: Sequence[GradientBook]) -> None:
-        self.num = 0
-        self.last_gradient = "none"
-        self._state = state
-        self._books = books
+        self.num, self.last_gradient = 0, "none"
+        self._state, self._books = state, books
         self._owes_gradients = False
         self._totals: dict[str, Tensor] = {}
 
@@ -325,8 +296,7 @@ class Backwards:
 
     def keep_totals(self, totals: Mapping[str, Tensor]) -> None:
         """Keeps back gradients that have been summed in the call, by parameter."""
-        for name, total in totals.items():
-            self._totals[name] = self._totals[name].add_(total) if name in self._totals else total
+        _add_to(self._totals, totals)
 
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
@@ -343,20 +313,24 @@ class Backwards:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
         totals, self._totals = self._totals, {}
         for book in self._books:
-            for name, total in book.take_kept().items():
-                totals[name] = totals[name].add_(total) if name in totals else total
+            _add_to(totals, book.take_kept())
         return totals
 
     @cached_property
     def _of_others(self) -> list[nn.Parameter]:
         """The parameters that this rank holds and another one steps over."""
-        here = [each for each in self._state.parameters().values() if not isinstance(each, RemoteTensor)]
-        return [each for each in here if not steps_here(each)]
+        away = [each for each in self._state.parameters().values() if not steps_here(each)]
+        return [each for each in away if not isinstance(each, RemoteTensor)]
 
     @cached_property
     def _away(self) -> list[RemoteTensor]:
         """The parameters that other ranks hold."""
         return [each for each in self._state.parameters().values() if isinstance(each, RemoteTensor)]
+
+
+def _add_to(totals: dict[Key, Tensor], others: Mapping[Key, Tensor]) -> None:
+    for key, other in others.items():
+        totals[key] = totals[key].add_(other) if key in totals else other
 
 
 def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:

@@ -1,9 +1,8 @@
 """Carries lists of tensors between the ranks of a pipeline, in order, with receives posted ahead.
 
-A message keeps the memory layout of its tensors: kernels choose their order of operations by the strides of their
-arguments, so that other strides could change the last bit. The first message of a kind is preceded by its layouts;
-both ends remember them, so that later ones are the bare numbers and can be received before they are needed. Posting a
-receive takes time, too: as a rule a rank does it while it waits for a message.
+A message keeps the memory layout of its tensors: with other strides kernels could change the last bit. The first
+message of a kind is preceded by its layouts; both ends remember them, so that later ones are the bare numbers and can
+be received before they are needed. Posting a receive takes time, too: as a rule a rank does it while it waits.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ class Mail:
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._world = world
-        self._device = device
+        self._world, self._device = world, device
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
         self.due = 0

@@ -272,11 +272,11 @@ class SplitModel:
         """Returns the first name of each parameter, by identity."""
         return {id(each): name for name, each in self.parameters().items()}
 
-    def names_of_gradients(self) -> dict[int, str]:
-        """Returns the first name of each parameter that has a gradient, by identity of the gradient."""
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients by first name of their parameters."""
         with PLAIN():  # many may be elsewhere
             gradients = {name: each.grad for name, each in self.parameters().items()}
-        return {id(each): name for name, each in gradients.items() if each is not None}
+        return {name: each for name, each in gradients.items() if each is not None}
 
 
 _models: WeakKeyDictionary[OwnedState, SplitModel] = WeakKeyDictionary()

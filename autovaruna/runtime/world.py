@@ -12,6 +12,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
@@ -374,8 +375,10 @@ class World:
         lagging = self.lagging
         while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
             lagging.popleft()
-        is_crowded = len(self._sends) > SENDS_AT_ONCE or self.carrier is not None
-        if is_crowded or any(group.active for group in self._groups.values()):
+        needs_more = len(self._sends) > SENDS_AT_ONCE or self.carrier is not None
+        for group in self._groups.values():
+            needs_more = needs_more or bool(group.active)
+        if needs_more:
             self.progress()
 
     def keep(self, part: Part) -> None:
@@ -429,14 +432,16 @@ def _on_device(buffer: Tensor, device: torch.device) -> Tensor:
 
 def _filling(buffers: Sequence[Tensor], landing: Sequence[Tensor]) -> Callable[[], None] | None:
     """Returns what copies memory that a message has landed in to its buffers; None: it landed there."""
-    pairs = [(buffer, other) for buffer, other in zip(buffers, landing, strict=True) if other is not buffer]
+    if all(map(is_, buffers, landing)):
+        return None
 
     def fill() -> None:
         with torch.no_grad():
-            for buffer, other in pairs:
-                buffer.copy_(other)
+            for buffer, other in zip(buffers, landing, strict=True):
+                if other is not buffer:
+                    buffer.copy_(other)
 
-    return fill if pairs else None
+    return fill
 
 
 def kind_of(error: BaseException) -> type[AutoVarunaError]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar
+from functools import reduce, wraps
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -18,31 +17,15 @@ from torch import Tensor
 from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.weights import OwnedState, Placement, SplitModel, split_models
-from autovaruna.runtime.world import World, differences
-
-Norms = TypeVar("Norms")
+from autovaruna.runtime.weights import SplitModel, split_models
+from autovaruna.runtime.world import differences
 
 
-def clip_grad_norm(
-    state: OwnedState,
-    placement: Placement,
-    names: Sequence[str],
-    world: World,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    what: str,
-) -> Tensor:
+def clip_grad_norm(model: SplitModel, max_norm: float, norm_type: float, error_if_nonfinite: bool, what: str) -> Tensor:
     """Clips as ``torch.nn.utils.clip_grad_norm_`` does, over the parameters of all ranks. Collective.
 
     A parameter counts once, whoever holds it. The norms of single parameters are put together in the order of the
     model's own list, so that no plan changes the sum.
-
-    Args:
-        names: First names of all parameters, in the model's order.
-        max_norm, norm_type, error_if_nonfinite: As in PyTorch; the same on every rank.
-        what: What to call it in errors.
 
     Returns:
         The norm before clipping.
@@ -51,63 +34,62 @@ def clip_grad_norm(
         RankError: the ranks clip to other norms.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
-    here = {name: parameter for name, parameter in state.parameters().items() if not parameter.is_meta}
-    gradients = {name: parameter.grad for name, parameter in here.items() if parameter.grad is not None}
-    own = {name: each for name, each in gradients.items() if not isinstance(each, RemoteTensor)}
+    gradients = model.gradients()
+    names = {id(each): name for name, each in gradients.items()}
     options = {"max_norm": f"{float(max_norm):g}", "norm_type": f"{float(norm_type):g}"}
-    norms = norms_of_all(own, placement, names, world, norm_type, options, what)
-    total = total_of(norms, norm_type, error_if_nonfinite)
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    total = total_norm(list(gradients.values()), names, model, norm_type, error_if_nonfinite, options, what)
+    own = [each for each in gradients.values() if not isinstance(each, RemoteTensor)]
     if own:
-        foreach_mul_(list(own.values()), coefficient)
+        foreach_mul_(own, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
-def norms_of_all(
-    own: Mapping[str, Tensor],
-    placement: Placement,
-    names: Sequence[str],
-    world: World,
+@torch.no_grad()
+def total_norm(
+    tensors: Sequence[Tensor],
+    names: Mapping[int, str],
+    model: SplitModel,
     norm_type: float,
+    error_if_nonfinite: bool,
     options: Mapping[str, str],
     what: str,
 ) -> Tensor:
-    """Returns a norm for each parameter of the model, shape (parameters,), the same on every rank. Collective.
+    """Returns the norm of tensors, of which each rank knows some, in the order of rank 0's list. Collective.
+
+    As a rule all ranks list the same, and each norm is told by one rank.
 
     Args:
-        own: This rank's parameters, or their gradients, by first name.
-        names: First names of all parameters, in the model's order.
-        norm_type: The order of the norm.
+        names: The parameter that a tensor is, or is the gradient of, by identity; others count on every rank.
         options: What the ranks must ask with alike, in words.
         what: What to call it in errors.
-    """
-    device = next((each.device for each in own.values()), torch.device("cpu"))
-    parts = told_by_all(_own_norms(own, placement, names, world.rank, norm_type), options, world, what)
-    known = {place: norm for of_rank in parts for place, norm in of_rank.items()}
-    norms = torch.tensor([known.get(place, 0.0) for place in range(len(names))], dtype=torch.float64, device=device)
-    return norms.to(torch.float32 if not own else next(iter(own.values())).dtype)
-
-
-def told_by_all(norms: Norms, options: Mapping[str, str], world: World, what: str) -> list[Norms]:
-    """Returns the norms that each rank tells. Collective; a message would not say if a rank is elsewhere.
 
     Raises:
-        RankError: the ranks ask with other options.
+        RankError: the ranks ask with other options, or one has not listed a tensor that another has.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
-    parts = world.gather_objects((norms, options), what)
-    if found := differences([of_rank for _, of_rank in parts]):
+    listed = _listed(tensors, names)
+    own = _norms({name: each for name, each in listed.items() if not isinstance(each, RemoteTensor)}, norm_type)
+    told = dict(own)
+    for name in own:
+        parameter = names.get(id(listed[name]))
+        if parameter is not None and model.placement.steppers_of(parameter)[0] != model.world.rank:
+            del told[name]
+    digest = crc32("\n".join(listed).encode())
+    parts = model.world.gather_objects((digest, told, options), what)
+    if words := differences([of_rank for _, _, of_rank in parts]):
         raise RankError(
-            f"The ranks ask for different norms of gradients: {found}. Expected the same options on every rank."
+            f"The ranks ask for different norms of gradients: {words}. Expected the same options on every rank."
         )
-    return [of_rank for of_rank, _ in parts]
-
-
-def total_of(norms: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Returns the norm of norms.
-
-    Raises:
-        RuntimeError: it is not finite and `error_if_nonfinite` is set.
-    """
+    order, known = list(listed), [of_rank for _, of_rank, _ in parts]
+    if len({digest for digest, _, _ in parts}) > 1:
+        of_ranks = model.world.gather_objects((list(listed), own), "comparing lists of gradients")
+        order, known = of_ranks[0][0], [of_rank for _, of_rank in of_ranks]
+        _check_lists([names_there for names_there, _ in of_ranks], known)
+    numbers = {name: norm for of_rank in reversed(known) for name, norm in of_rank.items()}
+    found = [numbers[name] for name in order if name in numbers] or [(0.0, torch.float32)]
+    dtype = reduce(torch.promote_types, [dtype for _, dtype in found])
+    device = tensors[0].device if tensors else None
+    norms = torch.tensor([number for number, _ in found], dtype=torch.float64, device=device).to(dtype)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -117,49 +99,40 @@ def total_of(norms: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tenso
     return total
 
 
-def _own_norms(
-    own: Mapping[str, Tensor], placement: Placement, names: Sequence[str], rank: int, norm_type: float
-) -> dict[int, float]:
-    """Returns the norms of what this rank is the first to step over, by place in the list of names."""
-    places = [place for place, name in enumerate(names) if name in own and placement.steppers_of(name)[0] == rank]
-    return dict(zip(places, _numbers(_norms([own[names[place]] for place in places], norm_type)), strict=True))
+def _check_lists(listed: Sequence[Sequence[str]], known: Sequence[Mapping[str, object]]) -> None:
+    for rank, names in enumerate(listed):
+        if missing := set().union(*known) - set(names):
+            raise RankError(
+                f"The ranks ask for the norm of different gradients: got a list on rank {rank} without that of "
+                f"{', '.join(sorted(missing)[:3])}, which another rank has. Expected the same list on every rank, with "
+                "those that are elsewhere (is_meta): parameters(), or the optimizer's groups."
+            )
 
 
-def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Returns the norm of each tensor, shape (), all of a device and dtype at once, as torch's own clipping does."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+def _listed(tensors: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Returns tensors by parameter, or by place; one that is listed again has a name of its own."""
+    seen, listed = Counter[str](), dict[str, Tensor]()
     for place, each in enumerate(tensors):
-        alike.setdefault((each.device, each.dtype), []).append(place)
-    found: dict[int, Tensor] = {}
-    for places in alike.values():
-        found |= zip(places, foreach_norm([tensors[place] for place in places], norm_type), strict=True)
-    return [found[place] for place in range(len(tensors))]
+        name = names.get(id(each), f"tensor {place}")
+        seen[name] += 1
+        listed[name if seen[name] == 1 else f"{name}, again ({seen[name]})"] = each
+    return listed
 
 
-def _numbers(norms: Sequence[Tensor]) -> list[float]:
-    """Returns what tensors of shape () hold, once the device has computed all of it."""
-    return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+def _norms(tensors: Mapping[str, Tensor], norm_type: float) -> dict[str, tuple[float, torch.dtype]]:
+    """Returns the norm of each tensor and its dtype; all of a device and dtype are computed at once, as torch does."""
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, each in tensors.items():
+        alike.setdefault((each.device, each.dtype), []).append(name)
+    norms: dict[str, Tensor] = {}
+    for names in alike.values():
+        norms |= zip(names, foreach_norm([tensors[name] for name in names], norm_type), strict=True)
+    numbers = torch.stack([norm.double() for norm in norms.values()]).tolist() if norms else []
+    return {name: (number, norms[name].dtype) for name, number in zip(norms, numbers, strict=True)}
 
 
 _OF_MODEL = "_autovaruna_model"
 """Attribute of the norm of a split model's gradients."""
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """The norm of one tensor, as far as a rank knows it.
-
-    Attributes:
-        name: The parameter whose gradient it is, or its place among the others; listed again, it has a name of its own.
-        parameter: The parameter; None: it is of none.
-        number: None: the tensor is elsewhere.
-        dtype: What the norm was computed in.
-    """
-
-    name: str
-    parameter: str | None
-    number: float | None
-    dtype: torch.dtype
 
 
 def join_norms() -> None:
@@ -180,8 +153,11 @@ def join_norms() -> None:
         model = _model_of(found)
         if model is None:
             return plain(found, norm_type, error_if_nonfinite, *args, **options)
-        with torch.no_grad():
-            total = _total(found, model, float(norm_type), error_if_nonfinite)
+        names = {id(each): name for name, each in model.gradients().items()}
+        limit = f"{model.limits[0]:g}" if model.limits else "none"
+        alike = {"norm_type": f"{float(norm_type):g}", "max_norm of the last clipping": limit}
+        what = "the norm of gradients"
+        total = total_norm(found, names, model, float(norm_type), error_if_nonfinite, alike, what)
         setattr(total, _OF_MODEL, model)
         return total
 
@@ -211,72 +187,8 @@ def _note_limits(module: Any) -> None:
 def _model_of(tensors: Sequence[Tensor]) -> SplitModel | None:
     """Returns the split model that tensors are gradients of; None: of none, or something else is elsewhere."""
     for model in split_models():
-        names = model.names_of_gradients()
-        if any(id(each) in names for each in tensors):
-            is_known = all(id(each) in names for each in tensors if isinstance(each, RemoteTensor))
+        known = set(map(id, model.gradients().values()))
+        if any(id(each) in known for each in tensors):
+            is_known = all(id(each) in known for each in tensors if isinstance(each, RemoteTensor))
             return model if is_known else None
     return None
-
-
-def _total(tensors: Sequence[Tensor], model: SplitModel, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Returns the norm of all gradients, in the order of rank 0's list. Collective."""
-    own = _norms_of_list(tensors, model.names_of_gradients(), norm_type)
-    norms_of_all = [
-        torch.tensor(each.number, dtype=each.dtype, device=tensors[0].device) for each in _joined(own, model, norm_type)
-    ]
-    return total_of(torch.stack(norms_of_all or [torch.zeros(())]), norm_type, error_if_nonfinite)
-
-
-def _joined(own: list[_Norm], model: SplitModel, norm_type: float) -> list[_Norm]:
-    """Returns the norms that any rank knows. Collective.
-
-    As a rule all ranks list the same names, and each norm is told by one rank.
-
-    Raises:
-        RankError: the ranks ask for different norms, or have clipped to others; or one has not listed a gradient that
-            another has.
-    """
-    rank, first = model.world.rank, model.placement.steppers_of
-    told = [
-        each for each in own if each.number is not None and (each.parameter is None or first(each.parameter)[0] == rank)
-    ]
-    listed = crc32("\n".join([each.name for each in own]).encode())
-    limit = f"{model.limits[0]:g}" if model.limits else "none"
-    options = {"norm_type": f"{norm_type:g}", "max_norm of the last clipping": limit}
-    parts = told_by_all((listed, told), options, model.world, "the norm of gradients")
-    of_ranks = [norms for _, norms in parts]
-    names = [each.name for each in own]
-    if len({digest for digest, _ in parts}) > 1:
-        of_ranks = model.world.gather_objects(own, "comparing lists of gradients")
-        names = [each.name for each in of_ranks[0]]
-        _check_lists(of_ranks)
-    known = {each.name: each for norms in reversed(of_ranks) for each in norms if each.number is not None}
-    return [known[name] for name in names if name in known]
-
-
-def _check_lists(of_ranks: Sequence[Sequence[_Norm]]) -> None:
-    known = {each.name for norms in of_ranks for each in norms if each.number is not None}
-    for rank, norms in enumerate(of_ranks):
-        if missing := known - {each.name for each in norms}:
-            raise RankError(
-                f"The ranks ask for the norm of different gradients: got a list on rank {rank} without that of "
-                f"{', '.join(sorted(missing)[:3])}, which another rank has. Expected the same list on every rank, with "
-                "those that are elsewhere (is_meta): parameters(), or the optimizer's groups."
-            )
-
-
-def _norms_of_list(tensors: Sequence[Tensor], names: dict[int, str], norm_type: float) -> list[_Norm]:
-    """Returns the norms of tensors, those included that this rank does not know."""
-    seen: Counter[str] = Counter()
-    here = [place for place, each in enumerate(tensors) if not isinstance(each, RemoteTensor)]
-    own = _norms([tensors[place] for place in here], norm_type)
-    known = {place: (number, norm.dtype) for place, number, norm in zip(here, _numbers(own), own, strict=True)}
-    norms = []
-    for place, each in enumerate(tensors):
-        parameter = names.get(id(each))
-        name = parameter or f"tensor {place}"
-        seen[name] += 1
-        number, dtype = known.get(place, (None, each.dtype))
-        again = f", again ({seen[name]})" if seen[name] > 1 else ""
-        norms.append(_Norm(name + again, parameter, number, dtype))
-    return norms
