@@ -84,10 +84,7 @@ def own_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 def with_hooks(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer, which calls hooks from now on if its class, one that steps with another, has left them out.
-
-    The class stays as it is, for the sake of other instances.
-    """
+    """Returns an optimizer, which calls hooks from now on if its class, which steps with another, has left them out."""
     vars(optimizer).setdefault("defaults", {})
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         for name in _HOOKS:
@@ -107,22 +104,16 @@ _on_this_thread = _OnThisThread()
 
 
 class OwnSteps:
-    """Cuts the groups of an optimizer down while its step runs, once it may.
+    """Cuts the groups of an optimizer down while its ``step`` or ``zero_grad`` runs, once it `is_on`.
 
     It is there from the start, for what a step is given to call may be the call of the model that splits it.
-
-    Args:
-        optimizer: The optimizer; its ``step`` and ``zero_grad`` are replaced by ones that do this.
-
-    Attributes:
-        is_on: Whether groups are cut down; until then, and where that is not right, nothing is done.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.is_on = False
-        self._optimizer = optimizer
+        """Whether groups are cut down; until then, and where that is not right, nothing is done."""
+        self._optimizer, self._depth = optimizer, 0
         self._whole: Whole | None = None
-        self._depth = 0
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._leave)
         optimizer.step = _around(optimizer, optimizer.step, self._step)  # type: ignore[method-assign]
@@ -214,10 +205,9 @@ def _around(optimizer: Optimizer, plain: Any, act: Callable[..., Any]) -> Any:
 
 
 class CutOptimizer:
-    """An optimizer of which each rank has the state of its own parameters; schedulers and hooks go on working.
+    """An optimizer, made from all parameters of the model, of which each rank has the state of its own.
 
     Args:
-        optimizer: The user's optimizer, made from all parameters of the model.
         names: First name of each parameter, by identity.
 
     Raises:
@@ -242,7 +232,6 @@ class CutOptimizer:
 
         Args:
             names: First name of each parameter, by identity, those included that this rank has let go.
-            parameters: All parameters by first name.
 
         Raises:
             InputError: the model has been split, and there are parameters that are not the model's.
@@ -268,11 +257,7 @@ class CutOptimizer:
         return self._groups
 
     def check(self) -> None:
-        """Makes sure that the optimizer can be cut down.
-
-        Raises:
-            InputError: it has parameters that are not the model's.
-        """
+        """Raises an `InputError` if the optimizer has parameters that are not the model's."""
         names = [name for names in self._groups for name in names]
         if "" in names:
             raise InputError(
@@ -283,11 +268,7 @@ class CutOptimizer:
             )
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Takes the parameters as they are now into the groups, and drops the state of those that are elsewhere.
-
-        Args:
-            parameters: All of them by first name; one that was on ``meta`` is another object now.
-        """
+        """Takes the parameters as they are now, by first name, and drops the state of those that are elsewhere."""
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
             now = [parameters[name] for name in names]
             for old, new in zip(group["params"], now, strict=True):
@@ -336,18 +317,13 @@ class CutOptimizer:
         expected = [len(names) for names in self._groups]
         if sizes != expected:
             raise InputError(f"The optimizer state has groups of {sizes} parameters; expected groups of {expected}.")
-        places = {name: index for index, name in enumerate(self._own_names(rank, placement))}
         own: dict[int, Any] = {}
-        index = 0
+        groups, mine = [], iter(range(sum(sizes)))
+        here = set(self._own_names(rank, placement))
         for group, names in zip(state["param_groups"], self._groups, strict=True):
-            for place, name in zip(group["params"], names, strict=True):
-                if name in places and place in state["state"]:
-                    own[places[name]] = state["state"][place]
-        groups = []
-        for group, names in zip(state["param_groups"], self._groups, strict=True):
-            count = sum(name in places for name in names)
-            groups.append({**group, "params": list(range(index, index + count))})
-            index += count
+            held = {next(mine): place for place, name in zip(group["params"], names, strict=True) if name in here}
+            own |= {index: state["state"][place] for index, place in held.items() if place in state["state"]}
+            groups.append({**group, "params": list(held)})
         self.load_own({"state": own, "param_groups": groups})
 
     def _own_names(self, rank: int, placement: Placement) -> list[str]:
@@ -362,7 +338,6 @@ class CutOptimizer:
 
 
 def _on_meta(value: Any) -> Any:
-    """Returns what is exchanged of an entry of the state before its numbers."""
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
@@ -375,12 +350,7 @@ _one_at_a_time = Lock()
 def step_over_own_part(
     optimizer: Optimizer, own: OwnSteps, num_ranks: int, device: torch.device, *, is_shared: bool
 ) -> None:
-    """Cuts the steps of an optimizer down to this rank's part of its parameters.
-
-    Args:
-        optimizer: The optimizer, some of whose parameters are not on every rank, or shared out.
-        own: What cuts them down.
-        is_shared: Whether state is shared out over the ranks that hold a parameter.
+    """Cuts the steps of an optimizer, some of whose parameters are elsewhere or shared out, down to this rank's part.
 
     Raises:
         InputError: its steps join numbers of several parameters, or draw random numbers; or that cannot be tried, and
@@ -403,10 +373,7 @@ def step_over_own_part(
 
 
 def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.device) -> Sharing:
-    """Returns whether replicas share the state of an optimizer, or ``auto``: they may.
-
-    Args:
-        optimizer: The optimizer; None: it is not known yet.
+    """Returns whether replicas share the state of an optimizer, which may not be known yet; or ``auto``: they may.
 
     Raises:
         InputError: they are to, and its steps are not of each parameter by itself.
