@@ -279,12 +279,10 @@ class Traffic:
         return Parcel(Kind(self.graph_key, route, part.size), self._travelling[stage.index])
 
     def _activations(self, edge: Edge, part: MicroBatch) -> Parcel:
-        """Returns the parcel that takes a cut's values on."""
         route = Route(*self._ends(edge, part), 4 * edge.index)
         return Parcel(Kind(self.graph_key, route, part.size), edge.values)
 
     def _gradients(self, edge: Edge, part: MicroBatch, origin: str) -> Parcel:
-        """Returns the parcel that takes the gradients of a cut's values back."""
         source, destination = self._ends(edge, part)
         route = Route(destination, source, 4 * edge.index + 1)
         return Parcel(Kind(self.graph_key + origin, route, part.size), edge.gradients)

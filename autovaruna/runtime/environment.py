@@ -38,14 +38,10 @@ class Ending:
     """Ends the ranks of a world with this one."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self._process = os.getpid()
-        self._status = 0
-        self._num_acts = 0
+        self.world, self._process = world, os.getpid()
+        self._status = self._num_acts = 0
         self._has_ended = False
-        self._exit = sys.exit
-        self._hook = sys.excepthook
-        self._thread_hook = threading.excepthook
+        self._exit, self._hook, self._thread_hook = sys.exit, sys.excepthook, threading.excepthook
 
     def install(self) -> None:
         """Puts the hooks of Python in place. Child processes made by fork keep their own ways."""
@@ -70,10 +66,7 @@ class Ending:
             self.world.abort(args.exc_value, f"rank {self.world.rank} failed{name}")
 
     def on_exit(self, status: object = None, /) -> NoReturn:
-        """Notes the status of `sys.exit`, which Python does not show at the end.
-
-        A script that uses the world again has caught it, so that it no longer counts.
-        """
+        """Notes the status of `sys.exit`, which Python does not show at the end; using the world later undoes that."""
         if threading.current_thread() is threading.main_thread():
             self._status, self._num_acts = status_of(status), self._num_acts_now()
         self._exit(status)  # type: ignore[arg-type]
@@ -94,7 +87,6 @@ class Ending:
             self.world.abort(error, f"rank {self.world.rank} failed at its end")
 
     def _num_acts_now(self) -> int:
-        """Returns how often this rank's script has used the world."""
         return sum(self.world.watch.counts.values())
 
     def _is_child(self) -> bool:
@@ -112,13 +104,8 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SL
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and others that start ranks of torch.distributed, set."""
-LOCAL_RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "SLURM_LOCALID",
-    "LOCAL_RANK",
-)
+_OF_MPI = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+LOCAL_RANK_VARIABLES = (*_OF_MPI, "SLURM_LOCALID", "LOCAL_RANK")
 """The number of a rank on its host, as set by the same, and by launchers of PyTorch."""
 
 logger = logging.getLogger(__name__)
@@ -167,10 +154,7 @@ def _on_own_error(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def promise() -> None:
-    """Makes sure that this rank says goodbye at its end even if it never uses its world; the others would wait for it.
-
-    Called where a script shows that it is a rank; more than once does no harm.
-    """
+    """Makes sure that this rank says goodbye at its end even if it never uses its world: others would wait for it."""
     global _has_promised
     if not _has_promised and world_of_thread() is None and num_ranks_in(os.environ) > 1:
         _has_promised = True
@@ -210,11 +194,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
 
 
 def check_slurm(variables: Mapping[str, str]) -> None:
-    """Returns if this is no task of several that srun has started without telling MPI.
-
-    Raises:
-        ConfigError: it is; each task would train a model of its own.
-    """
+    """Raises a `ConfigError` if this is a task of several that srun has started without telling MPI."""
     num_tasks = _number(variables, "SLURM_NTASKS")
     is_step = "SLURM_STEP_ID" in variables or variables.get("SLURM_PROCID", "0") != "0"
     is_known = "SLURM_STEP_NUM_TASKS" in variables or "WORLD_SIZE" in variables
@@ -275,10 +255,8 @@ def start_torch(variables: Mapping[str, str]) -> World:
 
     if "TORCHELASTIC_RUN_ID" in variables:
         end_with(os.getppid())
-    place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    return _joined(
-        SocketTransport(open_store(), int(rank), num_ranks, place, partial(expect_siblings, OF_TORCHRUN)), num_ranks
-    )
+    place, check = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), partial(expect_siblings, OF_TORCHRUN)
+    return _joined(SocketTransport(open_store(), int(rank), num_ranks, place, check), num_ranks)
 
 
 def _joined(transport: ProcessTransport, num_ranks: int) -> World:

@@ -324,7 +324,6 @@ class Backwards:
 
     @cached_property
     def _away(self) -> list[RemoteTensor]:
-        """The parameters that other ranks hold."""
         return [each for each in self._state.parameters().values() if isinstance(each, RemoteTensor)]
 
 
@@ -334,7 +333,6 @@ def _add_to(totals: dict[Key, Tensor], others: Mapping[Key, Tensor]) -> None:
 
 
 def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
-    """Takes the gradients away from the leaves of stages."""
     taken: dict[ParameterUse, Tensor] = {}
     for stage in stages:
         for use, leaf in stage.leaves.items():

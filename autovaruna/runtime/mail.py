@@ -212,7 +212,6 @@ class Mail:
         return unpacked(layouts, buffers)
 
     def _await(self, pending: Pending) -> None:
-        """Waits for a message, and notes how long."""
         if pending.is_done():
             return
         begin = perf_counter()

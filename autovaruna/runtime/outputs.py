@@ -106,7 +106,6 @@ class OutputCollector:
         return self._combine(torch.stack([next(turns[maker]) for maker in makers]), parts, spec)
 
     def _made_by(self, maker: int, place: int, makers: Sequence[int]) -> Tensor:
-        """Returns what a rank has sent of an output."""
         if maker == self.world.rank:
             return self._own.pop(place)
         kind = self._number_kind(place, maker, self.world.rank, _num_slots(makers, maker))
@@ -139,7 +138,6 @@ class OutputCollector:
         return Kind(self.job.graph_key, Route(maker, receiver, 4 * place + 3), size)
 
     def _makers(self, place: int, parts: list[MicroBatch]) -> list[int]:
-        """Returns the rank that makes an output of each of some micro-batches."""
         if place not in self._known_makers:
             self._known_makers[place] = [self.job.maker_of(place, part.index) for part in parts]
         return self._known_makers[place]
@@ -152,7 +150,6 @@ def _num_slots(makers: Sequence[int], maker: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shares(batch: GlobalBatch, device: torch.device) -> Tensor:
-    """Returns the share of each micro-batch in the loss."""
     return torch.tensor([part.share for part in batch.micro_batches.values()], dtype=torch.float64, device=device)
 
 
@@ -213,7 +210,6 @@ class GradientExchange:
         return gradient * part.share
 
     def _sum_of_ranks(self, own: Tensor) -> Tensor:
-        """Adds up a tensor over all ranks, in place. Collective."""
         self.world.all_reduce(own, tuple(range(self.world.num_ranks)))
         return own
 

@@ -236,7 +236,6 @@ class _Operation:
             return self._func(*self._args, **{**self._kwargs, "device": device})
 
     def _writes(self) -> bool:
-        """Whether the operation writes into its first argument."""
         is_augmented = self._name.startswith("__i") and self._name != "__invert__"
         return is_augmented or self._name == "__setitem__" or (self._name[-1] == "_" != self._name[-2:-1])
 
@@ -292,7 +291,6 @@ class _Operation:
         return tensor if isinstance(tensor, RemoteTensor) else _wrapped(tensor, self._home)
 
     def _attribute(self, name: str) -> Any:
-        """Reads or sets an attribute of a tensor."""
         owner, *value = self._args
         if name == "device":
             return self._home.device
@@ -340,7 +338,6 @@ class _Operation:
         return [next(rest) if is_away else next(found) for is_away in away]
 
     def _call_for(self, places: Sequence[int], length: int) -> Any:
-        """Calls the operation for some places of its lists."""
 
         def pick(value: Any) -> Any:
             is_list = isinstance(value, list | tuple) and len(value) == length
@@ -354,7 +351,6 @@ class _Operation:
         return self._func(*args, **kwargs)
 
     def _gradients(self) -> Any:
-        """Runs ``torch.autograd.grad`` for the inputs that are here."""
         names = ["outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused"]
         given = dict(zip(names, self._args, strict=False)) | self._kwargs
         inputs = given["inputs"]

@@ -39,7 +39,7 @@ from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.trace import EventTrace, Metrics, Recorder
+from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
@@ -212,7 +212,7 @@ class StepRunner:
                 if trace is None:
                     _METHODS[act.instruction.kind](self, self.stages[act.instruction.stage], act)
                 else:
-                    self._recorded(act, trace.recorder)
+                    self._recorded(act, trace)
                 if act.ends_stage:
                     idle.discard(act.instruction.stage)
                     self.book.end_stage(act.instruction.stage)
@@ -223,11 +223,10 @@ class StepRunner:
         for stage in idle:
             self.book.end_stage(stage)
 
-    def _recorded(self, act: Act, recorder: Recorder) -> None:
-        """Executes an instruction and notes when."""
+    def _recorded(self, act: Act, trace: EventTrace) -> None:
         begin, waited = perf_counter(), self._mail.waited_seconds
         _METHODS[act.instruction.kind](self, self.stages[act.instruction.stage], act)
-        recorder.noted.append((act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited))
+        trace.noted.append((act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited))
 
     def _forward(self, stage: StageModule, act: Act) -> None:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""
@@ -291,7 +290,6 @@ class StepRunner:
         state.gradients.clear()
 
     def _weights(self, stage: StageModule, act: Act) -> None:
-        """Computes the weight gradients that the backward has left."""
         stage.compute_weights(self._deferred.pop((stage.index, act.part.index)))
 
     def _run_stage(self, stage: StageModule, part: MicroBatch, state: InFlight, keeps_graph: bool) -> dict[str, Tensor]:
@@ -428,7 +426,6 @@ class StepRunner:
 
     @cached_property
     def _specs(self) -> dict[int, OutputSpec]:
-        """The model's outputs by place."""
         return dict(enumerate(self.job.split.traced.outputs))
 
     @cached_property

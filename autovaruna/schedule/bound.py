@@ -128,7 +128,6 @@ class _Paths:
 
 
 def _has_to_recompute(pipeline: Pipeline, stage: int) -> bool:
-    """Returns whether a stage recomputes each micro-batch between its forward and its backward."""
     return pipeline.recomputes(stage) and not pipeline.is_last(stage)
 
 
@@ -184,7 +183,6 @@ def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, .
 
 
 def _pairs(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: int) -> Iterable[tuple[int, int]]:
-    """Returns the ranks between which micro-batches go."""
     if len(senders) == len(receivers) <= num_micro_batches:
         return zip(senders, receivers, strict=True)
     count = min(math.lcm(len(senders), len(receivers)), num_micro_batches)
@@ -216,7 +214,6 @@ def _replica_work(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -
 
 
 def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
-    """Returns the bound of a stage's round trips."""
     if not pipeline.needs_gradients:
         return 0.0
     first = paths.on(stage, 0)

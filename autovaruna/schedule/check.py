@@ -153,7 +153,6 @@ RULES: dict[int, Callable[[Schedule, Pipeline], Broken]] = {
 
 
 def _places(schedule: Schedule) -> Iterator[tuple[Instruction, int, int]]:
-    """Yields each instruction with its rank and its position there."""
     for rank, row in enumerate(schedule):
         for position, act in enumerate(row):
             yield act, rank, position

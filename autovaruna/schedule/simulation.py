@@ -125,12 +125,10 @@ class Simulation:
 
     @cached_property
     def _busy_seconds(self) -> list[float]:
-        """The seconds of all instructions of each rank."""
         return [sum(end - start for start, end, *_ in acts) for acts in self.acts]
 
     @cached_property
     def _reductions_of(self) -> list[list[Reduction]]:
-        """The all-reduces that each rank takes part in."""
         found: list[list[Reduction]] = [[] for _ in self.acts]
         for reduction in self.reductions:
             for rank in reduction.ranks:

@@ -120,7 +120,6 @@ def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[Reducti
 
 
 def _ends_of_gradients(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[float]:
-    """Returns when each stage has all its gradients."""
     last = [0.0] * pipeline.num_stages
     for row in acts:
         for _, end, replica, kind, _ in row:

@@ -172,7 +172,6 @@ def _free_dimensions(argument: Argument, traced: TracedModel) -> frozenset[int]:
 
 
 def _mark(tensor: Tensor, free: frozenset[int]) -> None:
-    """Says which dimensions of a tensor never change."""
     if not hasattr(tensor, "_dynamo_static_indices"):
         for place in range(tensor.dim()):
             if place not in free:

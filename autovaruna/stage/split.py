@@ -280,6 +280,5 @@ class _Splitter:
 
 
 def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[Edge]) -> tuple[str, ...]:
-    """Returns the names of what a stage's piece returns."""
     sent = (name for edge in leaving for name in edge.values)
     return tuple(dict.fromkeys([*(name for _, name in outputs), *sent]))

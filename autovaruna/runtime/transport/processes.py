@@ -138,5 +138,4 @@ class ProcessTransport(Transport):
 
 
 def _is_large(tensors: Sequence[Tensor], channel: int) -> bool:
-    """Says whether any of some tensors is too large for a ring."""
     return any(each.nbytes > _RING_BYTES[channel] for each in tensors)

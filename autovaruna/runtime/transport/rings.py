@@ -234,7 +234,6 @@ class RingReceiver:
         self._slot = NEXT_SLOT[slot]
 
     def _fill(self, arrival: Arrival, data: bytes | int, num_bytes: int, block: int) -> None:
-        """Copies a message to the memory that was posted for it."""
         ctypes.memmove(arrival.tensor.data_ptr(), data, min(num_bytes, arrival.tensor.nbytes))
         arrival.has_come(num_bytes)
         if block:

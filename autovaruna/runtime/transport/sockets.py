@@ -345,7 +345,6 @@ def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
 
 
 def _call(place: list[str], greeting: tuple[bytes, int, bool]) -> socket.socket:
-    """Connects with another rank."""
     _, host, port = place
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -236,7 +236,6 @@ class TorchChannel:
         return PrefixStore(f"autovaruna-{number}", store)
 
     def _group(self, kind: str, ranks: Ranks) -> Any:
-        """Makes a process group of some ranks; all of them make theirs in one order."""
         store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
         place = ranks.index(self.world.rank)
         limit = self.world.watch.stalls.limit_seconds
@@ -313,7 +312,6 @@ def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
 
 
 def _identity_of(device: torch.device) -> str:
-    """Returns a name that no other device of any host has."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
