@@ -164,7 +164,11 @@ class Engine:
         traffic, inputs = prepared.traffic(batch, job.graph_key), dict(zip(traced.inputs, tensors, strict=True))
         parts = prepared.stages, traffic, prepared.book, self.placement, inputs
         outputs = StepRunner(job, self._rank, *parts, asks_for_sums, factor).run()
-        return traced.output_tree.unflatten(_stand_ins(traced, outputs), Undelivered)
+        found: list[Any] = [
+            Undelivered(Opaque(spec.path, "tensor")) if output is None else output
+            for output, spec in zip(outputs, traced.outputs, strict=True)
+        ]
+        return traced.output_tree.unflatten(found, Undelivered)
 
     def _prepared(self, traced: TracedModel) -> Prepared:
         """Returns a graph's stages, bound to the parameters as they are now."""
@@ -246,9 +250,3 @@ class Engine:
         """The same in words."""
         names = "the number of backwards", "the gradient of the last loss", "the scale of the GradScaler"
         return dict(zip(names, map(str, self.doings), strict=True))
-
-
-def _stand_ins(traced: TracedModel, outputs: Sequence[Tensor | None]) -> list[Any]:
-    """Puts an object that says why in the place of each output that is not delivered."""
-    pairs = zip(outputs, traced.outputs, strict=True)
-    return [Undelivered(Opaque(spec.path, "tensor")) if output is None else output for output, spec in pairs]

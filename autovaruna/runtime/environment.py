@@ -274,7 +274,7 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
     num_sharing = count_sharing(places, world.rank)
-    transport.set_cores(len(cores), num_sharing)
+    transport.is_crowded = num_sharing > len(cores)
     share_threads(len(cores), num_sharing)
     return world
 

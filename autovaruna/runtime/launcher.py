@@ -62,14 +62,13 @@ def expect_siblings(names: Names, variables: Mapping[str, str] = os.environ, pro
 
 def _ranks_of(job: Sequence[str | None], names: Names, processes: Path) -> set[str]:
     """Returns the ranks of a job that have a process here: itself, or one that it has started."""
-    found = (_variables_of(each) for each in processes.iterdir() if each.name.isdigit())
-    mine = (variables for variables in found if [variables.get(name) for name in names.job] == job)
-    return {variables[names.rank] for variables in mine if names.rank in variables}
-
-
-def _variables_of(process: Path) -> dict[str, str]:
-    entries = (entry.partition("=") for entry in _text_of(process / "environ").split("\0"))
-    return {name: value for name, _, value in entries}
+    found = set()
+    for process in [each for each in processes.iterdir() if each.name.isdigit()]:
+        entries = (entry.partition("=") for entry in _text_of(process / "environ").split("\0"))
+        variables = {name: value for name, _, value in entries}
+        if names.rank in variables and [variables.get(name) for name in names.job] == job:
+            found.add(variables[names.rank])
+    return found
 
 
 def launcher_of(process: int, processes: Path = Path("/proc")) -> int:

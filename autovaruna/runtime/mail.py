@@ -142,16 +142,6 @@ class Mail:
             self._expect_next()
         self.due = self._next - AHEAD
 
-    def _go_ahead(self) -> None:
-        """Posts small receives of more instructions, while this rank has nothing else to do.
-
-        What is still without layouts may become large all at once.
-        """
-        end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
-        while self._next < end and self.num_posted_bytes < SMALL_BYTES and not any(self._expected.values()):
-            self._expect_next()
-        self.due = self._next - AHEAD
-
     def _expect_next(self) -> None:
         for parcel in self._program[self._next].receives:
             self.expect(parcel.kind)
@@ -212,10 +202,14 @@ class Mail:
         return unpacked(layouts, buffers)
 
     def _await(self, pending: Pending) -> None:
+        """Waits for a message; posts small receives of more instructions meanwhile."""
         if pending.is_done():
             return
         begin = perf_counter()
-        self._go_ahead()
+        end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
+        while self._next < end and self.num_posted_bytes < SMALL_BYTES and not any(self._expected.values()):
+            self._expect_next()  # what is still without layouts may become large all at once
+        self.due = self._next - AHEAD
         pending.wait()
         self.waited_seconds += perf_counter() - begin
 

@@ -108,7 +108,9 @@ class Progress:
         """Returns what a rank has last written; None: it has not started."""
         with suppress(OSError, struct.error):
             *numbers, first, second = _FORMAT.unpack((rank_folder / _FILE).read_bytes()[: _FORMAT.size])
-            return Progress(*numbers, snapshots=(first, second))
+            progress = Progress(*numbers)
+            progress.snapshots = first, second
+            return progress
         return None
 
 

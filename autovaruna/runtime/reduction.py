@@ -32,17 +32,12 @@ BYTES_AT_ONCE = 4 << 20
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-def group_tag(ranks: tuple[int, ...]) -> int:
-    """Returns a tag, a multiple of 4, that every rank of the group computes alike."""
-    return (zlib.crc32(repr(ranks).encode()) >> 4) & ~3
-
-
 class Group:
     """The sums of one tuple of ranks: their pieces go in the order started, a few at once."""
 
     def __init__(self, transport: Transport, watch: Watch, ranks: tuple[int, ...]) -> None:
         self.transport, self.watch, self.ranks = transport, watch, ranks
-        self.tag = group_tag(ranks)
+        self.tag = (zlib.crc32(repr(ranks).encode()) >> 4) & ~3  # a multiple of 4, alike on every rank
         self.num_calls = 0
         self._coming: deque[Piece] = deque()
         self.active: deque[Piece] = deque()

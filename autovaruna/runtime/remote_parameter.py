@@ -157,12 +157,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, operation: _Operation, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operation = operation
-        self._device = device
+        self._operation, self._device = operation, device
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and any(map(_is_on_meta, pytree.tree_leaves((args, kwargs)))):
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags and any(each.is_meta for each in tensors):
             if func.overloadpacket.__name__ in _DRAWS_BY_VALUE:
                 self._operation.refuse()
             device = self._device
@@ -285,10 +285,9 @@ class _Operation:
             if "meta" in str(error).lower() or self._name == "__format__":
                 self.refuse(error)
             raise
-        return pytree.tree_map_only(Tensor, self._back, found)
-
-    def _back(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, RemoteTensor) else _wrapped(tensor, self._home)
+        return pytree.tree_map_only(
+            Tensor, lambda each: each if isinstance(each, RemoteTensor) else _wrapped(each, self._home), found
+        )
 
     def _attribute(self, name: str) -> Any:
         owner, *value = self._args
@@ -320,7 +319,8 @@ class _Operation:
 
     def _for_each(self) -> Any:
         """Runs an operation on lists for those places whose tensors are here; the others are elsewhere."""
-        lists = [each for each in (*self._args, *self._kwargs.values()) if _has_tensors(each)]
+        given = [each for each in (*self._args, *self._kwargs.values()) if isinstance(each, list | tuple)]
+        lists = [each for each in given if any(isinstance(entry, Tensor) for entry in each)]
         places = list(zip(*lists, strict=False))
         away = [any(isinstance(each, RemoteTensor) for each in place) for place in places]
         joint = [_Operation(self._func, place, {}) for place, is_away in zip(places, away, strict=True) if is_away]
@@ -398,14 +398,6 @@ class _Operation:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, RemoteTensor) or tensor.is_meta else tensor.detach().to("meta")
-
-
-def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
 
 
 def release(parameter: nn.Parameter, home: Home) -> Tensor:

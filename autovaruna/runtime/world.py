@@ -60,10 +60,7 @@ class Message(Pending):
     def __init__(
         self, world: World, parts: list[Part], event: Event, count: int, finish: Callable[[], None] | None = None
     ) -> None:
-        self._world = world
-        self._parts = parts
-        self._event = event
-        self._count = count
+        self._world, self._parts, self._event, self._count = world, parts, event, count
         self._finish = finish
         if any(part.needs_calls for part in parts):
             world.lagging.append(self)
@@ -174,7 +171,8 @@ class World:
             AutoVarunaError: on the others, with the message and traceback of the first rank that failed; of the kind
                 of its error, so that a script can catch the same on every rank; RankError if it is not of our tree.
         """
-        report = None if error is None else (kind_of(error), describe(error))
+        is_ours = isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS
+        report = None if error is None else (type(error) if is_ours else RankError, describe(error))
         give_up = None if error is None else partial(self.abort, error, f"rank {self.rank} failed while {what}")
         try:
             reports = self.watch.gather((report, value), what, give_up)
@@ -442,11 +440,6 @@ def _filling(buffers: Sequence[Tensor], landing: Sequence[Tensor]) -> Callable[[
                     buffer.copy_(other)
 
     return fill
-
-
-def kind_of(error: BaseException) -> type[AutoVarunaError]:
-    """Returns the kind of error that tells other ranks of this one."""
-    return type(error) if isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS else RankError
 
 
 def describe(error: BaseException) -> str:

@@ -157,7 +157,7 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
         links = known.get((senders, receivers))
         if links is None:  # ranks with several stages send over the same ones again
             links = known[senders, receivers] = _links(pipeline, senders, receivers)
-        return _least_seconds(links, num_bytes)
+        return min([sum(seconds_of(link, num_bytes)) for link in links], default=0.0)
 
     for edge in pipeline.edges:
         senders, receivers = pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks
@@ -165,11 +165,6 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
         up = least(receivers, senders, edge.backward_bytes) if has_gradient else None
         costs[edge.source, edge.destination] = least(senders, receivers, edge.forward_bytes), up
     return costs
-
-
-def _least_seconds(links: Iterable[LinkCost], num_bytes: float) -> float:
-    """Returns the least seconds of a message over one of some links; without any it stays on its rank."""
-    return min([sum(seconds_of(link, num_bytes)) for link in links], default=0.0)
 
 
 def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, ...]) -> set[LinkCost]:

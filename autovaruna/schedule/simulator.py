@@ -178,7 +178,11 @@ class _Simulator:
     ) -> None:
         self.pipeline, self.policy = pipeline, policy
         self.network = Network(pipeline, policy)
-        self.latest = self._latest_starts(below, bounds) if bounds else [below] * pipeline.num_ranks
+        self.latest = [below] * pipeline.num_ranks  # starts of a rank's next instruction: its work and its tail follow
+        if bounds:
+            work = [sum(replica.work_seconds for replica in replicas) for replicas in self.network.by_rank]
+            pairs = zip(work, bounds.tails, strict=True)
+            self.latest = [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in pairs]
         self.running: list[Act | None] = [None] * pipeline.num_ranks
         self.acts: tuple[list[Act], ...] = tuple([] for _ in range(pipeline.num_ranks))
         self.queue = [(0.0, rank) for rank, replicas in enumerate(self.network.by_rank) if replicas]
@@ -193,11 +197,6 @@ class _Simulator:
         if not all(replica.is_done for stage in self.network.stages for replica in stage):
             raise ScheduleError(self.policy.explain(self.network.by_rank))
         return self._result()
-
-    def _latest_starts(self, below: float, bounds: Bounds) -> list[float]:
-        """Returns when each rank has to start its next instruction: its work comes after that, and then its tail."""
-        work = [sum(replica.work_seconds for replica in replicas) for replicas in self.network.by_rank]
-        return [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in zip(work, bounds.tails, strict=True)]
 
     def _happen(self, now: float) -> set[int]:
         """Ends what ends now, and returns the ranks that may have something new to run."""

@@ -28,11 +28,7 @@ Order = tuple[int, ...] | None
 
 
 class CompiledPiece:
-    """A piece that torch.compile has been given.
-
-    Args:
-        traced: The graph that it is of; it says which dimensions follow from the batch size.
-    """
+    """A piece of a graph that torch.compile has been given."""
 
     def __init__(self, piece: Piece, traced: TracedModel, backend: str) -> None:
         self._piece = piece
@@ -49,11 +45,10 @@ class CompiledPiece:
         for argument, free in zip(arguments, self._free, strict=True):
             if isinstance(argument, RandomStream):
                 self._around.stream = argument
-                given.append(None)
-                continue
-            if isinstance(argument, Tensor):
-                _mark(argument, free)
-            given.append(argument)
+            elif isinstance(argument, Tensor) and not hasattr(argument, "_dynamo_static_indices"):
+                for place in set(range(argument.dim())) - free:
+                    mark_static(argument, place)
+            given.append(None if isinstance(argument, RandomStream) else argument)
         return self._run(*given)  # type: ignore[no-any-return]
 
 
@@ -72,22 +67,16 @@ class _Around:
         return self.stream.draw(node, operation, *ordered, **kwargs)
 
     def enter(self, *autocast: Any) -> None:
-        """Enters autocast."""
         self.entered.append(_ENTER(*autocast))  # type: ignore[no-untyped-call]
 
     def leave(self, nothing: None) -> None:
-        """Leaves the autocast entered last."""
         _EXIT(self.entered.pop())  # type: ignore[no-untyped-call]
 
 
 def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
     """Returns a copy of a module whose random operations and switches of autocast stay out of compilation."""
-    outside: dict[Any, Callable[..., Any]] = {
-        draw: _not_compiled(around.draw),
-        check: _not_compiled(check),
-        _ENTER: _not_compiled(around.enter),
-        _EXIT: _not_compiled(around.leave),
-    }
+    plain: dict[Any, Any] = {draw: around.draw, check: check, _ENTER: around.enter, _EXIT: around.leave}
+    outside = {each: _not_compiled(instead) for each, instead in plain.items()}
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in list(graph.nodes):
@@ -126,7 +115,6 @@ class _Learner:
         self.orders: dict[int, tuple[Order, ...]] = {}
 
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a random operation."""
         self.orders[node] = tuple(map(_order, args))
         return self.stream.draw(node, operation, *args, **kwargs)
 
@@ -169,10 +157,3 @@ def _free_dimensions(argument: Argument, traced: TracedModel) -> frozenset[int]:
         return frozenset()
     value = free_value(traced.nodes[argument.name])
     return frozenset(place for place, length in enumerate(value.shape) if isinstance(length, torch.SymInt))
-
-
-def _mark(tensor: Tensor, free: frozenset[int]) -> None:
-    if not hasattr(tensor, "_dynamo_static_indices"):
-        for place in range(tensor.dim()):
-            if place not in free:
-                mark_static(tensor, place)

@@ -33,7 +33,6 @@ class StageModule:
         run: Runs the piece on its arguments; None: its module does.
 
     Attributes:
-        index: which stage of the pipeline it is.
         leaves: what collects the gradients of parameters.
         is_random: whether it draws random numbers.
     """
@@ -47,21 +46,16 @@ class StageModule:
         size_of: Callable[[str, int, tuple[int, ...]], Any],
         run: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
-        self.part = part
-        self.index = part.index
+        self.part, self.index = part, part.index
         self._run = direct(part.piece.module) if run is None else run
+        self._parameters, self._buffer, self._constants, self._size_of = parameters, buffer, constants, size_of
         self.leaves: dict[ParameterUse, Tensor] = {}
-        self._parameters = parameters
-        self._buffer = buffer
-        self._constants = constants
-        self._size_of = size_of
-        self._bound: list[Any] = []
-        self._sizes: list[tuple[int, str]] = []
-        self._values: list[tuple[int, str]] = []
-        self._streams: list[int] = []
-        self.is_random = False
         self._bound_buffers: list[tuple[str, Tensor]] = []
-        self._bound_frozen: list[tuple[str, Tensor]] = []
+        places = list(enumerate(part.piece.arguments))
+        self._sizes = [(place, each.name) for place, each in places if each.source is Source.SIZE]
+        self._values = [(place, each.name) for place, each in places if each.source in _OF_MICRO_BATCH]
+        self._streams = [place for place, each in places if each.source is Source.RANDOM]
+        self.is_random = bool(self._streams)
         self.bind()
 
     def bind(self) -> None:
@@ -73,15 +67,12 @@ class StageModule:
         for name, known in self._bound_buffers:
             _check_kind(name, self._buffer(name), known)
         arguments = self.part.piece.arguments
-        self._bound = [self._state(argument) for argument in arguments]
-        places = list(enumerate(arguments))
-        self._sizes = [(place, each.name) for place, each in places if each.source is Source.SIZE]
-        self._values = [(place, each.name) for place, each in places if each.source in _OF_MICRO_BATCH]
-        self._streams = [place for place, each in places if each.source is Source.RANDOM]
-        self.is_random = bool(self._streams)
+        self._bound: list[Any] = [self._state(argument) for argument in arguments]
         self._bound_buffers = [(name, self._buffer(name)) for name in self.part.piece.named(Source.BUFFER)]
-        parameters = [(place, each.name) for place, each in places if each.source is Source.PARAMETER]
-        self._bound_frozen = [(name, self._bound[place]) for place, name in parameters if arguments[place].block < 0]
+        bound = zip(arguments, self._bound, strict=True)
+        self._bound_frozen = [
+            (each.name, leaf) for each, leaf in bound if each.source is Source.PARAMETER and each.block < 0
+        ]
 
     def is_bound(self) -> bool:
         """Whether all parameters still have the memory that is bound, and no buffer has been replaced."""
@@ -115,16 +106,13 @@ class StageModule:
         deferred: Deferred | None = None,
         lengths: tuple[int, ...] = (),
     ) -> dict[str, Tensor]:
-        """Runs the operations of the stage.
+        """Runs the operations of the stage; returns what it sends and makes, by name.
 
         Args:
             tensors: Inputs and received values, by name.
             stream: What its random nodes draw from; None: it has none (`is_random`).
             deferred: What the backward leaves weight gradients to; None: it computes them itself.
             lengths: The lengths that vary, in this call.
-
-        Returns:
-            What the stage returns, by name.
         """
         arguments = self._bound.copy()
         for place, name in self._values:

@@ -43,7 +43,8 @@ class ProcessTransport(Transport):
         self._ring_pairs: set[Pair] = set()
         self._rings_to: dict[int, RingSender] = {}
         self._rings_from: dict[int, RingReceiver] = {}
-        self._is_crowded = True
+        self.is_crowded = True
+        """Whether ranks share cores, so that waiting ones leave them to others."""
 
     @property
     def is_ending(self) -> bool:
@@ -57,10 +58,6 @@ class ProcessTransport(Transport):
     @abstractmethod
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
         """Starts to receive into the memory of a dense tensor what comes past the rings."""
-
-    def set_cores(self, num_cores: int, num_ranks: int) -> None:
-        """Says that `num_ranks` ranks share `num_cores` cores, so that waiting ranks leave them to others."""
-        self._is_crowded = num_ranks > num_cores
 
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
         ring = self._rings_to.get(destination)
@@ -114,7 +111,7 @@ class ProcessTransport(Transport):
 
     def rest(self, waited_seconds: float) -> None:
         """Spins at first if there are cores enough, then yields, then sleeps."""
-        if waited_seconds < SPIN_SECONDS and not self._is_crowded:
+        if waited_seconds < SPIN_SECONDS and not self.is_crowded:
             return
         if waited_seconds < YIELD_SECONDS:
             os.sched_yield()

@@ -16,7 +16,7 @@ from autovaruna.runtime.deadlock import Failure, encoded
 from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, check_size, flat, show, status_after
 from autovaruna.runtime.world import World, describe
 
-_of_thread = threading.local()
+of_this_thread = threading.local()
 Address = tuple[int, int, int, int]
 """Source, destination, channel, tag."""
 
@@ -110,9 +110,4 @@ def single_world() -> World:
 
 def world_of_thread() -> World | None:
     """Returns the world of the rank that this thread is, None if it is none."""
-    return getattr(_of_thread, "world", None)
-
-
-def become_rank(world: World) -> None:
-    """Makes this thread a rank: what asks for the world from here on gets this one."""
-    _of_thread.world = world
+    return getattr(of_this_thread, "world", None)

@@ -47,8 +47,7 @@ class Transfer(Part):
         self.tensor = tensor
         self.work: Any = None
         self.spare: Tensor | None = None
-        self._channel = channel
-        self._is_send = is_send
+        self._channel, self._is_send = channel, is_send
 
     def is_done(self) -> bool:
         if self.work is None:
@@ -104,8 +103,7 @@ class TorchChannel:
 
     def __init__(self, world: World, backend: str, device: torch.device) -> None:
         self.is_on_host = backend == "gloo"
-        self.world = world
-        self.backend = backend
+        self.world, self.backend = world, backend
         self._store = self._open_store()
         self._pool = ThreadPoolExecutor(_POOL_THREADS, "autovaruna-gloo") if self.is_on_host else None
         self.device = device
@@ -301,7 +299,8 @@ def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[P
 
 def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
     """Returns in words why NCCL cannot connect the ranks; nothing if it can. Collective."""
-    known = world.gather_objects((device.type, _identity_of(device), dist.is_nccl_available()), "choosing a channel")
+    identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    known = world.gather_objects((device.type, identity, dist.is_nccl_available()), "choosing a channel")
     lacking = [f"rank {rank} computes on {kind}" for rank, (kind, _, _) in enumerate(known) if kind != "cuda"]
     lacking += [f"rank {rank}'s PyTorch has no NCCL" for rank, (_, _, has_nccl) in enumerate(known) if not has_nccl]
     first: dict[str, int] = {}
@@ -309,10 +308,6 @@ def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
         if kind == "cuda" and first.setdefault(identity, rank) != rank:
             lacking.append(f"ranks {first[identity]} and {rank} share a GPU")
     return lacking
-
-
-def _identity_of(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def neighbours(hosts: tuple[str, ...]) -> list[Pair]:
