@@ -30,8 +30,8 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.export.fakes import OwnMethods, method_of
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.autograd import own_code
+from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.environment import promise, show_errors_in_few_lines
-from autovaruna.runtime.optimizers.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.weights import SplitModel

@@ -23,8 +23,8 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, Job, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.remote_parameter import RemoteTensor
+from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.step_runner import RankParts, StepRunner
 from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of

@@ -36,9 +36,9 @@ from autovaruna.runtime.batch import Act, GlobalBatch, Job, MicroBatch, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.in_flight import NOTHING, ChangedState, InFlight, OwnSamples, Stash, share_state
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.reduction import WIDER
+from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World

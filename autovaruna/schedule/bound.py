@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -91,10 +91,7 @@ class _Paths:
         self.forward = [min(each.forward for each in some) for some in self.work]
         self.backward = [min(each.backward for each in some) for some in self.work]
         self.heads = [0.0] * num_stages
-        self.round_trips = [
-            min(each.recompute for each in some) if _has_to_recompute(pipeline, s) else 0.0
-            for s, some in enumerate(self.work)
-        ]
+        self.round_trips = [min(each.recompute for each in some) for some in self.work]
         self.finishes = [0.0] * num_stages
         self.tails = [0.0] * num_stages
         if pipeline.needs_gradients:
@@ -127,17 +124,14 @@ class _Paths:
                 self.tails[t] = max(self.tails[t], up + self.backward[s] + self.tails[s])
 
 
-def _has_to_recompute(pipeline: Pipeline, stage: int) -> bool:
-    return pipeline.recomputes(stage) and not pipeline.is_last(stage)
-
-
 def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
     seconds = work_seconds(pipeline, stage, replica)
     backward = whole = seconds[BACKWARD]
     if pipeline.stages[stage].deferred:
         split = work_seconds(pipeline, stage, replica, is_split=True)
         backward, whole = min(whole, split[BACKWARD]), min(whole, split[BACKWARD] + split[WEIGHT])
-    return _Work(seconds[FORWARD], seconds[RECOMPUTE], backward, whole)
+    has_to_recompute = pipeline.recomputes(stage) and not pipeline.is_last(stage)
+    return _Work(seconds[FORWARD], seconds[RECOMPUTE] if has_to_recompute else 0.0, backward, whole)
 
 
 def _finish_seconds(times: StageTimes, optimizers: Sequence[float]) -> float:
@@ -150,15 +144,15 @@ def _finish_seconds(times: StageTimes, optimizers: Sequence[float]) -> float:
 
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
-    costs: dict[tuple[int, int], tuple[float, float | None]] = {}
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], set[LinkCost]] = {}
+
+    @cache  # ranks with several stages send over the same links again
+    def links(senders: tuple[int, ...], receivers: tuple[int, ...]) -> set[LinkCost]:
+        return _links(pipeline, senders, receivers)
 
     def least(senders: tuple[int, ...], receivers: tuple[int, ...], num_bytes: float) -> float:
-        links = known.get((senders, receivers))
-        if links is None:  # ranks with several stages send over the same ones again
-            links = known[senders, receivers] = _links(pipeline, senders, receivers)
-        return min([sum(seconds_of(link, num_bytes)) for link in links], default=0.0)
+        return min([sum(seconds_of(link, num_bytes)) for link in links(senders, receivers)], default=0.0)
 
+    costs: dict[tuple[int, int], tuple[float, float | None]] = {}
     for edge in pipeline.edges:
         senders, receivers = pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks
         has_gradient = pipeline.needs_gradients and edge.needs_gradient
@@ -191,21 +185,15 @@ def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) 
     """
     best, before, work, tail, finish = 0.0, 0.0, 0.0, float("inf"), float("inf")
     for stage, replica in sorted(mine, key=lambda each: -paths.heads[each[0]]):
-        share, (part, whole) = pipeline.share(stage, replica), _replica_work(pipeline, paths, stage, replica)
+        share, each = pipeline.share(stage, replica), paths.on(stage, replica)
+        part = whole = each.forward + each.recompute
+        if pipeline.needs_gradients:
+            part, whole = part + each.backward, whole + each.whole
         if share:
             before, tail = before + share * part, min(tail, paths.tails[stage])
             work, finish = work + share * whole, min(finish, paths.finishes[stage])
             best = max(best, paths.heads[stage] + max(before + tail, work + finish))
     return best
-
-
-def _replica_work(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -> tuple[float, float]:
-    """Returns the least seconds of a micro-batch till its gradients leave, and in all; the last need not recompute."""
-    work = paths.on(stage, replica)
-    one = work.forward
-    if _has_to_recompute(pipeline, stage):
-        one += work.recompute
-    return (one + work.backward, one + work.whole) if pipeline.needs_gradients else (one, one)
 
 
 def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:

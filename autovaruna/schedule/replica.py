@@ -110,9 +110,6 @@ class Replica:
             may, k = self.can_recompute, self.recomputes
         return may and k * self.stride + self.index == micro_batch
 
-    def __str__(self) -> str:
-        return f"stage {self.stage}: {self.forwards}F {self.recomputes}R {self.backwards}B of {self.num_micro_batches};"
-
     def refresh(self, now: float) -> None:
         """Finds what may start at `now`; called when the rank is idle, and `known_until` has come."""
         f, b = self.forwards, self.backwards

@@ -48,7 +48,7 @@ class FixedOrder(Policy):
     def splits(self, pipeline: Pipeline, stage: int) -> bool:
         return stage in self.splitting
 
-    def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
+    def explain(self) -> str:
         marked = grid(self.schedule, dict(enumerate(self.positions)))
         return f"the schedule never ends; each rank waits at the mark:\n{marked}"
 
@@ -195,7 +195,7 @@ class _Simulator:
             for rank in sorted(idle) if len(idle) > 1 else idle:
                 self._choose(rank, now)
         if not all(replica.is_done for stage in self.network.stages for replica in stage):
-            raise ScheduleError(self.policy.explain(self.network.by_rank))
+            raise ScheduleError(self.policy.explain())
         return self._result()
 
     def _happen(self, now: float) -> set[int]:

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.optimizers.optimizer import own_part
+from autovaruna.runtime.optimizer import own_part
 from autovaruna.runtime.world import World, gather_on_all
 
 Unscaled = dict[torch.device, Tensor]
