@@ -103,9 +103,7 @@ def publish(
 ) -> list[Tensor]:
     """Returns `outputs` as results of an autograd function of `sources`, which get gradients.
 
-    Args:
-        carries: Which outputs a backward may start from.
-        finish: Called once, and again after each backward that keeps the graph.
+    A backward may start from those that carry one; it calls `finish`, once more after each that keeps the graph.
     """
     root = torch.zeros((), requires_grad=True)  # a rank without parameters takes part in backward, too
     return list(_Published.apply(finish, tuple(outputs), tuple(carries), root, *sources))  # type: ignore[attr-defined]

@@ -20,10 +20,7 @@ from autovaruna.stage.split import Edge, Split, StagePart
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch: samples ``start`` to ``start + size`` of the mini-batch of rank ``origin``'s group.
-
-    `share` is the weight of its loss in the loss of the global batch.
-    """
+    """One micro-batch: samples ``start`` to ``start + size`` of rank ``origin``'s group, and its weight in the loss."""
 
     index: int
     origin: int
@@ -109,11 +106,7 @@ def cut_batch(
 
 @lru_cache(maxsize=64)
 def weigh(batch: GlobalBatch, weights: tuple[float, ...], is_sum: bool) -> GlobalBatch:
-    """Gives each micro-batch its share of the loss: one if losses are added, else a weight, or what samples it has.
-
-    Raises:
-        InputError: the weights do not add up to more than zero.
-    """
+    """Gives each micro-batch its share of the loss: one if losses are added, else a weight, or what samples it has."""
     if is_sum:
         shares = [1.0] * len(batch.micro_batches)
     elif not weights:
@@ -133,12 +126,10 @@ class Job:
 
     Attributes:
         seed, step: what random nodes depend on.
-        graph_key: digest of the graph and of such lengths.
+        graph_key: digest of the graph and of the lengths that vary, in this call.
         is_sum: whether losses are added rather than averaged.
-        recomputing: stages that run forward again before backward.
+        recomputing: stages that run forward again before backward; `offload`: what they keep is on the host meanwhile.
         splitting: stages whose backward leaves weight gradients for later.
-        offload: whether what they keep for that is on the host meanwhile.
-        lengths: those that vary in the graph, in this call.
         of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
         name: what to call it in errors.
     """
@@ -178,9 +169,7 @@ class Job:
 class Act:
     """An instruction with what it needs to know of its micro-batch.
 
-    Attributes:
-        own: inputs of a forward that are this rank's own.
-        ends_stage: whether the stage has its last gradients on this rank afterwards.
+    `own` are inputs of a forward that are this rank's own; `ends_stage`: the stage has its last gradients here then.
     """
 
     instruction: Instruction
@@ -197,7 +186,6 @@ class Traffic:
 
     Attributes:
         instructions: all that this rank may do, in order.
-        graph_key: digest of the graph, and of its lengths in the call.
         wanted: what each stage receives whose gradient is wanted.
         handed_out: this rank's own samples that other ranks compute with, and whose samples they are.
     """
@@ -240,8 +228,7 @@ class Traffic:
     def program(self, kinds: tuple[Work, ...], origin: str = "") -> list[Act]:
         """Returns this rank's instructions of some kinds, without those of empty micro-batches.
 
-        Args:
-            origin: Names the outputs that have a gradient, where calls differ in that: then messages back differ, too.
+        `origin` names the outputs that have a gradient, where calls differ in that: then messages back differ, too.
         """
         known = self._programs.get((kinds, origin))
         if known is None:

@@ -25,14 +25,7 @@ def clip_grad_norm(model: SplitModel, max_norm: float, norm_type: float, error_i
     """Clips as ``torch.nn.utils.clip_grad_norm_`` does, over the parameters of all ranks. Collective.
 
     A parameter counts once, whoever holds it. The norms of single parameters are put together in the order of the
-    model's own list, so that no plan changes the sum.
-
-    Returns:
-        The norm before clipping.
-
-    Raises:
-        RankError: the ranks clip to other norms.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    model's own list, so that no plan changes the sum, which is returned. Errors are those of `total_norm`.
     """
     gradients = model.gradients()
     names = {id(each): name for name, each in gradients.items()}

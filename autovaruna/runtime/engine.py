@@ -45,9 +45,7 @@ class Prepared:
     """A graph, split and bound to this rank's parameters.
 
     Attributes:
-        stages: those of this rank.
-        book: sums the gradients that they collect.
-        traffic: the messages of this rank, for the micro-batches of a call.
+        stages: those of this rank, whose gradients the book sums.
         recomputing, splitting: the stages that run forward again, and those that compute weight gradients apart.
         is_half: whether some of its gradients are float16.
     """
@@ -73,10 +71,7 @@ class Engine:
         assignment: the stages of the graph that was planned.
         placement: who holds which parameter, and which buffer that calls have changed.
         orders: the instructions of every rank, for each graph.
-        seed: what random nodes are seeded from.
         of_model: says in errors which model this is, behind other words.
-        backwards: the caller's backwards, and the gradients that are kept back.
-        metrics: of the last step that went backward.
 
     Raises:
         PlanError: stages are to be compiled, and the plan splits their backward.

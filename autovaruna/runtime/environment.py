@@ -237,11 +237,7 @@ def start_mpi(num_ranks: int) -> World:
 
 
 def start_torch(variables: Mapping[str, str]) -> World:
-    """Joins the ranks that a launcher of torch.distributed has started, such as torchrun.
-
-    Raises:
-        ConfigError: the launcher does not say which rank this is, or where the ranks meet.
-    """
+    """Joins the ranks that a launcher of torch.distributed has started; raises if it does not say which one this is."""
     missing = [name for name in TORCH_VARIABLES if not variables.get(name)]
     num_ranks, rank = _number(variables, "WORLD_SIZE"), variables.get("RANK", "")
     if missing or not rank.isdigit() or int(rank) >= num_ranks:

@@ -52,7 +52,6 @@ class Order:
     Attributes:
         spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
         stages: the uses of the others, by the ranks that sum them and by stage.
-        owners: the ranks that alone get the sums of parameters that are shared out.
     """
 
     def __init__(
@@ -72,10 +71,7 @@ class Order:
 
 
 class Summation:
-    """The gradients of one step on their way.
-
-    The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended.
-    """
+    """The gradients of one step on their way; those of a stage start when its last backward here has ended."""
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._order, self._world, self._parameters = order, world, parameters
@@ -129,10 +125,7 @@ class Summation:
         return found if found is not None else torch.zeros_like(self._parameters[name])
 
     def _chain(self, name: str, uses: list[Use]) -> Tensor:
-        """Sums a parameter over the stages that use it, some of them again after others.
-
-        The total is on the first rank of the one that uses it first.
-        """
+        """Sums a parameter over the stages that use it; the total is on the first rank of the first one."""
         runs = [list(run) for _, run in groupby(uses, key=attrgetter("stage"))]
         mine = [use for use in uses if self._world.rank in use.ranks]
         parts = {use.block: self._take(name, use) for use in mine}

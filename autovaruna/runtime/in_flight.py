@@ -105,9 +105,8 @@ class InFlight:
 class ChangedState:
     """The state of this rank's stages that the forwards of one call change.
 
-    Attributes:
-        is_steady: Whether micro-batches must `start_alike`: some of the state changes whatever their samples are, which
-            is once a call in plain PyTorch.
+    If it `is_steady`, micro-batches must `start_alike`: some of it changes whatever their samples are, which is once a
+    call in plain PyTorch.
     """
 
     def __init__(self, traced: TracedModel, num_micro_batches: int) -> None:
@@ -149,10 +148,7 @@ def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
 
 
 def share_state(changed: Collection[str], state: OwnedState, placement: Placement, world: World) -> None:
-    """Overwrites what a call has changed with what the first rank that holds it has. Collective.
-
-    Buffers go to every rank, parameters to the ranks that hold them.
-    """
+    """Overwrites changed buffers everywhere, and parameters where held, by those of the first holder. Collective."""
     every = tuple(range(world.num_ranks))
     groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
     for name in sorted(changed):

@@ -207,11 +207,7 @@ def _around(optimizer: Optimizer, plain: Any, act: Callable[..., Any]) -> Any:
 class CutOptimizer:
     """An optimizer, made from all parameters of the model, of which each rank has the state of its own.
 
-    Args:
-        names: First name of each parameter, by identity.
-
-    Raises:
-        InputError: none of its parameters is the model's.
+    `names` has the first name of each parameter by identity. Raises an `InputError` if none is the model's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
@@ -230,11 +226,8 @@ class CutOptimizer:
     def follow(self, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]) -> None:
         """Takes groups and parameters that have been added, or taken out.
 
-        Args:
-            names: First name of each parameter, by identity, those included that this rank has let go.
-
-        Raises:
-            InputError: the model has been split, and there are parameters that are not the model's.
+        `names` are by identity, those included that this rank has let go. Raises an `InputError` if the model has been
+        split, and there are parameters that are not the model's.
         """
         first = len(self._groups) if self._lists_own_alone else 0
         for place, group in enumerate(self.optimizer.param_groups[first:], first):
@@ -305,11 +298,7 @@ class CutOptimizer:
         return {"state": state, "param_groups": self._whole_groups(own["param_groups"])}
 
     def load_state_dict(self, state: Mapping[str, Any], placement: Placement, rank: int) -> None:
-        """Loads this rank's part of the state of a whole optimizer.
-
-        Raises:
-            InputError: the state is of an optimizer with other groups.
-        """
+        """Loads this rank's part of the state of a whole optimizer; raises an `InputError` if its groups are others."""
         if not self._is_cut:
             self.load_own(dict(state))
             return
@@ -353,8 +342,7 @@ def step_over_own_part(
     """Cuts the steps of an optimizer, some of whose parameters are elsewhere or shared out, down to this rank's part.
 
     Raises:
-        InputError: its steps join numbers of several parameters, or draw random numbers; or that cannot be tried, and
-            parameters are shared out.
+        InputError: its steps join numbers of parameters, draw, or cannot be tried while parameters are shared out.
     """
     steps = steps_of(optimizer, device)
     if steps.kind != "separate" and is_shared:
@@ -373,11 +361,7 @@ def step_over_own_part(
 
 
 def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.device) -> Sharing:
-    """Returns whether replicas share the state of an optimizer, which may not be known yet; or ``auto``: they may.
-
-    Raises:
-        InputError: they are to, and its steps are not of each parameter by itself.
-    """
+    """Returns whether replicas share the state of an optimizer, or ``auto``: they may. Raises if they shall and cannot."""
     if setting is False or optimizer is None:
         return setting is True
     steps = steps_of(optimizer, device)

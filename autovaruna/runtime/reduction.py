@@ -111,8 +111,7 @@ class Group:
 class Exchange(Pending):
     """A sum or a copy among the ranks of a group on its way, in pieces.
 
-    Args:
-        landing: Tensors, and the memory on the host that is copied to them at the end.
+    `landing` has tensors, and the memory on the host that is copied to them at the end.
     """
 
     def __init__(self, group: Group, pieces: Sequence[Piece], landing: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -144,9 +143,7 @@ class Exchange(Pending):
 class Piece:
     """One piece of what is exchanged, of which each rank of the group has a share, or none.
 
-    Args:
-        sums: Whether each share is summed on its rank.
-        gathers: Whether each is sent from its rank to the others, as it is or once it is summed.
+    If it `sums`, each share is summed on its rank; if it `gathers`, it is sent from there to the others then.
     """
 
     def __init__(self, shares: Sequence[Tensor | None], *, sums: bool, gathers: bool) -> None:

@@ -27,11 +27,7 @@ Unscaled = dict[torch.device, Tensor]
 class LossScale:
     """Says by what factor the caller's loop will multiply the loss, as far as that is known before it does.
 
-    Args:
-        scaler: The user's scaler; None: the only one that the program has made since this library was imported.
-
-    Raises:
-        InputError: the scaler is none.
+    Without a `scaler` it looks for the only one that the program has made since this library was imported.
     """
 
     def __init__(self, optimizer: Optimizer | None, scaler: GradScaler | None, world: World) -> None:
@@ -48,9 +44,7 @@ class LossScale:
         """Returns the factor to go backward with.
 
         Without a scaler it is one, or for float16 gradients the factor of the last backward: a loop may scale by hand.
-
-        Raises:
-            InputError: gradients are float16, so that it matters, and several scalers may be meant.
+        With several, which one is meant matters for these: an `InputError`.
         """
         if self._num_looked_at != _num_made:
             self._search()

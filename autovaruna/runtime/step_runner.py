@@ -71,14 +71,7 @@ class RankParts:
 
 @dataclass(frozen=True)
 class Found:
-    """The gradients of a step.
-
-    Attributes:
-        own: this rank's by use, if they are kept back.
-        totals: the sums by parameter.
-        kept: those that earlier calls kept back.
-        inputs: those of this rank's inputs.
-    """
+    """The gradients of a step: this rank's own if kept back, sums, those kept before, and those of inputs."""
 
     own: dict[ParameterUse, Tensor] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)
@@ -92,8 +85,6 @@ class StepRunner:
 
     Attributes:
         stages: those that this rank holds, by index.
-        traffic: knows what each instruction receives and sends.
-        book: takes gradients from the stages and sums them.
         placement: who holds what the call changes.
         inputs: this rank's mini-batch, by input name.
         asks_for_sums: whether gradients are to be summed over ranks; what it says when a backward comes counts.

@@ -260,10 +260,9 @@ class Metrics:
         return None if value is None else math.isfinite(value)
 
     def note(self, step: int, number: Tensor | None, where: Callable[[], str], *, is_loss: bool) -> None:
-        """Takes a step.
+        """Takes a step, by the number of its call.
 
         Args:
-            step: The number of its call.
             number: The loss, or what is finite if its gradient is; None: nothing is known. A GPU computes it while the
                 script goes on: it is looked at when it is asked for, or in the next step.
             where: Says where it was found, in words; empty: not on this rank.

@@ -33,13 +33,10 @@ from autovaruna.stage.split import Assignment
 def materialize(
     state: OwnedState, held: Iterable[str], device: torch.device, seed: int, given: Container[str] = ()
 ) -> list[str]:
-    """Initialises parameters and buffers that are on ``meta``, if their first names are among those `held` here.
+    """Initialises parameters and buffers on ``meta``, if their first names are among those `held` here; returns those.
 
     Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition. What a
     checkpoint will fill, as `given`, gets memory alone, unless its module has other tensors.
-
-    Returns:
-        First names of what was initialised, or is to be filled.
 
     Raises:
         PlanError: a module with tensors on ``meta`` has no initialiser.
@@ -165,7 +162,7 @@ class OwnedState:
     ) -> None:
         """Gives every rank its part, with the numbers of rank 0, and frees the rest. Collective.
 
-        Weights of a model on ``meta`` are drawn from the seed; a checkpoint will fill what is `given`, by first name.
+        Weights on ``meta`` are drawn from the seed; a checkpoint will fill what is `given`, by first name.
         """
         held = {name for name in self.places if world.rank in placement.ranks_of(name)}
         drawn = set(materialize(self, held | self.buffers().keys(), device, seed, given))  # all ranks get all buffers
@@ -184,10 +181,9 @@ class OwnedState:
                 self.replace(name, release(tensor, home))
 
     def follow_frozen(self, placement: Placement, world: World) -> bool:
-        """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.
+        """Lets parameters need a gradient where they are not held if they do where they are. Collective.
 
-        Returns:
-            Whether that changed any parameter on any rank.
+        Returns whether that changed any parameter on any rank.
         """
         parameters = self.parameters()
         flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
@@ -221,10 +217,7 @@ class OwnedState:
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """A model of which this rank has a part, for as long as it is there.
-
-    `limits` has what this rank has clipped its gradients to the last time.
-    """
+    """A model of which this rank has a part, for as long as it is there; `limits`: what it clipped to the last time."""
 
     known_state: ReferenceType[OwnedState]
     placement: Placement
@@ -402,10 +395,7 @@ def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def spread_steps(parameters: Iterable[Tensor]) -> None:
-    """Gives the numbers of parameters that are shared out from their owners to all that hold them.
-
-    Collective for these; each lists the same parameters, in one order.
-    """
+    """Gives the numbers of shared parameters, listed alike on every rank, from their owners to all. Collective."""
     sums: Sums | None = None
     for parameter in parameters:
         share = share_of(parameter)

@@ -48,12 +48,7 @@ Bring = Callable[[Layout], Tensor | None]
 
 
 class Message(Pending):
-    """A list of tensors on the way: done when all its parts are.
-
-    Args:
-        event, count: What this rank does, ``sent`` or ``received``, and how often it has done that, with these parts.
-        finish: Runs when all have arrived or left.
-    """
+    """A list of tensors on the way, done when all its parts are; `finish` runs then. Its event has happened so often."""
 
     __slots__ = ("_count", "_event", "_finish", "_parts", "_world")
 
@@ -119,12 +114,10 @@ class World:
     """The ranks of one program, seen from one of them.
 
     Attributes:
-        hosts: host name of every rank.
         num_models: how many models this rank's script has called; their order tells them apart.
         carrier: what moves tensors of some ranks straight between their devices, if anything.
         coming: the messages that are on their way to this rank.
-        lagging: messages, either way, that advance only while this rank calls the transport, the oldest first; some
-            that are done may be among them.
+        lagging: messages that advance only while this rank calls the transport, the oldest first; some may be done.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -145,11 +138,8 @@ class World:
     def gather_objects(self, value: object, what: str) -> list[Any]:
         """Returns the small values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
-        Args:
-            what: what the ranks do here, for errors; must be the same on every rank.
-
         Raises:
-            RankError: ranks came with different labels, or a rank ended its script.
+            RankError: ranks came with different labels `what`, or a rank ended its script.
         """
         return self.watch.gather(value, what)
 
@@ -164,12 +154,8 @@ class World:
     def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
         """Raises on every rank if any rank passes an error; returns the values that the ranks passed. Collective.
 
-        A rank with an error ends those that do not come soon to hear of it.
-
-        Raises:
-            BaseException: `error` itself, on the ranks that passed one.
-            AutoVarunaError: on the others, with the message and traceback of the first rank that failed; of the kind
-                of its error, so that a script can catch the same on every rank; RankError if it is not of our tree.
+        A rank with an error ends those that do not come soon to hear of it. It raises that itself; the others raise an
+        error of the same kind, or a `RankError`, with the message and traceback of the first rank that failed.
         """
         is_ours = isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS
         report = None if error is None else (type(error) if is_ours else RankError, describe(error))
@@ -191,11 +177,7 @@ class World:
     # Messages.
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
-        """Starts to send dense tensors to a rank, maybe this one; never blocks. They must not change until it is done.
-
-        Args:
-            tag: at least 0, below 2 ** 20.
-        """
+        """Starts to send dense tensors; never blocks. They must not change until they have left."""
         carrier = self.carrier
         if len(tensors) == 1 and tensors[0].is_cpu and carrier is None:
             return self._send_one(tensors[0], destination, tag)
@@ -233,11 +215,7 @@ class World:
         return message
 
     def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
-        """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent.
-
-        Raises:
-            RankError: in `wait`: the message has another number of bytes than the buffers.
-        """
+        """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent."""
         carrier = self.carrier
         if carrier is not None and carrier.receives_from(source):
             landing = [_on_device(buffer, carrier.device) for buffer in buffers]
@@ -260,11 +238,7 @@ class World:
         return self.transport.brings(source, layouts)
 
     def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
-        """Waits for the next message of `source`, without memory posted for it; where `brings` says so.
-
-        Raises:
-            RankError: in `is_done` or `wait`: the message has another number of bytes than the layouts.
-        """
+        """Waits for the next message of `source`, without memory posted for it; where `brings` says so."""
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
         count = counts[event] = counts[event] + len(layouts)
         return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
@@ -328,10 +302,8 @@ class World:
     def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool) -> Pending:
         """Starts to sum each share on its rank (a reduce-scatter), or to copy it from there to all (an all-gather).
 
-        Of a sum, what other ranks have in its place is of no use afterwards; its order is that of an all-reduce.
-
-        Args:
-            shares: The tensors of each of `ranks`, dense and with elements; the same shapes on every rank.
+        A share has the tensors of one of `ranks`, dense and with elements. Of a sum, what other ranks have in its place
+        is of no use afterwards; its order is that of an all-reduce.
         """
         every = [tensor for share in shares for tensor in share]
         for tensor in every:
@@ -355,11 +327,7 @@ class World:
     # Progress.
 
     def progress(self) -> None:
-        """Lets pending messages and sums advance and forgets finished sends; never blocks.
-
-        Raises:
-            RankError: no rank can go on.
-        """
+        """Lets pending messages and sums advance and forgets finished sends, or raises a `RankError`; never blocks."""
         if self._sends:
             self._forget_sends()
         if self.carrier is not None:
@@ -412,11 +380,7 @@ class World:
         self.transport.abort(error, where)
 
     def leave(self) -> None:
-        """Says goodbye to the other ranks, and ends the transport once all have.
-
-        Raises:
-            RankError: another rank waits for an act of this one.
-        """
+        """Says goodbye to the other ranks, and ends the transport once all have; raises if one waits for this rank."""
         self.watch.leave()
         self.transport.close()
 
@@ -464,11 +428,9 @@ Result = TypeVar("Result")
 
 
 def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = False) -> Result:
-    """Returns what `act` returns; an error on one rank is an error on all. Collective.
+    """Returns what `act`, which talks to no other rank, returns; an error on one rank is an error on all. Collective.
 
-    Args:
-        act: What each rank does; talks to no other.
-        waits: Whether ranks that are done wait for those that are still at work, however long.
+    If it `waits`, ranks that are done wait for those that are still at work, however long.
     """
     results: list[Result] = []
     gather_on_all(world, lambda: results.append(act()), what, waits=waits)

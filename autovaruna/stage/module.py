@@ -24,17 +24,13 @@ _OF_MICRO_BATCH = (Source.INPUT, Source.VALUE, Source.OF_BATCH)
 
 
 class StageModule:
-    """One stage on one rank.
+    """One stage on one rank; its leaves collect the gradients of parameters.
 
     Args:
         buffer: Finds a buffer by first name, as it is now: a script may replace one.
         constants: Other tensors of the graph.
         size_of: Evaluates a size node for a micro-batch.
         run: Runs the piece on its arguments; None: its module does.
-
-    Attributes:
-        leaves: what collects the gradients of parameters.
-        is_random: whether it draws random numbers.
     """
 
     def __init__(
@@ -59,11 +55,7 @@ class StageModule:
         self.bind()
 
     def bind(self) -> None:
-        """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it).
-
-        Raises:
-            InputError: a buffer has been replaced by one of another kind.
-        """
+        """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it)."""
         for name, known in self._bound_buffers:
             _check_kind(name, self._buffer(name), known)
         arguments = self.part.piece.arguments
@@ -106,13 +98,9 @@ class StageModule:
         deferred: Deferred | None = None,
         lengths: tuple[int, ...] = (),
     ) -> dict[str, Tensor]:
-        """Runs the operations of the stage; returns what it sends and makes, by name.
+        """Runs the operations of the stage on inputs and received values; returns what it sends and makes, by name.
 
-        Args:
-            tensors: Inputs and received values, by name.
-            stream: What its random nodes draw from; None: it has none (`is_random`).
-            deferred: What the backward leaves weight gradients to; None: it computes them itself.
-            lengths: The lengths that vary, in this call.
+        Random nodes draw from the stream; the backward leaves weight gradients to `deferred`, if there is one.
         """
         arguments = self._bound.copy()
         for place, name in self._values:

@@ -101,11 +101,7 @@ class Part(ABC):
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Says whether it has finished, letting it advance; never blocks.
-
-        Raises:
-            RankError: the message has another number of bytes than the memory it was to go to.
-        """
+        """Says whether it has finished, letting it advance; never blocks. Raises if its number of bytes is another."""
 
 
 class Pending(Part):
@@ -115,11 +111,7 @@ class Pending(Part):
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks until it has finished.
-
-        Raises:
-            RankError: it can never finish.
-        """
+        """Blocks until it has finished, or raises a `RankError` if it never can."""
 
 
 class Done(Pending):

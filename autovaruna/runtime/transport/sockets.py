@@ -61,12 +61,7 @@ Key = tuple[int, int]
 
 
 class Peer:
-    """The connection with a rank, whose two ends differ if that is this one; never blocks.
-
-    Attributes:
-        posted: receives that wait for their message.
-        early: messages that came before.
-    """
+    """The connection with a rank, whose two ends differ if that is this one; never blocks."""
 
     def __init__(self, outgoing: socket.socket, incoming: socket.socket) -> None:
         outgoing.setblocking(False)
@@ -157,12 +152,9 @@ class Peer:
 
 
 class SocketTransport(ProcessTransport):
-    """The ranks of a launcher of torch.distributed.
+    """The ranks of a launcher of torch.distributed, which all see a store, for this start of them alone.
 
-    Args:
-        store: A store that all ranks see, for this start of them alone.
-        master: Host name and port of the store.
-        check: Raises if ranks have ended that would have to come.
+    `check` raises if ranks have ended that would have to come.
     """
 
     def __init__(
