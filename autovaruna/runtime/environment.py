@@ -142,15 +142,15 @@ def _started(variables: Mapping[str, str]) -> World:
 
 def show_errors_in_few_lines() -> None:
     """Lets an error of this package that nobody caught be shown without the frames that mean nothing to a user."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, AutoVarunaError):
+            write_error(error_text(error))
+        else:
+            sys.__excepthook__(kind, error, trace)
+
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _on_own_error
-
-
-def _on_own_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, AutoVarunaError):
-        write_error(error_text(error))
-    else:
-        sys.__excepthook__(kind, error, trace)
+        sys.excepthook = show
 
 
 def promise() -> None:
@@ -171,8 +171,7 @@ def _say_goodbye(process: int) -> None:
 
 def num_ranks_in(variables: Mapping[str, str]) -> int:
     """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
-    of_mpi = _of_mpi(variables)
-    return _number(variables, "WORLD_SIZE") if is_of_torch(variables) else of_mpi
+    return _number(variables, "WORLD_SIZE") if is_of_torch(variables) else _number(variables, *SIZE_VARIABLES)
 
 
 def is_of_torch(variables: Mapping[str, str]) -> bool:
@@ -180,17 +179,14 @@ def is_of_torch(variables: Mapping[str, str]) -> bool:
 
     But a torchrun on each host may have been started by mpirun or srun itself: it has more ranks than those have.
     """
-    of_torch, of_mpi = _number(variables, "WORLD_SIZE"), _of_mpi(variables)
+    of_torch, of_mpi = _number(variables, "WORLD_SIZE"), _number(variables, *SIZE_VARIABLES)
     is_inner = "TORCHELASTIC_RUN_ID" in variables and of_torch > of_mpi
     return of_torch > 1 and (of_mpi == 1 or is_inner)
 
 
-def _of_mpi(variables: Mapping[str, str]) -> int:
-    return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    return int(variables[name]) if variables.get(name, "").isdigit() else 1
+def _number(variables: Mapping[str, str], *names: str) -> int:
+    """Returns the first of some variables that is a number, else 1."""
+    return next((int(variables[name]) for name in names if variables.get(name, "").isdigit()), 1)
 
 
 def check_slurm(variables: Mapping[str, str]) -> None:

@@ -361,7 +361,7 @@ def step_over_own_part(
 
 
 def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.device) -> Sharing:
-    """Returns whether replicas share the state of an optimizer, or ``auto``: they may. Raises if they shall and cannot."""
+    """Returns whether replicas share an optimizer's state; ``auto``: they may. Raises if they are to and cannot."""
     if setting is False or optimizer is None:
         return setting is True
     steps = steps_of(optimizer, device)

@@ -48,7 +48,7 @@ Bring = Callable[[Layout], Tensor | None]
 
 
 class Message(Pending):
-    """A list of tensors on the way, done when all its parts are; `finish` runs then. Its event has happened so often."""
+    """A list of tensors on the way: done when all its parts are. Then `finish` runs."""
 
     __slots__ = ("_count", "_event", "_finish", "_parts", "_world")
 
@@ -91,7 +91,7 @@ class Message(Pending):
 
 
 class Brought(Message):
-    """A message that makes its own `tensors`, complete once it is done; `bring` gives the next one, if it is here."""
+    """A message that makes its own `tensors`; `bring` gives the next one, if it is here."""
 
     __slots__ = ("_bring", "_layouts", "tensors")
 
