@@ -205,7 +205,9 @@ class Traffic:
         self._travelling = [
             tuple(name for name in stage.inputs if name in split.traced.batch_inputs) for stage in split.stages
         ]
-        self.wanted = [self._wanted_by(stage) for stage in split.stages]
+        self.wanted = [{name for edge in stage.arriving for name in edge.gradients} for stage in split.stages]
+        for name, holder in split.input_gradients.items():
+            self.wanted[holder].add(name)
         self.handed_out = [
             (part, self._inputs(stage, part))
             for part in batch.owned_by(rank)
@@ -276,8 +278,3 @@ class Traffic:
 
     def _ends(self, edge: Edge, part: MicroBatch) -> tuple[int, int]:
         return self.plan.rank_of(edge.source, part.index), self.plan.rank_of(edge.destination, part.index)
-
-    def _wanted_by(self, stage: StagePart) -> frozenset[str]:
-        back = {name for edge in stage.arriving for name in edge.gradients}
-        held = self.split.input_gradients.items()
-        return frozenset(back | {name for name, holder in held if holder == stage.index})

@@ -48,10 +48,12 @@ class OutputCollector:
     def send(self, places: Mapping[int, OutputSpec]) -> None:
         """Starts to send what this rank's stages made to the ranks that get it; never blocks."""
         for place, spec in places.items():
-            if spec.kind is OutputKind.SAMPLES:
-                self._send_samples(place)
-            else:
+            if spec.kind is not OutputKind.SAMPLES:
                 self._send_numbers(place, spec)
+                continue
+            for part in self.job.batch.micro_batches.values():
+                for receiver in self.job.batch.receivers(part) if (place, part.index) in self.made else ():
+                    self.mail.send([self.made[place, part.index]], self._kind(place, part, receiver))
 
     def take(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
         """Returns the outputs of `places`, once every rank has sent its part; a rank without samples gets no rows."""
@@ -59,13 +61,6 @@ class OutputCollector:
             place: self._samples(place, spec) if spec.kind is OutputKind.SAMPLES else self._number(place, spec)
             for place, spec in places.items()
         }
-
-    def _send_samples(self, place: int) -> None:
-        for part in self.job.batch.micro_batches.values():
-            made = self.made.get((place, part.index))
-            if made is not None:
-                for receiver in self.job.batch.receivers(part):
-                    self.mail.send([made], self._kind(place, part, receiver))
 
     def _samples(self, place: int, spec: OutputSpec) -> Tensor:
         taken = [
@@ -99,19 +94,19 @@ class OutputCollector:
         """Puts an output without samples together: one slot a micro-batch, unless one rank has computed them all."""
         parts = self._parts(spec)
         makers = self._makers(place, parts)
-        made = {maker: self._made_by(maker, place, makers) for maker in dict.fromkeys(makers)}
+        made: dict[int, Tensor] = {}
+        for maker in dict.fromkeys(makers):
+            if maker == self.world.rank:
+                made[maker] = self._own.pop(place)
+                continue
+            kind = self._number_kind(place, maker, self.world.rank, _num_slots(makers, maker))
+            taken = self.mail.take(kind)[0]
+            assert taken is not None, "numbers are always there"
+            made[maker] = taken
         if len(made) == 1:
             return made[makers[0]]
         turns = {maker: iter(slots) for maker, slots in made.items()}
         return self._combine(torch.stack([next(turns[maker]) for maker in makers]), parts, spec)
-
-    def _made_by(self, maker: int, place: int, makers: Sequence[int]) -> Tensor:
-        if maker == self.world.rank:
-            return self._own.pop(place)
-        kind = self._number_kind(place, maker, self.world.rank, _num_slots(makers, maker))
-        taken = self.mail.take(kind)[0]
-        assert taken is not None, "numbers are always there"
-        return taken
 
     def _parts(self, spec: OutputSpec) -> list[MicroBatch]:
         """Returns the micro-batches whose numbers count: the first alone if all have the same."""
@@ -189,7 +184,8 @@ class GradientExchange:
         for place, gradient in self._gradients.items():
             if gradient is not None and specs[place].kind is not OutputKind.SAMPLES:
                 weighted = gradient * self.job.weight_of_origin(rank)  # all ranks have the output alike
-                self._gradients[place] = self._sum_of_ranks(weighted)
+                self.world.all_reduce(weighted, tuple(range(self.world.num_ranks)))
+                self._gradients[place] = weighted
         for part in [each for each in batch.owned_by(rank) if each.origin == rank]:
             for place, spec in enumerate(specs):
                 is_there = batch.has(self.job.maker_of(place, part.index), part)
@@ -208,10 +204,6 @@ class GradientExchange:
         if spec.kind is OutputKind.SAME:
             return gradient if part.index == min(self.job.batch.micro_batches) else None
         return gradient * part.share
-
-    def _sum_of_ranks(self, own: Tensor) -> Tensor:
-        self.world.all_reduce(own, tuple(range(self.world.num_ranks)))
-        return own
 
     def input_gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's inputs. Every rank takes part."""
@@ -259,7 +251,8 @@ class GradientExchange:
         for (other, _), gradient in self.made.items():
             if other == name and gradient is not None:
                 total.add_(gradient)
-        return self._sum_of_ranks(total)
+        self.world.all_reduce(total, tuple(range(self.world.num_ranks)))
+        return total
 
     def _output_kind(self, place: int, part: MicroBatch) -> Kind:
         route = Route(part.origin, self.job.maker_of(place, part.index), 4 * place + 3)

@@ -141,15 +141,14 @@ class RemoteGradient(RemoteTensor):
         cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs an operation on shapes alone."""
-        args, kwargs = pytree.tree_map_only(Tensor, _shape_of, (args, kwargs or {}))
+
+        def on_meta(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, RemoteGradient):
+                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            return tensor if tensor.is_meta else tensor.detach().to("meta")
+
+        args, kwargs = pytree.tree_map_only(Tensor, on_meta, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor on ``meta`` of the layout of one that has no memory; others as they are on ``meta``."""
-    if isinstance(tensor, RemoteGradient):
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return tensor if tensor.is_meta else tensor.detach().to("meta")
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -320,15 +320,12 @@ class StepRunner:
         arrived, own = list[tuple[str, Tensor | None]](), list[tuple[str, Tensor | None]]()
         for kind, names in act.receives:
             arrived += zip(names, self._mail.take(kind), strict=True)
-        for place, name in stage.part.outputs:
-            own.append((name, self._output_gradient(place, act.part)))
+        for place, name in stage.part.outputs:  # a backward starts from the loss's share, or from what the caller says
+            if self.factor is None:
+                own.append((name, self._exchange.output_gradient(place, act.part)))
+            else:
+                own.append((name, self._seeds[act.part.share] if place == self._loss_place else None))
         return own + arrived
-
-    def _output_gradient(self, place: int, part: MicroBatch) -> Tensor | None:
-        """Returns what a backward starts from at an output: a loss from its share, others as the caller says."""
-        if self.factor is None:
-            return self._exchange.output_gradient(place, part)
-        return self._seeds[part.share] if place == self._loss_place else None
 
     # sum
 

@@ -328,8 +328,10 @@ class World:
 
     def progress(self) -> None:
         """Lets pending messages and sums advance and forgets finished sends, or raises a `RankError`; never blocks."""
-        if self._sends:
-            self._forget_sends()
+        for _ in range(min(len(self._sends), SENDS_AT_ONCE)):  # some of them in turn: thousands may be on their way
+            message = self._sends.popleft()
+            if not message.is_done():
+                self._sends.append(message)
         if self.carrier is not None:
             self.carrier.advance()
         self._advance()
@@ -359,13 +361,6 @@ class World:
             part = self._sends.popleft()
             waiting = part.waiting if isinstance(part, Message) else lambda: ("for a message to leave", ())
             self.watch.wait_until(part.is_done, waiting)
-
-    def _forget_sends(self) -> None:
-        """Forgets finished sends, looking at some of them in turn: thousands may be on their way."""
-        for _ in range(min(len(self._sends), SENDS_AT_ONCE)):
-            message = self._sends.popleft()
-            if not message.is_done():
-                self._sends.append(message)
 
     def _advance(self) -> None:
         """Lets sums advance, and what the transport moves only while it is called."""

@@ -199,16 +199,14 @@ class _Splitter:
         }
 
     def run(self) -> Split:
-        routes = {name: self._route(name) for name in self.users}
+        routes = {}  # the stages that hold a value, in the order in which it passes through them
+        for name, users in self.users.items():
+            known = [where[name] for where in (self.assignment.stage_of, self.leaves_from) if name in where]
+            routes[name] = sorted({*users, *known})
         edges = self._edges(routes)
         parts = tuple(self._part(stage, edges) for stage in self.stages)
         first = {name: route[0] for name, route in routes.items() if name in self.relayed_inputs}
         return Split(self.traced, self.assignment, parts, edges, first)
-
-    def _route(self, name: str) -> list[int]:
-        """Returns the stages that hold a value, in the order in which it passes through them."""
-        known = (where[name] for where in (self.assignment.stage_of, self.leaves_from) if name in where)
-        return sorted({*self.users[name], *known})
 
     def _edges(self, routes: dict[str, list[int]]) -> tuple[Edge, ...]:
         together: dict[tuple[int, int], list[str]] = {}
