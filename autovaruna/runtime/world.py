@@ -37,7 +37,6 @@ from autovaruna.runtime.transport.base import (
     Transport,
     check_dense,
     empty_on_host,
-    rows_on_host,
     split,
     to_host,
 )
@@ -275,9 +274,9 @@ class World:
     def broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
         """Overwrites `tensor` with that of rank `root`, on `ranks` (ascending or not, the same order on each)."""
         assert root in ranks, f"root {root} must be among ranks {ranks}"
-        host = rows_on_host(tensor)
+        host = to_host(tensor.detach().resolve_conj().resolve_neg().contiguous())  # its bytes are elements in order
         broadcast_in_tree(self._group(ranks), host, root)
-        if host is not tensor and self.rank != root:
+        if host.data_ptr() != tensor.data_ptr() and self.rank != root:
             tensor.detach().copy_(host)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:

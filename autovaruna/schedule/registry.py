@@ -60,6 +60,18 @@ class Policy(ABC):
         return f"policy {self.name} waits on every rank; a policy must pick something that may run"
 
 
+_MAY = {FORWARD: "can_forward", RECOMPUTE: "can_recompute", BACKWARD: "can_backward", WEIGHT: "can_weight"}
+
+
+def first(replicas: Sequence[Replica], kind: Kind) -> Choice | None:
+    """Chooses the first stage that may run an instruction of a kind."""
+    may = _MAY[kind]
+    for replica in replicas:
+        if getattr(replica, may):
+            return replica, kind
+    return None
+
+
 def pick_in_turn(
     backwards: Sequence[Replica], forwards: Sequence[Replica], *, is_turn: bool | None = None
 ) -> Choice | None:
@@ -110,18 +122,10 @@ class GPipe(Policy):
     name = "gpipe"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        for replica in replicas:
-            if replica.can_forward:
-                return replica, FORWARD
-        if any(replica.forwards < replica.num_micro_batches for replica in replicas):
-            return None
-        for replica in replicas:
-            if replica.can_backward:
-                return replica, BACKWARD
-        for replica in replicas:
-            if replica.can_recompute:
-                return replica, RECOMPUTE
-        return None
+        choice = first(replicas, FORWARD)
+        if choice or any(replica.forwards < replica.num_micro_batches for replica in replicas):
+            return choice
+        return first(replicas, BACKWARD) or first(replicas, RECOMPUTE)
 
     def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
         allowed, needed = pipeline.stages[stage].in_flight, deepest_in_flight(pipeline, stage)
@@ -153,19 +157,9 @@ class Varuna(Policy):
     name = "varuna"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        for replica in replicas:
-            if replica.can_backward:
-                return replica, BACKWARD
-        for replica in replicas:
-            if replica.can_recompute and replica.has_gradient:
-                return replica, RECOMPUTE
-        for replica in replicas:
-            if replica.can_forward:
-                return replica, FORWARD
-        for replica in replicas:
-            if replica.can_recompute:
-                return replica, RECOMPUTE
-        return None
+        awaited = [replica for replica in replicas if replica.has_gradient]
+        choice = first(replicas, BACKWARD) or first(awaited, RECOMPUTE)
+        return choice or first(replicas, FORWARD) or first(replicas, RECOMPUTE)
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         return pipeline.recomputes(stage) and not pipeline.is_last(stage)
@@ -217,13 +211,7 @@ class ZeroBubble(OneFOneB):
         for replica in replicas:
             if replica.is_blocked and replica.has_gradient:
                 return replica, WEIGHT
-        choice = super().pick(replicas)
-        if choice is not None:
-            return choice
-        for replica in replicas:
-            if replica.can_weight:
-                return replica, WEIGHT
-        return None
+        return super().pick(replicas) or first(replicas, WEIGHT)
 
     def splits(self, pipeline: Pipeline, stage: int) -> bool:
         return pipeline.needs_gradients and pipeline.stages[stage].deferred > 0

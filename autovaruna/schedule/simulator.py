@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
+from itertools import chain
 
 from autovaruna.errors import ScheduleError
 from autovaruna.schedule.bound import Bounds
@@ -51,42 +52,6 @@ class FixedOrder(Policy):
     def explain(self) -> str:
         marked = grid(self.schedule, dict(enumerate(self.positions)))
         return f"the schedule never ends; each rank waits at the mark:\n{marked}"
-
-
-class Network:
-    """Holds the replicas and routes of one simulation.
-
-    Attributes:
-        stages: ``stages[s][i]`` is replica i of stage s.
-        by_rank: the replicas of each rank, deepest stage first.
-        routes: ``routes[kind][s]`` is where an instruction of this kind at stage s sends its result.
-    """
-
-    def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
-        activations = Counter([edge.destination for edge in pipeline.edges])
-        gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
-        self.stages = [
-            [
-                _replica(pipeline, policy, stage, index, activations[stage], gradients[stage])
-                for index in range(times.num_replicas)
-            ]
-            for stage, times in enumerate(pipeline.stages)
-        ]
-        self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
-        for stage in reversed(self.stages):
-            for replica in stage:
-                self.by_rank[replica.rank].append(replica)
-        self.routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in self.stages] for kind in Kind}
-        lines = Lines(Line)
-        for edge in pipeline.edges:
-            s, t = edge.source, edge.destination
-            inboxes = [replica.activations for replica in self.stages[t]]
-            wires = Wires(lines, pipeline, s, t, edge.forward_bytes)
-            self.routes[FORWARD][s].append(Route(len(self.stages[s]), self.stages[t], inboxes, wires))
-            if edge.needs_gradient and pipeline.needs_gradients:
-                inboxes = [replica.gradients for replica in self.stages[s]]
-                wires = Wires(lines, pipeline, t, s, edge.backward_bytes)
-                self.routes[BACKWARD][t].append(Route(len(self.stages[t]), self.stages[s], inboxes, wires))
 
 
 def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_messages: int) -> Replica:
@@ -171,21 +136,50 @@ class _Simulator:
     """Runs one simulation.
 
     The queue holds (seconds, rank): the end of the rank's instruction, or, for an idle rank, the arrival of a message.
+
+    Attributes:
+        stages: ``stages[s][i]`` is replica i of stage s.
+        by_rank: the replicas of each rank, deepest stage first.
+        routes: ``routes[kind][s]`` is where an instruction of this kind at stage s sends its result.
     """
 
     def __init__(
         self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
     ) -> None:
         self.pipeline, self.policy = pipeline, policy
-        self.network = Network(pipeline, policy)
+        activations = Counter([edge.destination for edge in pipeline.edges])
+        gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
+        self.stages = [
+            [_replica(pipeline, policy, s, i, activations[s], gradients[s]) for i in range(times.num_replicas)]
+            for s, times in enumerate(pipeline.stages)
+        ]
+        self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
+        for replica in chain(*reversed(self.stages)):
+            self.by_rank[replica.rank].append(replica)
+        self.routes = self._routes()
         self.latest = [below] * pipeline.num_ranks  # starts of a rank's next instruction: its work and its tail follow
         if bounds:
-            work = [sum(replica.work_seconds for replica in replicas) for replicas in self.network.by_rank]
+            work = [sum(replica.work_seconds for replica in replicas) for replicas in self.by_rank]
             pairs = zip(work, bounds.tails, strict=True)
             self.latest = [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in pairs]
         self.running: list[Act | None] = [None] * pipeline.num_ranks
         self.acts: tuple[list[Act], ...] = tuple([] for _ in range(pipeline.num_ranks))
-        self.queue = [(0.0, rank) for rank, replicas in enumerate(self.network.by_rank) if replicas]
+        self.queue = [(0.0, rank) for rank, replicas in enumerate(self.by_rank) if replicas]
+
+    def _routes(self) -> dict[Kind, list[list[Route]]]:
+        pipeline, stages = self.pipeline, self.stages
+        routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in stages] for kind in Kind}
+        lines = Lines(Line)
+        for edge in pipeline.edges:
+            s, t = edge.source, edge.destination
+            inboxes = [replica.activations for replica in stages[t]]
+            wires = Wires(lines, pipeline, s, t, edge.forward_bytes)
+            routes[FORWARD][s].append(Route(len(stages[s]), stages[t], inboxes, wires))
+            if edge.needs_gradient and pipeline.needs_gradients:
+                inboxes = [replica.gradients for replica in stages[s]]
+                wires = Wires(lines, pipeline, t, s, edge.backward_bytes)
+                routes[BACKWARD][t].append(Route(len(stages[t]), stages[s], inboxes, wires))
+        return routes
 
     def run(self) -> Simulation:
         """Runs all instructions and returns what happened."""
@@ -194,13 +188,13 @@ class _Simulator:
             idle = self._happen(now)
             for rank in sorted(idle) if len(idle) > 1 else idle:
                 self._choose(rank, now)
-        if not all(replica.is_done for stage in self.network.stages for replica in stage):
+        if not all(replica.is_done for stage in self.stages for replica in stage):
             raise ScheduleError(self.policy.explain())
         return self._result()
 
     def _happen(self, now: float) -> set[int]:
         """Ends what ends now, and returns the ranks that may have something new to run."""
-        queue, running, routes = self.queue, self.running, self.network.routes
+        queue, running, routes = self.queue, self.running, self.routes
         idle: set[int] = set()
         while queue and queue[0][0] == now:
             rank = heappop(queue)[1]
@@ -222,7 +216,7 @@ class _Simulator:
 
     def _choose(self, rank: int, now: float) -> None:
         """Starts what the policy picks, or has the rank wake when the next known message arrives."""
-        replicas, can_start = self.network.by_rank[rank], False
+        replicas, can_start = self.by_rank[rank], False
         for replica in replicas:
             if replica.known_until <= now:
                 replica.refresh(now)
@@ -256,7 +250,7 @@ class _Simulator:
         optimizer = tuple(exact(seconds) for seconds in optimizer)
         return Simulation(
             step_seconds=max(end + seconds for end, seconds in zip(ends, optimizer, strict=True)),
-            peak_in_flight=tuple(tuple(replica.peak for replica in stage) for stage in self.network.stages),
+            peak_in_flight=tuple(tuple(replica.peak for replica in stage) for stage in self.stages),
             reductions=reduced,
             acts=self.acts,
             overhead_seconds=exact(pipeline.overhead_seconds),

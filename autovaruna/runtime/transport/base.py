@@ -58,13 +58,6 @@ def to_host(tensor: Tensor) -> Tensor:
     return host
 
 
-def rows_on_host(tensor: Tensor) -> Tensor:
-    """Returns `tensor` itself if it is contiguous and on the CPU, else a copy of which this is so."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return to_host(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
 def distinct(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor whose elements lie in memory of their own: of what is expanded, the original."""
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
