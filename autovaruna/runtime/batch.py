@@ -62,12 +62,10 @@ class GlobalBatch:
 
     @cached_property
     def sizes(self) -> frozenset[int]:
-        """The numbers of samples that micro-batches have."""
         return frozenset(part.size for part in self.micro_batches.values())
 
     @cached_property
     def num_samples(self) -> int:
-        """Samples in the global batch."""
         return sum(part.size for part in self.micro_batches.values())
 
 
@@ -161,7 +159,6 @@ class Job:
         return self.rank_weight(rank) * own / max(self.batch.num_samples_of(rank), 1)
 
     def maker_of(self, output: int, micro_batch: int) -> int:
-        """Returns the rank that makes an output of a micro-batch."""
         return self.plan.rank_of(self.split.makers[output], micro_batch)
 
 
@@ -180,7 +177,7 @@ class Act:
     ends_stage: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Traffic:
     """The messages of one kind of call, as one rank sees them.
 

@@ -63,7 +63,7 @@ def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
     return frozenset(instruction.stage for rank in schedule for instruction in rank if instruction.kind is kind)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Engine:
     """Runs a planned model on this rank.
 

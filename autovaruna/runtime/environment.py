@@ -51,14 +51,12 @@ class Ending:
         atexit.register(self.on_end)
 
     def on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Ends all ranks because nobody caught `error`."""
         if self._is_child():
             self._hook(kind, error, trace)
         else:
             self.world.abort(error.with_traceback(trace), f"rank {self.world.rank} failed")
 
     def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """Ends all ranks because a thread failed."""
         if self._is_child() or args.exc_value is None or args.exc_type is SystemExit:
             self._thread_hook(args)
         else:
@@ -217,7 +215,6 @@ def local_rank_in(variables: Mapping[str, str]) -> int | None:
 
 
 def start_mpi(num_ranks: int) -> World:
-    """Starts MPI."""
     try:
         from autovaruna.runtime.transport.mpi import MpiTransport
     except ImportError as error:

@@ -292,7 +292,6 @@ class Backwards:
         _add_to(self._totals, totals)
 
     def forget_step(self) -> None:
-        """Drops what a step that has failed leaves behind."""
         for book in self._books:
             book.forget_step()
 

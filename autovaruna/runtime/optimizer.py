@@ -272,12 +272,10 @@ class CutOptimizer:
         self._is_cut = True
 
     def own_state(self) -> dict[str, Any]:
-        """Returns the state of what this rank holds, whatever the optimizer's own ``state_dict()`` shows."""
         with own_state(self.optimizer):
             return type(self.optimizer).state_dict(self.optimizer)
 
     def load_own(self, state: dict[str, Any]) -> None:
-        """Loads the state of what this rank holds."""
         with own_part(self.optimizer):
             type(self.optimizer).load_state_dict(self.optimizer, state)
 

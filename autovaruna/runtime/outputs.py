@@ -16,7 +16,7 @@ from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.world import World
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OutputCollector:
     """Collects the outputs of one job on a device. Every rank takes part.
 
@@ -151,7 +151,7 @@ def _shares(batch: GlobalBatch, device: torch.device) -> Tensor:
 _INPUT_GRADIENT_TAG = 1 << 18
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GradientExchange:
     """Exchanges the gradients of one job that do not belong to parameters.
 

@@ -99,7 +99,6 @@ class Progress:
     snapshots: tuple[int, int] = (-1, -1)
 
     def pack(self) -> bytes:
-        """Returns it as bytes."""
         *numbers, snapshots = vars(self).values()
         return _FORMAT.pack(*numbers, *snapshots)
 
@@ -144,7 +143,6 @@ class Reporter:
         self.write()
 
     def write(self) -> None:
-        """Shows the progress as it is now."""
         self._memory[: _FORMAT.size] = self.progress.pack()
 
     def note_snapshot(self, place: int, step: int) -> None:
@@ -160,7 +158,6 @@ class Reporter:
             write_whole(self._folder / _PREDICTED, json.dumps(dict(seconds())), is_synced=False)
 
     def begin_call(self, steps: int, hears_end: bool, work_seconds: float) -> None:
-        """Notes that a call of the model has begun."""
         progress = self.progress
         place = _FORMAT.size + progress.calls % _NUM_KEPT * _WORK.size
         work = progress.calls, work_seconds - progress.work_seconds
@@ -170,6 +167,5 @@ class Reporter:
         self.write()
 
     def end_call(self) -> None:
-        """Notes that the script goes on."""
         self.progress.is_inside = False
         self.write()

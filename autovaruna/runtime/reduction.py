@@ -44,7 +44,6 @@ class Group:
         self._num_active_bytes = 0
 
     def start(self, tensor: Tensor) -> Exchange:
-        """Starts the sum of a tensor."""
         host, num_ranks = to_host(tensor), len(self.ranks)
         pieces = []
         for piece in torch.split(flat(host), max(1, PIECE_BYTES // tensor.element_size()) * num_ranks):
@@ -119,7 +118,6 @@ class Exchange(Pending):
         self._landing = [pair for pair in landing if pair[0] is not pair[1]]
 
     def is_done(self) -> bool:
-        """Says whether every piece is, letting the group advance."""
         if not self._has_ended():
             self._group.advance()
             if not self._has_ended():

@@ -121,7 +121,6 @@ class RemoteGradient(RemoteTensor):
 
     @classmethod
     def of(cls, parameter: Tensor, home: Home) -> RemoteGradient:
-        """Returns the gradient of a parameter."""
         made: RemoteGradient = without_memory(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
@@ -195,7 +194,6 @@ class _Operation:
         self._home = next(each for each in self._tensors if isinstance(each, RemoteTensor)).home
 
     def run(self) -> Any:
-        """Returns what the operation returns."""
         if self._name in ("__get__", "__set__"):
             return self._attribute(getattr(getattr(self._func, "__self__", None), "__name__", ""))
         if self._func is torch.autograd.grad:

@@ -79,7 +79,7 @@ class Found:
     inputs: dict[str, Tensor | None] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StepRunner:
     """One call on its way.
 

@@ -37,17 +37,14 @@ class Lot:
     pending: Pending = DONE
 
     def has_room(self, tensor: Tensor) -> bool:
-        """Says whether another tensor may go along."""
         most = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
         return not self.is_copy or not self.num_bytes or self.num_bytes + tensor.nbytes <= most
 
     def add(self, tensor: Tensor, place: int) -> None:
-        """Takes a tensor into a share."""
         self.shares[place].append(tensor)
         self.num_bytes += tensor.nbytes
 
     def start(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
-        """Starts what is to be done."""
         shares = self.shares
         if self.is_copy:
             self.packed = [torch.cat([each.reshape(-1) for each in share]) if share else None for share in shares]
@@ -95,7 +92,6 @@ class Queue:
             self._started.append(self._coming.popleft())
 
     def finish(self) -> None:
-        """Waits for everything."""
         self.start()
         while self._started:
             self._started.popleft().finish(self._ranks.index(self._world.rank), gathers=self._gathers)
@@ -122,7 +118,6 @@ class Sums:
         self._queues[ranks].add(tensor, owner, is_contiguous=is_contiguous)
 
     def start(self) -> None:
-        """Starts what has been added."""
         for queue in self._queues.values():
             queue.start()
 

@@ -72,7 +72,6 @@ def table(step: float, predicted_seconds: float, lost: Sequence[LostTime]) -> st
 
 
 def head(num_ranks: int) -> Rows:
-    """Returns what names the rows."""
     rows: Rows = []
     for process, name in ((_MEASURED, "measured"), (_PREDICTED, "predicted")):
         rows.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})

@@ -148,12 +148,10 @@ class OwnedState:
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters by first name."""
         found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers by first name."""
         found = {name: self.tensor(name) for name in self.places}
         return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
 
@@ -225,7 +223,6 @@ class SplitModel:
     limits: list[float] = field(default_factory=list)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters by first name."""
         state = self.known_state()
         return {} if state is None else state.parameters()
 
@@ -249,7 +246,6 @@ def note_split(state: OwnedState, placement: Placement, world: World) -> None:
 
 
 def split_models() -> list[SplitModel]:
-    """Returns the models that are split."""
     return list(_models.values())
 
 
@@ -354,7 +350,6 @@ class Share:
 
     @property
     def owner(self) -> int:
-        """The rank that steps over the parameter."""
         return self.home.ranks[0]
 
 

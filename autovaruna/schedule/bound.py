@@ -102,7 +102,6 @@ class _Paths:
         self._find(pipeline)
 
     def on(self, stage: int, replica: int) -> _Work:
-        """Returns the work of a stage on a replica."""
         distinct = self.work[stage]
         return distinct[replica if len(distinct) > 1 else 0]
 

@@ -101,11 +101,9 @@ class StageTimes:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas."""
         return len(self.ranks)
 
     def speed(self, replica: int) -> float:
-        """Returns the relative speed of a replica."""
         return self.speeds[replica] if self.speeds else 1.0
 
 
@@ -157,7 +155,6 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages S."""
         return len(self.stages)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
@@ -170,7 +167,6 @@ class Pipeline:
         return stage == self.num_stages - 1
 
     def share(self, stage: int, replica: int) -> int:
-        """Returns how many micro-batches a replica of a stage runs."""
         return len(range(replica, self.num_micro_batches, self.stages[stage].num_replicas))
 
     def recomputes(self, stage: int) -> bool:

@@ -91,7 +91,6 @@ class Simulation:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The instructions of each rank, in order."""
         return tuple(
             tuple(Instruction(of.stage, kind, k * of.stride + of.index) for _, _, of, kind, k in acts)
             for acts in self.acts
@@ -108,7 +107,6 @@ class Simulation:
 
     @cached_property
     def lost(self) -> tuple[LostTime, ...]:
-        """The account of each rank."""
         return tuple(self._account(rank) for rank in range(len(self.acts)))
 
     def _account(self, rank: int) -> LostTime:

@@ -182,7 +182,6 @@ class _Simulator:
         return routes
 
     def run(self) -> Simulation:
-        """Runs all instructions and returns what happened."""
         while self.queue:
             now = self.queue[0][0]
             idle = self._happen(now)

@@ -61,7 +61,6 @@ class _Around:
         self.entered: list[Any] = []
 
     def draw(self, nothing: None, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a random operation on arguments in their own order of memory."""
         assert self.stream is not None and self.orders is not None
         ordered = [_ordered(arg, order) for arg, order in zip(args, self.orders[node], strict=True)]
         return self.stream.draw(node, operation, *ordered, **kwargs)

@@ -88,7 +88,6 @@ class ProcessTransport(Transport):
         return [self.receive_far(part, source, channel, tag) for each in tensors for part in split(each)]
 
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:
-        """Sends small messages through memory that both ranks see from now on, where a pair can. Collective."""
         new = set(pairs) - self._ring_pairs
         senders, receivers = open_rings(self.rank, self.hosts, new, can_share, gather)
         self._ring_pairs |= new
@@ -96,14 +95,12 @@ class ProcessTransport(Transport):
         self._rings_from |= receivers
 
     def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
-        """Says whether tensors of `source` come through a ring."""
         return source in self._rings_from and all(layout.num_bytes <= MAX_BYTES for layout in layouts)
 
     def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         return partial(self._rings_from[source].bring, key=TENSOR_CHANNEL << _TAG_BITS | tag)
 
     def advance(self) -> None:
-        """Lets what goes through rings advance."""
         for sender in self._rings_to.values():
             sender.advance()
         for receiver in self._rings_from.values():

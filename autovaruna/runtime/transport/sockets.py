@@ -93,7 +93,6 @@ class Peer:
         self.push()
 
     def push(self) -> None:
-        """Sends what there is room for."""
         while self._out and self._is_open:
             try:
                 num_sent = self.outgoing.sendmsg([self._out[i] for i in range(min(_AT_ONCE, len(self._out)))])
@@ -112,7 +111,6 @@ class Peer:
             self._leaving.popleft()[1].has_left = True
 
     def pull(self) -> None:
-        """Takes what has come."""
         while self._is_open:
             try:
                 num_bytes = self.incoming.recv_into(self._into)

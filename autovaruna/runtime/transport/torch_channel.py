@@ -139,7 +139,6 @@ class TorchChannel:
         return rank in self._in
 
     def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part:
-        """Starts to send a dense tensor."""
         data = flat(tensor).view(torch.uint8)
         header = torch.tensor([tag, data.numel()], dtype=torch.int64, device="cpu")
         self.world.keep(self.world.transport.post_send(header, destination, HEADER_CHANNEL, 0))
@@ -148,7 +147,6 @@ class TorchChannel:
         return transfer
 
     def post_receive(self, tensor: Tensor, source: int, tag: int) -> Part:
-        """Posts the receive of a dense tensor."""
         transfer = Transfer(self, tensor, is_send=False)
         early = self._early[source, tag]
         if early:
