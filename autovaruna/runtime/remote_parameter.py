@@ -335,7 +335,6 @@ class _Operation:
         return [next(rest) if is_away else next(found) for is_away in away]
 
     def _call_for(self, places: Sequence[int], length: int) -> Any:
-
         def pick(value: Any) -> Any:
             is_list = isinstance(value, list | tuple) and len(value) == length
             return [value[place] for place in places] if is_list else value

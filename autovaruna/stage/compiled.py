@@ -31,16 +31,13 @@ class CompiledPiece:
     """A piece of a graph that torch.compile has been given."""
 
     def __init__(self, piece: Piece, traced: TracedModel, backend: str) -> None:
-        self._piece = piece
         self._around = _Around()
-        module = _prepared(piece.module, self._around)
-        self._run = torch.compile(module, backend=backend, dynamic=True)
+        self._module = _prepared(piece.module, self._around)
+        self._run = torch.compile(self._module, backend=backend, dynamic=True)
         self._free = [_free_dimensions(argument, traced) for argument in piece.arguments]
 
     def __call__(self, *arguments: Any) -> Sequence[Tensor]:
         """Runs the piece; compiles it at the first call, after a run that is not compiled if it is random."""
-        if self._around.orders is None:
-            self._around.orders = _learn_orders(self._piece, arguments)
         given: list[Any] = []
         for argument, free in zip(arguments, self._free, strict=True):
             if isinstance(argument, RandomStream):
@@ -49,19 +46,31 @@ class CompiledPiece:
                 for place in set(range(argument.dim())) - free:
                     mark_static(argument, place)
             given.append(None if isinstance(argument, RandomStream) else argument)
+        if self._around.stream is not None and self._around.learns:
+            copies = [each.clone() if isinstance(each, Tensor) else each for each in given]  # it may change them
+            with torch.no_grad(), profiling_mode():
+                self._module(*copies)
+            self._around.learns = False
         return self._run(*given)  # type: ignore[no-any-return]
 
 
 class _Around:
-    """What a piece needs that torch.compile must not see: it would compile again for each other object."""
+    """What a piece needs that torch.compile must not see: it would compile again for each other object.
+
+    As long as it `learns`, nothing is compiled: kernels differ in the order of memory that they choose.
+    """
 
     def __init__(self) -> None:
         self.stream: RandomStream | None = None
-        self.orders: dict[int, tuple[Order, ...]] | None = None
+        self.learns = True
+        self.orders: dict[int, tuple[Order, ...]] = {}
         self.entered: list[Any] = []
 
     def draw(self, nothing: None, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self.stream is not None and self.orders is not None
+        """Runs a random operation on arguments in the order of memory that they have without torch.compile."""
+        assert self.stream is not None
+        if self.learns:
+            self.orders[node] = tuple(map(_order, args))
         ordered = [_ordered(arg, order) for arg, order in zip(args, self.orders[node], strict=True)]
         return self.stream.draw(node, operation, *ordered, **kwargs)
 
@@ -104,33 +113,6 @@ def _keep_out(module: fx.GraphModule, node: fx.Node) -> None:
     node.args = tuple(arguments)
     if not holder.users:
         node.graph.erase_node(holder)
-
-
-class _Learner:
-    """Notes the order of memory of what random operations get, by node, and lets them run."""
-
-    def __init__(self, stream: RandomStream) -> None:
-        self.stream = stream
-        self.orders: dict[int, tuple[Order, ...]] = {}
-
-    def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.orders[node] = tuple(map(_order, args))
-        return self.stream.draw(node, operation, *args, **kwargs)
-
-
-def _learn_orders(piece: Piece, arguments: Sequence[Any]) -> dict[int, tuple[Order, ...]]:
-    """Runs a piece without compiling it, on copies of what it may change; kernels differ in the order they choose."""
-    stream = next((argument for argument in arguments if isinstance(argument, RandomStream)), None)
-    if stream is None:
-        return {}
-    learner = _Learner(stream)
-    copies = [
-        learner if argument is stream else argument.clone() if isinstance(argument, Tensor) else argument
-        for argument in arguments
-    ]
-    with torch.no_grad(), profiling_mode():
-        piece.module(*copies)
-    return learner.orders
 
 
 def _order(value: Any) -> Order:

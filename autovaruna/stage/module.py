@@ -57,7 +57,12 @@ class StageModule:
     def bind(self) -> None:
         """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it)."""
         for name, known in self._bound_buffers:
-            _check_kind(name, self._buffer(name), known)
+            got, expected = ((tuple(each.shape), each.dtype, str(each.device)) for each in (self._buffer(name), known))
+            if got != expected:
+                raise InputError(
+                    f"The buffer {name} has been replaced by one of another kind after the first call: got {got}, "
+                    f"expected {expected}. Wrap the changed model anew."
+                )
         arguments = self.part.piece.arguments
         self._bound: list[Any] = [self._state(argument) for argument in arguments]
         self._bound_buffers = [(name, self._buffer(name)) for name in self.part.piece.named(Source.BUFFER)]
@@ -115,15 +120,11 @@ class StageModule:
         return dict(zip(piece.outputs, self._run(*arguments), strict=True))
 
     def _state(self, argument: Argument) -> Tensor | None:
-        match argument.source:
-            case Source.PARAMETER:
-                return self._leaf(argument)
-            case Source.BUFFER:
-                return self._buffer(argument.name)
-            case Source.CONSTANT:
-                return self._constants[argument.name]
-            case _:
-                return None
+        if argument.source is Source.PARAMETER:
+            return self._leaf(argument)
+        if argument.source is Source.BUFFER:
+            return self._buffer(argument.name)
+        return self._constants[argument.name] if argument.source is Source.CONSTANT else None
 
     def _leaf(self, argument: Argument) -> Tensor:
         parameter = self._parameters[argument.name]
@@ -137,12 +138,3 @@ class StageModule:
             leaf.grad = gradient
             self.leaves[use] = leaf
         return leaf
-
-
-def _check_kind(name: str, now: Tensor, known: Tensor) -> None:
-    got, expected = ((tuple(each.shape), each.dtype, str(each.device)) for each in (now, known))
-    if got != expected:
-        raise InputError(
-            f"The buffer {name} has been replaced by one of another kind after the first call: got {got}, expected "
-            f"{expected}. Wrap the changed model anew."
-        )

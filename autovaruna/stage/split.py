@@ -104,9 +104,9 @@ def _fixed_stages(planned: Assignment, traced: TracedModel, nodes: Sequence[fx.N
 
 
 def _state_of(traced: TracedModel, node: fx.Node) -> list[str]:
-    names = {**traced.parameters, **traced.buffers}
     sources = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
-    return [names[source] for source in sources if source in names]
+    names = [traced.parameters.get(source, traced.buffers.get(source)) for source in sources]
+    return [name for name in names if name is not None]
 
 
 def _holders(traced: TracedModel, stage_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
