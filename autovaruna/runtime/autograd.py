@@ -1,10 +1,8 @@
 """Joins stages and steps to autograd: what a stage receives, and what a call returns to its caller.
 
-What `model(...)` returns is the output of one autograd function whose inputs are the parameters of this rank and the
-inputs that need a gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient
-that comes in, exactly as autograd does for any other function. Such a gradient is that of the global batch. One that
-comes from a module which the script calls itself, beside the wrapper, is that of a rank's own samples, with which
-copies of the weights would drift apart: `DirectCalls` notices it.
+What `model(...)` returns is the output of one autograd function of this rank's parameters and of inputs that need a
+gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient that comes in. That
+is of the global batch; a backward through a module that the script calls beside the wrapper is not: see `DirectCalls`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Collects the gradients of a step: sums them over the uses of a parameter and over the ranks that hold it.
 
-A parameter that several blocks use has one accumulator for each of them. They are summed from the last use to the
-first, the order in which autograd meets them on one process, whatever stages the uses are on: a partial sum travels
-from the last stage that holds the parameter to the first, each adding its own, and the total goes back to all; or,
-where the optimizer's state is shared out, to its owner alone.
+A parameter has one accumulator for each block that uses it. They are summed from the last use to the first, the order
+of autograd on one process, whatever stages the uses are on: a partial sum travels from the last stage that holds the
+parameter to the first, and the total goes back to all; or to its owner, where the optimizer's state is shared out.
 """
 
 from __future__ import annotations

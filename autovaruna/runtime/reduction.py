@@ -1,15 +1,12 @@
 """Defines the sums and copies among a group of ranks, made of messages.
 
-A sum has one order, that of `ranks`, whatever the size of the tensor or of the group, and each element is summed on one
-rank (or, for small tensors, in the same way on each): so every rank gets the same bits, and a second run too.
+A sum has one order, that of `ranks`, and each element is summed on one rank (or, for small tensors, in the same way on
+each): so every rank gets the same bits, and a second run too. The trees and rings of Thakur, Rabenseifner and Gropp
+("Optimization of collective communication operations in MPICH", 2005, section 4) have fewer messages, and other orders.
 
     small tensor   every rank sends it whole to every other, and sums                        1 message time
-    large tensor   rank i of n gets the i-th n-th of it from all, sums it, sends it to all   2 (n-1)/n of its bytes,
-                                                                                             the least there is
+    large tensor   rank i of n gets the i-th n-th of it from all, sums it, sends it to all   2 (n-1)/n of its bytes
     shares         as either half of that, with a share of rank i in place of the i-th n-th
-
-(Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 4;
-theirs are trees and rings with fewer messages for large n, whose sums have other orders.)
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Defines `RemoteTensor`: a parameter of a model that is split, on a rank that does not hold its numbers.
 
-It stands in the model in the place of the parameter, so that all ranks list the same parameters. What is computed from
-such tensors alone is again remote, and what is written to one is left to the ranks that hold it, where the same script
-does the same. What is drawn for one is drawn on every rank, so that generators stay together. A tensor of the script's
-own, of the same shape, may follow one parameter (an average of it, a moment): what is computed of both is elsewhere,
-and once that is written into the script's tensor, so is that. What else would join numbers of several ranks raises.
+All ranks list the same parameters. What is computed from such tensors alone is again remote, and what is written to one
+is left to the ranks that hold it, where the same script does the same; what is drawn for one is drawn on every rank. A
+tensor of the script's own, of the same shape, may follow one parameter (an average of it, a moment): once numbers that
+are elsewhere are written into it, it is elsewhere, too. What else would join numbers of several ranks raises.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     sum       gradients, over the uses of a parameter and over ranks; those of stages that have ended are on their way
     publish   outputs are put together, and joined to the caller's autograd graph
 
-The call of a model with a loss has all four; `loss.backward()` gives out what is there. The call of another model runs
-forwards and publishes; the caller's backward prepares, runs and sums the rest.
+The call of a model with a loss has all four; that of another runs forwards and publishes, and its backward the rest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Defines `World`: how ranks talk, composed of a transport, which moves bytes, and a watch, which ends hopeless waits.
 
-*Collectives* (`gather_objects`, `agree`, `barrier`) are called by every rank in the same order with the same label
-`what`; ranks that are in different ones all get a `RankError` that says who is where. *Messages* (`send`, `receive`)
-and the tensor collectives of a group (`broadcast`, `all_reduce`) are called by the ranks that take part only. Messages
-with the same source, destination and tag arrive in the order sent.
+*Collectives* (`gather_objects`, `agree`, `barrier`) are called by every rank in the same order with the same label;
+where labels differ, all get a `RankError` that says who is where. *Messages* and tensor collectives of a group are
+called by the ranks that take part only. Messages of the same source, destination and tag arrive in the order sent.
 """
 
 from __future__ import annotations

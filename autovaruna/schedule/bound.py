@@ -7,10 +7,8 @@ the least head and the least tail among them. For one stage a rank this is
     max_s [ sum_{j<s} (F_j + c_j) + M_s (F_s + B_s) + sum_{j<s} (B_j + c_j) ]
 
 with M_s the micro-batches of its busiest replica. A second bound counts the way down and up: no backward of a stage
-starts before its first micro-batch was at the last stage and back, nor does its last micro-batch return sooner.
-
-Where a schedule may compute weight gradients apart from backward, only the rest of it is on these paths: then a rank
-has its forwards and backwards without weight gradients before its tail, and all its work before the all-reduce.
+starts before its first micro-batch was at the last stage and back. Where weight gradients may be computed apart, only
+the rest of a backward is on these paths.
 """
 
 from __future__ import annotations

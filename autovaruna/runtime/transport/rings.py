@@ -1,14 +1,8 @@
 """Defines rings: memory that two ranks of one host share, in one direction, with a `RingSender` and a `RingReceiver`.
 
-    slots       NUM_SLOTS headers, each followed by room for a small message
+    slots       NUM_SLOTS headers, each followed by room for a small message; filled and emptied in turn
     lent        blocks of larger messages, which the receiver computes with where they lie
     passing     blocks that the receiver copies at once: what finds no room among those that are lent
-
-Slots are filled and emptied in order:
-
-    slot    0       1       2       3       4       5       6       7
-            empty   empty   full    full    full    empty   empty   empty
-                            ^ next to be emptied    ^ next to be filled
 
 The sender copies a message into its next slot, or into a block that the slot tells of, and then marks the slot as full.
 The receiver copies it to where it is wanted, or lets a tensor lie in the block, and marks the slot as empty. However

@@ -1,11 +1,8 @@
 """Defines `SocketTransport`: ranks that a launcher of torch.distributed started (torchrun, accelerate), over TCP.
 
-    store    where the launcher says (MASTER_ADDR); ranks find each other's addresses there, and a secret
-    data     one connection for each pair of ranks; a message is a header and its bytes, in the order sent
-    life     one connection of each rank with rank 0; a thread of each hears there that a rank has ended, which
-             ends all, also while they compute
-
-Messages of gloo cannot be asked whether they have come. On GPUs tensors go through NCCL, as with MPI.
+store    where the launcher says (MASTER_ADDR); ranks find each other's addresses there, and a secret
+data     one connection for each pair of ranks; a message is a header and its bytes, in the order sent
+life     one connection of each rank with rank 0; a thread of each hears there that a rank has ended, and ends all
 """
 
 from __future__ import annotations

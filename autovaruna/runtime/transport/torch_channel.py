@@ -1,10 +1,9 @@
 """Carries tensors through torch.distributed: NCCL between GPUs (or gloo, which tests the same code without any).
 
-A send of NCCL waits on its stream until the receiver has come to the matching receive, and two ranks that both send
-first wait for ever. So each direction of each pair of ranks has a process group, and with it a stream, of its own, and
-receives are posted in the order of the sender: a header of each tensor goes ahead through the transport, and the
-receiver, when it sees one, posts the receive at once, into the buffer that waits for this tag or into a spare one. So
-nothing that is sent can be stuck behind something else, whatever the order in which the receiver wants it.
+A send of NCCL waits on its stream for the matching receive, and two ranks that both send first wait for ever. So each
+direction of each pair of ranks has a process group, and with it a stream, of its own. A header of each tensor goes
+ahead through the transport: the receiver posts the receive at once, into the buffer that waits for this tag or into a
+spare one, so that nothing that is sent can be stuck behind something else.
 """
 
 from __future__ import annotations
