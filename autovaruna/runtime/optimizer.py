@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import count
 from threading import Lock, local
 from types import MethodType
 from typing import Any
@@ -212,16 +213,15 @@ class CutOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer = optimizer
-        self._groups = [
-            [names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
-        ]
+        self.names = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+        """First names of the parameters of the whole optimizer, group by group."""
         self._is_cut = self._lists_own_alone = False
-        if not any(name for names in self._groups for name in names):
+        if not any(name for names in self.names for name in names):
             self.check()
 
     def adopt(self, names: list[list[str]]) -> None:
         """Takes the names of the whole optimizer, group by group: this one was made from this rank's part."""
-        self._groups, self._is_cut, self._lists_own_alone = names, True, True
+        self.names, self._is_cut, self._lists_own_alone = names, True, True
 
     def follow(self, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]) -> None:
         """Takes groups and parameters that have been added, or taken out.
@@ -229,29 +229,24 @@ class CutOptimizer:
         `names` are by identity, those included that this rank has let go. Raises an `InputError` if the model has been
         split, and there are parameters that are not the model's.
         """
-        first = len(self._groups) if self._lists_own_alone else 0
+        first = len(self.names) if self._lists_own_alone else 0
         for place, group in enumerate(self.optimizer.param_groups[first:], first):
-            self._groups[place:] = [names.get(id(each), "") for each in group["params"]], *self._groups[place + 1 :]
+            self.names[place:] = [names.get(id(each), "") for each in group["params"]], *self.names[place + 1 :]
             if self._is_cut:
                 self.check()
-                group["params"][:] = [parameters[name] for name in self._groups[place]]
+                group["params"][:] = [parameters[name] for name in self.names[place]]
 
     @property
     def has_changed(self) -> bool:
         """Whether groups have other numbers of parameters than are known."""
-        groups, known = self.optimizer.param_groups, self._groups
+        groups, known = self.optimizer.param_groups, self.names
         if len(groups) != len(known) or self._lists_own_alone:
             return len(groups) > len(known)
         return any(len(group["params"]) != len(names) for group, names in zip(groups, known, strict=True))
 
-    @property
-    def names(self) -> list[list[str]]:
-        """First names of the parameters of the whole optimizer, group by group."""
-        return self._groups
-
     def check(self) -> None:
         """Raises an `InputError` if the optimizer has parameters that are not the model's."""
-        names = [name for names in self._groups for name in names]
+        names = [name for names in self.names for name in names]
         if "" in names:
             raise InputError(
                 f"{names.count('')} of the optimizer's {len(names)} parameters are not the model's, so that no rank "
@@ -262,7 +257,7 @@ class CutOptimizer:
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Takes the parameters as they are now, by first name, and drops the state of those that are elsewhere."""
-        for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
             now = [parameters[name] for name in names]
             for old, new in zip(group["params"], now, strict=True):
                 state = self.optimizer.state.pop(old, None)
@@ -288,12 +283,14 @@ class CutOptimizer:
         shapes = {name: {key: _on_meta(value) for key, value in state.items()} for name, state in mine.items()}
         known = world.gather_objects(shapes, "optimizer state")
         state: dict[int, dict[str, Any]] = {}
-        for place, name in enumerate(name for names in self._groups for name in names):
+        for place, name in enumerate(name for names in self.names for name in names):
             root = placement.steppers_of(name)[0]
             if known[root].get(name):
                 own_state = mine[name] if world.rank == root else known[root][name]
                 state[place] = {key: from_rank(value, root, world) for key, value in own_state.items()}
-        return {"state": state, "param_groups": self._whole_groups(own["param_groups"])}
+        places, own_groups = count(), zip(own["param_groups"], self.names, strict=True)
+        groups = [{**group, "params": [next(places) for _ in names]} for group, names in own_groups]
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any], placement: Placement, rank: int) -> None:
         """Loads this rank's part of the state of a whole optimizer; raises an `InputError` if its groups are others."""
@@ -301,27 +298,20 @@ class CutOptimizer:
             self.load_own(dict(state))
             return
         sizes = [len(group["params"]) for group in state["param_groups"]]
-        expected = [len(names) for names in self._groups]
+        expected = [len(names) for names in self.names]
         if sizes != expected:
             raise InputError(f"The optimizer state has groups of {sizes} parameters; expected groups of {expected}.")
         own: dict[int, Any] = {}
         groups, mine = [], iter(range(sum(sizes)))
         here = set(self._own_names(rank, placement))
-        for group, names in zip(state["param_groups"], self._groups, strict=True):
+        for group, names in zip(state["param_groups"], self.names, strict=True):
             held = {next(mine): place for place, name in zip(group["params"], names, strict=True) if name in here}
             own |= {index: state["state"][place] for index, place in held.items() if place in state["state"]}
             groups.append({**group, "params": list(held)})
         self.load_own({"state": own, "param_groups": groups})
 
     def _own_names(self, rank: int, placement: Placement) -> list[str]:
-        return [name for names in self._groups for name in names if not name or rank in placement.steppers_of(name)]
-
-    def _whole_groups(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        groups, start = [], 0
-        for group, names in zip(own, self._groups, strict=True):
-            groups.append({**group, "params": list(range(start, start + len(names)))})
-            start += len(names)
-        return groups
+        return [name for names in self.names for name in names if not name or rank in placement.steppers_of(name)]
 
 
 def _on_meta(value: Any) -> Any:
