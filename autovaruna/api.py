@@ -13,6 +13,7 @@ from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,11 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.export.fakes import OwnMethods, method_of
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.autograd import own_code
+from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.environment import promise, show_errors_in_few_lines
-from autovaruna.runtime.optimizers.clipping import clip_grad_norm, norms_of_all, total_of
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.trace import Metrics
+from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
 from autovaruna.session.machine import find_device
 from autovaruna.session.morphing import refuse_several
@@ -216,16 +218,9 @@ class AutoVaruna(nn.Module):
         wrapped = self._wrapped
         if wrapped.engine is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        return clip_grad_norm(
-            wrapped.state,
-            wrapped.placement,
-            wrapped.parameter_names,
-            wrapped.world,
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-            f"clip_grad_norm_{wrapped.of_model}",
-        )
+        model = SplitModel(ref(wrapped.state), wrapped.placement, wrapped.world)
+        what = f"clip_grad_norm_{wrapped.of_model}"
+        return clip_grad_norm(model, max_norm, norm_type, error_if_nonfinite, what)
 
     def should_stop(self, wants_stop: bool = False) -> bool:
         """Says whether the loop is to end: the same on every rank, after the same call of the model.
@@ -244,10 +239,10 @@ class AutoVaruna(nn.Module):
     def parameter_norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of all parameters, on all ranks: the same number for every plan. Collective."""
         wrapped = self._wrapped
-        own = {name: each.detach() for name, each in wrapped.state.parameters().items() if not each.is_meta}
+        model = SplitModel(ref(wrapped.state), wrapped.placement, wrapped.world)
         options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{wrapped.of_model}"
-        names, placement = wrapped.parameter_names, wrapped.placement
-        return total_of(norms_of_all(own, placement, names, wrapped.world, norm_type, options, what), norm_type, False)
+        parameters = list(model.parameters().values())
+        return total_norm(parameters, model.names(), model, norm_type, False, options, what)
 
     # state
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, become_rank
+from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, of_this_thread
 from autovaruna.runtime.world import World, describe
 
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ def _run_rank(
     world: World, function: Callable[[World], Any], results: dict[int, Any], errors: list[BaseException]
 ) -> None:
     """Runs one rank to its end, and keeps its result or its error."""
-    become_rank(world)
+    of_this_thread.world = world  # what asks for the world from here on gets this one
     try:
         results[world.rank] = function(world)
         world.leave()

@@ -21,7 +21,7 @@ from autovaruna.checkpoint.source import Source, choose
 from autovaruna.checkpoint.state import Subject, check_optimizer, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
-from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.weights import OwnedState, materialize
 

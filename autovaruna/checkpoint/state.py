@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.document import Json, decode, encode
 from autovaruna.checkpoint.tensor_file import Reader, Rows, lay_out
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.optimizers.optimizer import CutOptimizer, own_of
+from autovaruna.runtime.optimizer import CutOptimizer, own_of
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 

@@ -34,7 +34,7 @@ from autovaruna.planner.table import explain, plan_table, seconds
 from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
-from autovaruna.runtime.optimizers.optimizer import sharing_of
+from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate

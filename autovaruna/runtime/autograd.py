@@ -1,16 +1,8 @@
 """Joins stages and steps to autograd: what a stage receives, and what a call returns to its caller.
 
-A received tensor becomes a view of a leaf that notes its gradient and accumulates none. A leaf that accumulates would
-do the same, but autograd copies a gradient into ``.grad`` when somebody else holds it, or when its strides are not the
-leaf's: a copy of every message, and other last bits in the stage before. No operation writes into what it received
-(`graph/grouping.py`), which autograd would refuse of a view of a leaf.
-
-What `model(...)` returns is the output of one autograd function whose inputs are the parameters of this rank and the
-inputs that need a gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient
-that comes in, exactly as autograd does for any other function.
-
-Such a gradient is that of the global batch. One that comes from a module which the script calls itself, beside the
-wrapper, is that of a rank's own samples, with which copies of the weights would drift apart: `DirectCalls` notices it.
+What `model(...)` returns is the output of one autograd function of this rank's parameters and of inputs that need a
+gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient that comes in. That
+is of the global batch; a backward through a module that the script calls beside the wrapper is not: see `DirectCalls`.
 """
 
 from __future__ import annotations
@@ -32,7 +24,12 @@ from autovaruna.errors import OrderError
 
 
 def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
-    """Returns a tensor that shares the memory of `tensor`, and whose gradient is noted in ``gradients[name]``."""
+    """Returns a tensor that shares the memory of `tensor`, and whose gradient is noted in ``gradients[name]``.
+
+    A leaf that accumulates would copy a gradient into ``.grad`` when somebody else holds it, or when its strides are
+    not the leaf's: a copy of every message, and other last bits in the stage before. No operation writes into what it
+    received (`graph/grouping.py`), which autograd would refuse of a view of a leaf.
+    """
     leaf = tensor.detach().requires_grad_()
     leaf._backward_hooks = {0: partial(gradients.__setitem__, name)}
     arrived = leaf[...]
@@ -102,27 +99,16 @@ def follows_a_call(tensor: Tensor) -> bool:
 def publish(
     outputs: Sequence[Tensor], carries: Sequence[bool], sources: Sequence[Tensor], finish: Finish
 ) -> list[Tensor]:
-    """Returns `outputs` as results of an autograd function of `sources`.
+    """Returns `outputs` as results of an autograd function of `sources`, which get gradients.
 
-    Args:
-        outputs: What the call computed.
-        carries: Which outputs a backward may start from.
-        sources: Parameters and inputs that get gradients.
-        finish: Turns the gradients of `outputs` into those of `sources`; called once, and again after each backward
-            that keeps the graph.
+    A backward may start from those that carry one; it calls `finish`, once more after each that keeps the graph.
     """
     root = torch.zeros((), requires_grad=True)  # a rank without parameters takes part in backward, too
     return list(_Published.apply(finish, tuple(outputs), tuple(carries), root, *sources))  # type: ignore[attr-defined]
 
 
 def while_unchanged(finish: Finish, held: Mapping[str, Tensor], saved: Collection[str]) -> Finish:
-    """Returns `finish`, for as long as nothing changes some weights in place.
-
-    Args:
-        finish: Turns the gradients of what a call returns into those of its sources.
-        held: The parameters of this rank by name.
-        saved: Names of those whose numbers autograd saves.
-    """
+    """Returns `finish`, for as long as nothing changes in place what this rank holds of the saved weights."""
     weights = {name: held[name] for name in saved if name in held}
     versions = {name: weight._version for name, weight in weights.items()}
 
@@ -157,11 +143,7 @@ def own_code() -> Iterator[None]:
 
 
 class DirectCalls:
-    """The modules of a model, beside the wrapper, through which a backward has gone.
-
-    Attributes:
-        used: their paths.
-    """
+    """The modules of a model, beside the wrapper, through which a backward has gone: the paths that are `used`."""
 
     def __init__(self, model: nn.Module) -> None:
         global _is_watching
@@ -182,10 +164,7 @@ class DirectCalls:
         """Waits for a backward through what a module has returned."""
         for each in pytree.tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad and not isinstance(each, FakeTensor):
-                each.register_hook(partial(self._add, path))  # type: ignore[no-untyped-call]
-
-    def _add(self, path: str, gradient: Tensor) -> None:
-        self.used.add(path)
+                each.register_hook(lambda gradient: self.used.add(path))  # type: ignore[no-untyped-call]
 
 
 def _note(module: nn.Module, args: Any, output: Any) -> None:

@@ -20,10 +20,7 @@ from autovaruna.stage.split import Edge, Split, StagePart
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch: samples ``start`` to ``start + size`` of the mini-batch of rank ``origin``'s group.
-
-    `share` is the weight of its loss in the loss of the global batch.
-    """
+    """One micro-batch: samples ``start`` to ``start + size`` of rank ``origin``'s group, and its weight in the loss."""
 
     index: int
     origin: int
@@ -65,12 +62,10 @@ class GlobalBatch:
 
     @cached_property
     def sizes(self) -> frozenset[int]:
-        """The numbers of samples that micro-batches have."""
         return frozenset(part.size for part in self.micro_batches.values())
 
     @cached_property
     def num_samples(self) -> int:
-        """Samples in the global batch."""
         return sum(part.size for part in self.micro_batches.values())
 
 
@@ -78,15 +73,12 @@ class GlobalBatch:
 def cut_batch(
     mini_batch_sizes: tuple[int, ...], num_micro_batches: int, groups: tuple[tuple[int, ...], ...]
 ) -> GlobalBatch:
-    """Cuts the mini-batches of all groups into micro-batches of as equal a size as can be.
+    """Cuts the mini-batches of all groups into micro-batches of as equal a size as can be, which count by samples.
 
     Args:
         mini_batch_sizes: Samples that each rank passed.
         num_micro_batches: M, of the whole global batch; micro-batch m is a slice of the mini-batch of group m mod G.
         groups: Ranks that passed the same mini-batch.
-
-    Returns:
-        The micro-batches; `share` is the share of samples until `weigh` says otherwise.
 
     Raises:
         InputError: no rank passed a sample, or there are fewer micro-batches than groups that passed some.
@@ -112,15 +104,7 @@ def cut_batch(
 
 @lru_cache(maxsize=64)
 def weigh(batch: GlobalBatch, weights: tuple[float, ...], is_sum: bool) -> GlobalBatch:
-    """Gives each micro-batch its share of the loss.
-
-    Args:
-        weights: One number for each micro-batch, in order; empty: its samples.
-        is_sum: Whether losses are added rather than averaged.
-
-    Raises:
-        InputError: the weights do not add up to more than zero.
-    """
+    """Gives each micro-batch its share of the loss: one if losses are added, else a weight, or what samples it has."""
     if is_sum:
         shares = [1.0] * len(batch.micro_batches)
     elif not weights:
@@ -139,15 +123,11 @@ class Job:
     """One call of the model, as every rank sees it.
 
     Attributes:
-        split: the stages of the call's graph.
-        needs_gradient: whether backwards follow.
         seed, step: what random nodes depend on.
-        graph_key: digest of the graph and of such lengths.
+        graph_key: digest of the graph and of the lengths that vary, in this call.
         is_sum: whether losses are added rather than averaged.
-        recomputing: stages that run forward again before backward.
+        recomputing: stages that run forward again before backward; `offload`: what they keep is on the host meanwhile.
         splitting: stages whose backward leaves weight gradients for later.
-        offload: whether what they keep for that is on the host meanwhile.
-        lengths: those that vary in the graph, in this call.
         of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
         name: what to call it in errors.
     """
@@ -178,12 +158,7 @@ class Job:
         own = sum(part.size for part in self.batch.micro_batches.values() if part.origin == rank)
         return self.rank_weight(rank) * own / max(self.batch.num_samples_of(rank), 1)
 
-    def rank_of(self, stage: int, micro_batch: int) -> int:
-        """Returns the rank that runs a micro-batch at a stage."""
-        return self.plan.rank_of(stage, micro_batch)
-
     def maker_of(self, output: int, micro_batch: int) -> int:
-        """Returns the rank that makes an output of a micro-batch."""
         return self.plan.rank_of(self.split.makers[output], micro_batch)
 
 
@@ -191,11 +166,7 @@ class Job:
 class Act:
     """An instruction with what it needs to know of its micro-batch.
 
-    Attributes:
-        receives: what it waits for.
-        sends: what it makes for others.
-        own: inputs of a forward that are this rank's own.
-        ends_stage: whether the stage has its last gradients on this rank afterwards.
+    `own` are inputs of a forward that are this rank's own; `ends_stage`: the stage has its last gradients here then.
     """
 
     instruction: Instruction
@@ -206,86 +177,69 @@ class Act:
     ends_stage: bool
 
 
+@dataclass(eq=False, repr=False)
 class Traffic:
     """The messages of one kind of call, as one rank sees them.
 
-    Args:
-        split: The stages of the call's graph.
-        instructions: All that this rank may do, in order.
-        graph_key: Digest of the graph, and of its lengths in the call.
-
     Attributes:
+        instructions: all that this rank may do, in order.
         wanted: what each stage receives whose gradient is wanted.
         handed_out: this rank's own samples that other ranks compute with, and whose samples they are.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        plan: Plan,
-        rank: int,
-        instructions: Sequence[Instruction],
-        batch: GlobalBatch,
-        graph_key: str,
-    ) -> None:
-        self._split = split
-        self._plan = plan
-        self._rank = rank
-        self._instructions = instructions
-        self._batch = batch
-        self._graph_key = graph_key
+    split: Split
+    plan: Plan
+    rank: int
+    instructions: Sequence[Instruction]
+    batch: GlobalBatch
+    graph_key: str
+
+    def __post_init__(self) -> None:
+        split, batch, rank = self.split, self.batch, self.rank
         self._factor: float | None = None
         self._seeds: dict[float, Tensor] = {}
         self._programs: dict[tuple[tuple[Work, ...], str], list[Act]] = {}
         self._travelling = [
             tuple(name for name in stage.inputs if name in split.traced.batch_inputs) for stage in split.stages
         ]
-        self.wanted = [self._wanted_by(stage) for stage in split.stages]
+        self.wanted = [{name for edge in stage.arriving for name in edge.gradients} for stage in split.stages]
+        for name, holder in split.input_gradients.items():
+            self.wanted[holder].add(name)
         self.handed_out = [
             (part, self._inputs(stage, part))
             for part in batch.owned_by(rank)
             for stage in (split.stages if part.origin == rank else ())
-            if self._travelling[stage.index] and not batch.has(plan.rank_of(stage.index, part.index), part)
+            if self._travelling[stage.index] and not batch.has(self.plan.rank_of(stage.index, part.index), part)
         ]
 
     def seeds(self, factor: float) -> dict[float, Tensor]:
         """Returns the gradient of each micro-batch's loss, by its share, for a backward from `factor`."""
         if self._factor != factor:
-            self._factor, value = factor, self._traced_loss
-            shares = {part.share for part in self._batch.micro_batches.values()}
+            self._factor, loss = factor, self.split.traced.loss
+            assert loss is not None, "a step goes backward from a loss"
+            value: Tensor = self.split.traced.nodes[loss.node].meta["val"]
+            shares = {part.share for part in self.batch.micro_batches.values()}
             self._seeds = {
                 share: torch.full((), share * factor, dtype=value.dtype, device=value.device) for share in shares
             }
         return self._seeds
 
-    @property
-    def _traced_loss(self) -> Tensor:
-        loss = self._split.traced.loss
-        assert loss is not None, "a step goes backward from a loss"
-        value: Tensor = self._split.traced.nodes[loss.node].meta["val"]
-        return value
-
     def program(self, kinds: tuple[Work, ...], origin: str = "") -> list[Act]:
         """Returns this rank's instructions of some kinds, without those of empty micro-batches.
 
-        Args:
-            origin: Names the outputs that have a gradient, where calls differ in that: then messages back differ, too.
+        `origin` names the outputs that have a gradient, where calls differ in that: then messages back differ, too.
         """
         known = self._programs.get((kinds, origin))
         if known is None:
-            known = self._programs[kinds, origin] = self._made(kinds, origin)
+            full = self.batch.micro_batches
+            chosen = [step for step in self.instructions if step.kind in kinds and step.micro_batch in full]
+            last = {step.stage: step for step in chosen if step.kind in (Work.BACKWARD, Work.WEIGHT)}
+            known = [self._act(step, origin, last.get(step.stage) is step) for step in chosen]
+            self._programs[kinds, origin] = known
         return known
 
-    def _made(self, kinds: tuple[Work, ...], origin: str) -> list[Act]:
-        chosen = [step for step in self._instructions if step.kind in kinds and self._is_full(step)]
-        last = {step.stage: step for step in chosen if step.kind in (Work.BACKWARD, Work.WEIGHT)}
-        return [self._act(step, origin, last.get(step.stage) is step) for step in chosen]
-
-    def _is_full(self, step: Instruction) -> bool:
-        return step.micro_batch in self._batch.micro_batches
-
     def _act(self, step: Instruction, origin: str, ends_stage: bool) -> Act:
-        part, stage = self._batch.micro_batches[step.micro_batch], self._split.stages[step.stage]
+        part, stage = self.batch.micro_batches[step.micro_batch], self.split.stages[step.stage]
         receives: list[Parcel] = []
         sends: list[Parcel] = []
         own: tuple[str, ...] = ()
@@ -300,31 +254,24 @@ class Traffic:
     def _received(self, stage: StagePart, part: MicroBatch) -> tuple[list[Parcel], tuple[str, ...]]:
         """Returns the messages that a forward waits for, and the inputs that it takes from this rank's own."""
         parcels = [self._activations(edge, part) for edge in stage.arriving]
-        if self._travelling[stage.index] and not self._batch.has(self._rank, part):
+        if self._travelling[stage.index] and not self.batch.has(self.rank, part):
             parcels.append(self._inputs(stage, part))
         come = {name for parcel in parcels for name in parcel.names}
         return parcels, tuple(name for name in stage.inputs if name not in come)
 
     def _inputs(self, stage: StagePart, part: MicroBatch) -> Parcel:
         """Returns the parcel that takes inputs to a stage; those that are no batches are the same on all ranks."""
-        route = Route(part.origin, self._plan.rank_of(stage.index, part.index), 4 * stage.index + 2)
-        return Parcel(Kind(self._graph_key, route, part.size), self._travelling[stage.index])
+        route = Route(part.origin, self.plan.rank_of(stage.index, part.index), 4 * stage.index + 2)
+        return Parcel(Kind(self.graph_key, route, part.size), self._travelling[stage.index])
 
     def _activations(self, edge: Edge, part: MicroBatch) -> Parcel:
-        """Returns the parcel that takes a cut's values on."""
         route = Route(*self._ends(edge, part), 4 * edge.index)
-        return Parcel(Kind(self._graph_key, route, part.size), edge.values)
+        return Parcel(Kind(self.graph_key, route, part.size), edge.values)
 
     def _gradients(self, edge: Edge, part: MicroBatch, origin: str) -> Parcel:
-        """Returns the parcel that takes the gradients of a cut's values back."""
         source, destination = self._ends(edge, part)
         route = Route(destination, source, 4 * edge.index + 1)
-        return Parcel(Kind(self._graph_key + origin, route, part.size), edge.gradients)
+        return Parcel(Kind(self.graph_key + origin, route, part.size), edge.gradients)
 
     def _ends(self, edge: Edge, part: MicroBatch) -> tuple[int, int]:
-        return self._plan.rank_of(edge.source, part.index), self._plan.rank_of(edge.destination, part.index)
-
-    def _wanted_by(self, stage: StagePart) -> frozenset[str]:
-        back = {name for edge in stage.arriving for name in edge.gradients}
-        held = self._split.input_gradients.items()
-        return frozenset(back | {name for name, holder in held if holder == stage.index})
+        return self.plan.rank_of(edge.source, part.index), self.plan.rank_of(edge.destination, part.index)

@@ -23,8 +23,8 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, Job, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.remote_parameter import RemoteTensor
+from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.step_runner import RankParts, StepRunner
 from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of
@@ -32,7 +32,7 @@ from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule
-from autovaruna.stage.split import Assignment, Split, StagePart, carry_over, split
+from autovaruna.stage.split import Assignment, Split, carry_over, split
 
 logger = logging.getLogger(__name__)
 _KNOWN_SIZES = 1024
@@ -45,17 +45,14 @@ class Prepared:
     """A graph, split and bound to this rank's parameters.
 
     Attributes:
-        split: its stages.
-        stages: those of this rank.
-        gradients: sums what they collect.
-        traffic: the messages of this rank, for the micro-batches of a call.
+        stages: those of this rank, whose gradients the book sums.
         recomputing, splitting: the stages that run forward again, and those that compute weight gradients apart.
         is_half: whether some of its gradients are float16.
     """
 
     split: Split
     stages: dict[int, StageModule]
-    gradients: GradientBook
+    book: GradientBook
     traffic: Callable[[GlobalBatch, str], Traffic]
     recomputing: frozenset[int]
     splitting: frozenset[int]
@@ -66,72 +63,52 @@ def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
     return frozenset(instruction.stage for rank in schedule for instruction in rank if instruction.kind is kind)
 
 
-def _is_half(traced: TracedModel) -> bool:
-    return any(
-        fact.needs_gradient and isinstance(fact.value, Tensor) and fact.value.dtype is torch.float16
-        for fact in traced.facts.values()
-    )
-
-
+@dataclass(eq=False, repr=False)
 class Engine:
     """Runs a planned model on this rank.
 
-    Args:
-        assignment: The stages of the graph that was planned.
-        placement: Who holds which parameter.
-        orders: The instructions of every rank, for each graph.
-        seed: What random nodes are seeded from.
-        of_model: Says in errors which model this is, behind other words.
-
     Attributes:
+        assignment: the stages of the graph that was planned.
         placement: who holds which parameter, and which buffer that calls have changed.
-        seed: what random nodes are seeded from.
-        backwards: the caller's backwards, and the gradients that are kept back.
-        metrics: of the last step that went backward.
+        orders: the instructions of every rank, for each graph.
+        of_model: says in errors which model this is, behind other words.
 
     Raises:
         PlanError: stages are to be compiled, and the plan splits their backward.
     """
 
-    def __init__(
-        self,
-        state: OwnedState,
-        plan: Plan,
-        assignment: Assignment,
-        placement: Placement,
-        orders: Orders,
-        settings: Settings,
-        world: World,
-        device: torch.device,
-        seed: int,
-        loss_scale: LossScale,
-        of_model: str = "",
-        trace: EventTrace | None = None,
-    ) -> None:
-        if _stages_with(Kind.WEIGHT, orders.planned) and settings.compile_stages is not False:
+    state: OwnedState
+    plan: Plan
+    assignment: Assignment
+    placement: Placement
+    orders: Orders
+    settings: Settings
+    world: World
+    device: torch.device
+    seed: int
+    loss_scale: LossScale
+    of_model: str = ""
+    trace: EventTrace | None = None
+
+    def __post_init__(self) -> None:
+        settings, world, device = self.settings, self.world, self.device
+        if _stages_with(Kind.WEIGHT, self.orders.planned) and settings.compile_stages is not False:
             raise PlanError(SPLIT_REFUSAL)
         if settings.offload and device.type != "cuda" and world.rank == 0:
             logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
-        self.plan = plan
-        self.seed = seed
-        self.placement = placement
-        self._assignment = assignment
-        self._orders = orders
         self._known: dict[str, Prepared] = {}
         self._books: list[GradientBook] = []
-        self.backwards = Backwards(state, self._books)
-        self._settings = settings
-        self._of_model = of_model
+        self._recent: OrderedDict[str, None] = OrderedDict()
+        self.backwards = Backwards(self.state, self._books)
+        self.metrics = Metrics()
         own = {
             name: each
-            for name, each in state.parameters().items()  # calls refuse others in their place
+            for name, each in self.state.parameters().items()  # calls refuse others in their place
             if not isinstance(each, RemoteTensor) and not each.is_meta
         }
-        self._recent: OrderedDict[str, None] = OrderedDict()
-        mail, delivers_all = Mail(world, device), settings.outputs == "all"
-        self.metrics = Metrics()
+        kept = own, self.backwards, self.loss_scale, self.metrics
         self._rank = RankParts(
-            world, device, mail, state, own, self.backwards, loss_scale, self.metrics, delivers_all, trace
+            world, device, Mail(world, device), self.state, *kept, settings.outputs == "all", self.trace
         )
 
     def run(
@@ -149,8 +126,8 @@ class Engine:
         Args:
             tensors: This rank's mini-batch, in the order of the graph's inputs.
             number: How many calls there were before.
-            batch: The micro-batches of all ranks.
-            of_batch: What they are given of the whole batch, by the weight of their loss and the name of the node.
+            of_batch: What micro-batches are given of the whole batch, by the weight of their loss and the name of the
+                node.
             asks_for_sums: Whether gradients are to be summed over ranks now.
             lengths: Those that vary in the graph, in this call.
         """
@@ -169,27 +146,24 @@ class Engine:
             seed=self.seed,
             step=number,
             graph_key=self._key(traced, lengths),
-            is_sum=self._settings.reduction == "sum",
+            is_sum=self.settings.reduction == "sum",
             recomputing=prepared.recomputing,
             splitting=prepared.splitting,
-            offload=self._settings.offload,
+            offload=self.settings.offload,
             lengths=lengths,
             of_batch=of_batch,
-            name=f"call {number + 1}{self._of_model}",
+            name=f"call {number + 1}{self.of_model}",
         )
         is_whole = needs_gradient and traced.loss is not None
-        runner = StepRunner(
-            job=job,
-            rank=self._rank,
-            stages=prepared.stages,
-            traffic=prepared.traffic(batch, job.graph_key),
-            book=prepared.gradients,
-            placement=self.placement,
-            inputs=dict(zip(traced.inputs, tensors, strict=True)),
-            asks_for_sums=asks_for_sums,
-            factor=self._rank.loss_scale.before(prepared.is_half) if is_whole else None,
-        )
-        return traced.output_tree.unflatten(_stand_ins(traced, runner.run()), Undelivered)
+        factor = self.loss_scale.before(prepared.is_half) if is_whole else None
+        traffic, inputs = prepared.traffic(batch, job.graph_key), dict(zip(traced.inputs, tensors, strict=True))
+        parts = prepared.stages, traffic, prepared.book, self.placement, inputs
+        outputs = StepRunner(job, self._rank, *parts, asks_for_sums, factor).run()
+        found: list[Any] = [
+            Undelivered(Opaque(spec.path, "tensor")) if output is None else output
+            for output, spec in zip(outputs, traced.outputs, strict=True)
+        ]
+        return traced.output_tree.unflatten(found, Undelivered)
 
     def _prepared(self, traced: TracedModel) -> Prepared:
         """Returns a graph's stages, bound to the parameters as they are now."""
@@ -202,54 +176,44 @@ class Engine:
         return prepared
 
     def _prepare(self, traced: TracedModel) -> Prepared:
-        assignment = carry_over(self._assignment, traced)
+        assignment = carry_over(self.assignment, traced)
         self._learn_holders(traced, assignment)
         parts = split(traced, assignment)
         stages = self._stages(parts, traced)
-        schedule = self._orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
-        parameters, own = self._rank.state.parameters(), list(stages.values())
-        book = GradientBook(parts, self.plan, self._rank.world, parameters, self.placement, own)
+        schedule = self.orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
+        parameters, rank = self.state.parameters(), self.world.rank
+        book = GradientBook(parts, self.plan, self.world, parameters, self.placement, list(stages.values()))
         self._books.append(book)
-        return Prepared(
-            parts,
-            stages,
-            book,
-            lru_cache(_KNOWN_BATCHES)(
-                partial(Traffic, parts, self.plan, self._rank.world.rank, schedule[self._rank.world.rank])
-            ),
-            _stages_with(Kind.RECOMPUTE, schedule),
-            _stages_with(Kind.WEIGHT, schedule),
-            _is_half(traced),
-        )
+        traffic = lru_cache(_KNOWN_BATCHES)(partial(Traffic, parts, self.plan, rank, schedule[rank]))
+        values = [fact.value for fact in traced.facts.values() if fact.needs_gradient]
+        is_half = any(isinstance(each, Tensor) and each.dtype is torch.float16 for each in values)
+        recomputing, splitting = (_stages_with(kind, schedule) for kind in (Kind.RECOMPUTE, Kind.WEIGHT))
+        return Prepared(parts, stages, book, traffic, recomputing, splitting, is_half)
 
     def _stages(self, parts: Split, traced: TracedModel) -> dict[int, StageModule]:
-        """Returns the stages of this rank."""
-        parameters, buffer = self._rank.state.parameters(), self._rank.state.tensor
-        constants = {name: tensor.to(self._rank.device) for name, tensor in traced.constants.items()}
+        """Returns the stages of this rank, compiled if they are to be."""
+        parameters, buffer = self.state.parameters(), self.state.tensor
+        constants = {name: tensor.to(self.device) for name, tensor in traced.constants.items()}
+        backend = self.settings.compile_stages
+        backend = "inductor" if backend is True else backend
 
         @lru_cache(_KNOWN_SIZES)
         def size_of(name: str, batch_size: int, lengths: tuple[int, ...]) -> Any:
             return traced.sizes.in_call(free_value(traced.nodes[name]), batch_size, lengths)
 
+        own = [part for part in parts.stages if self.world.rank in self.plan.stages[part.index].ranks]
+        runs = [CompiledPiece(part.piece, traced, backend) if backend else None for part in own]
         return {
-            part.index: StageModule(part, parameters, buffer, constants, size_of, self._compiled(part, traced))
-            for part in parts.stages
-            if self._rank.world.rank in self.plan.stages[part.index].ranks
+            part.index: StageModule(part, parameters, buffer, constants, size_of, run)
+            for part, run in zip(own, runs, strict=True)
         }
-
-    def _compiled(self, part: StagePart, traced: TracedModel) -> CompiledPiece | None:
-        """Returns what runs a stage if stages are compiled."""
-        backend = self._settings.compile_stages
-        return (
-            None if backend is False else CompiledPiece(part.piece, traced, "inductor" if backend is True else backend)
-        )
 
     def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
         """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
         stages = {name: assignment.holders[name] for name in traced.changed_state - self.placement.holders.keys()}
         every = placement_of(assignment, self.plan).holders
         ranks = {name: every[name] for name in stages}
-        self._assignment = replace(self._assignment, holders=self._assignment.holders | stages)
+        self.assignment = replace(self.assignment, holders=self.assignment.holders | stages)
         self.placement = replace(self.placement, holders=self.placement.holders | ranks)
 
     def _key(self, traced: TracedModel, lengths: tuple[int, ...]) -> str:
@@ -266,24 +230,18 @@ class Engine:
     def forget(self, key: str) -> None:
         """Forgets a graph, unless it has kept gradients back. All ranks do at the same call."""
         prepared = self._known.get(key)
-        if prepared is not None and not prepared.gradients.may_have_kept:
+        if prepared is not None and not prepared.book.may_have_kept:
             del self._known[key]
-            self._books.remove(prepared.gradients)
+            self._books.remove(prepared.book)
         self._rank.mail.forget(key)
 
     @property
     def doings(self) -> tuple[Hashable, ...]:
         """What the script has done between calls: the same on every rank."""
-        return self.backwards.num, self.backwards.last_gradient, self._rank.loss_scale.words
+        return self.backwards.num, self.backwards.last_gradient, self.loss_scale.words
 
     @property
     def words(self) -> dict[str, str]:
         """The same in words."""
         names = "the number of backwards", "the gradient of the last loss", "the scale of the GradScaler"
         return dict(zip(names, map(str, self.doings), strict=True))
-
-
-def _stand_ins(traced: TracedModel, outputs: Sequence[Tensor | None]) -> list[Any]:
-    """Puts an object that says why in the place of each output that is not delivered."""
-    pairs = zip(outputs, traced.outputs, strict=True)
-    return [Undelivered(Opaque(spec.path, "tensor")) if output is None else output for output, spec in pairs]

@@ -38,14 +38,10 @@ class Ending:
     """Ends the ranks of a world with this one."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self._process = os.getpid()
-        self._status = 0
-        self._num_acts = 0
+        self.world, self._process = world, os.getpid()
+        self._status = self._num_acts = 0
         self._has_ended = False
-        self._exit = sys.exit
-        self._hook = sys.excepthook
-        self._thread_hook = threading.excepthook
+        self._exit, self._hook, self._thread_hook = sys.exit, sys.excepthook, threading.excepthook
 
     def install(self) -> None:
         """Puts the hooks of Python in place. Child processes made by fork keep their own ways."""
@@ -55,14 +51,12 @@ class Ending:
         atexit.register(self.on_end)
 
     def on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Ends all ranks because nobody caught `error`."""
         if self._is_child():
             self._hook(kind, error, trace)
         else:
             self.world.abort(error.with_traceback(trace), f"rank {self.world.rank} failed")
 
     def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """Ends all ranks because a thread failed."""
         if self._is_child() or args.exc_value is None or args.exc_type is SystemExit:
             self._thread_hook(args)
         else:
@@ -70,10 +64,7 @@ class Ending:
             self.world.abort(args.exc_value, f"rank {self.world.rank} failed{name}")
 
     def on_exit(self, status: object = None, /) -> NoReturn:
-        """Notes the status of `sys.exit`, which Python does not show at the end.
-
-        A script that uses the world again has caught it, so that it no longer counts.
-        """
+        """Notes the status of `sys.exit`, which Python does not show at the end; using the world later undoes that."""
         if threading.current_thread() is threading.main_thread():
             self._status, self._num_acts = status_of(status), self._num_acts_now()
         self._exit(status)  # type: ignore[arg-type]
@@ -94,7 +85,6 @@ class Ending:
             self.world.abort(error, f"rank {self.world.rank} failed at its end")
 
     def _num_acts_now(self) -> int:
-        """Returns how often this rank's script has used the world."""
         return sum(self.world.watch.counts.values())
 
     def _is_child(self) -> bool:
@@ -112,13 +102,8 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SL
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and others that start ranks of torch.distributed, set."""
-LOCAL_RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "SLURM_LOCALID",
-    "LOCAL_RANK",
-)
+_OF_MPI = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+LOCAL_RANK_VARIABLES = (*_OF_MPI, "SLURM_LOCALID", "LOCAL_RANK")
 """The number of a rank on its host, as set by the same, and by launchers of PyTorch."""
 
 logger = logging.getLogger(__name__)
@@ -155,22 +140,19 @@ def _started(variables: Mapping[str, str]) -> World:
 
 def show_errors_in_few_lines() -> None:
     """Lets an error of this package that nobody caught be shown without the frames that mean nothing to a user."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, AutoVarunaError):
+            write_error(error_text(error))
+        else:
+            sys.__excepthook__(kind, error, trace)
+
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _on_own_error
-
-
-def _on_own_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, AutoVarunaError):
-        write_error(error_text(error))
-    else:
-        sys.__excepthook__(kind, error, trace)
+        sys.excepthook = show
 
 
 def promise() -> None:
-    """Makes sure that this rank says goodbye at its end even if it never uses its world; the others would wait for it.
-
-    Called where a script shows that it is a rank; more than once does no harm.
-    """
+    """Makes sure that this rank says goodbye at its end even if it never uses its world: others would wait for it."""
     global _has_promised
     if not _has_promised and world_of_thread() is None and num_ranks_in(os.environ) > 1:
         _has_promised = True
@@ -187,8 +169,7 @@ def _say_goodbye(process: int) -> None:
 
 def num_ranks_in(variables: Mapping[str, str]) -> int:
     """Returns the number of ranks that a launcher has put into the environment; 1 without one."""
-    of_mpi = _of_mpi(variables)
-    return _number(variables, "WORLD_SIZE") if is_of_torch(variables) else of_mpi
+    return _number(variables, "WORLD_SIZE") if is_of_torch(variables) else _number(variables, *SIZE_VARIABLES)
 
 
 def is_of_torch(variables: Mapping[str, str]) -> bool:
@@ -196,25 +177,18 @@ def is_of_torch(variables: Mapping[str, str]) -> bool:
 
     But a torchrun on each host may have been started by mpirun or srun itself: it has more ranks than those have.
     """
-    of_torch, of_mpi = _number(variables, "WORLD_SIZE"), _of_mpi(variables)
+    of_torch, of_mpi = _number(variables, "WORLD_SIZE"), _number(variables, *SIZE_VARIABLES)
     is_inner = "TORCHELASTIC_RUN_ID" in variables and of_torch > of_mpi
     return of_torch > 1 and (of_mpi == 1 or is_inner)
 
 
-def _of_mpi(variables: Mapping[str, str]) -> int:
-    return next((int(variables[name]) for name in SIZE_VARIABLES if variables.get(name, "").isdigit()), 1)
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    return int(variables[name]) if variables.get(name, "").isdigit() else 1
+def _number(variables: Mapping[str, str], *names: str) -> int:
+    """Returns the first of some variables that is a number, else 1."""
+    return next((int(variables[name]) for name in names if variables.get(name, "").isdigit()), 1)
 
 
 def check_slurm(variables: Mapping[str, str]) -> None:
-    """Returns if this is no task of several that srun has started without telling MPI.
-
-    Raises:
-        ConfigError: it is; each task would train a model of its own.
-    """
+    """Raises a `ConfigError` if this is a task of several that srun has started without telling MPI."""
     num_tasks = _number(variables, "SLURM_NTASKS")
     is_step = "SLURM_STEP_ID" in variables or variables.get("SLURM_PROCID", "0") != "0"
     is_known = "SLURM_STEP_NUM_TASKS" in variables or "WORLD_SIZE" in variables
@@ -241,7 +215,6 @@ def local_rank_in(variables: Mapping[str, str]) -> int | None:
 
 
 def start_mpi(num_ranks: int) -> World:
-    """Starts MPI."""
     try:
         from autovaruna.runtime.transport.mpi import MpiTransport
     except ImportError as error:
@@ -257,11 +230,7 @@ def start_mpi(num_ranks: int) -> World:
 
 
 def start_torch(variables: Mapping[str, str]) -> World:
-    """Joins the ranks that a launcher of torch.distributed has started, such as torchrun.
-
-    Raises:
-        ConfigError: the launcher does not say which rank this is, or where the ranks meet.
-    """
+    """Joins the ranks that a launcher of torch.distributed has started; raises if it does not say which one this is."""
     missing = [name for name in TORCH_VARIABLES if not variables.get(name)]
     num_ranks, rank = _number(variables, "WORLD_SIZE"), variables.get("RANK", "")
     if missing or not rank.isdigit() or int(rank) >= num_ranks:
@@ -275,10 +244,8 @@ def start_torch(variables: Mapping[str, str]) -> World:
 
     if "TORCHELASTIC_RUN_ID" in variables:
         end_with(os.getppid())
-    place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    return _joined(
-        SocketTransport(open_store(), int(rank), num_ranks, place, partial(expect_siblings, OF_TORCHRUN)), num_ranks
-    )
+    place, check = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), partial(expect_siblings, OF_TORCHRUN)
+    return _joined(SocketTransport(open_store(), int(rank), num_ranks, place, check), num_ranks)
 
 
 def _joined(transport: ProcessTransport, num_ranks: int) -> World:
@@ -296,7 +263,7 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
     num_sharing = count_sharing(places, world.rank)
-    transport.set_cores(len(cores), num_sharing)
+    transport.is_crowded = num_sharing > len(cores)
     share_threads(len(cores), num_sharing)
     return world
 

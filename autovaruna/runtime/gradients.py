@@ -1,9 +1,8 @@
 """Collects the gradients of a step: sums them over the uses of a parameter and over the ranks that hold it.
 
-A parameter that several blocks use has one accumulator for each of them. They are summed from the last use to the
-first, the order in which autograd meets them on one process, whatever stages the uses are on: a partial sum travels
-from the last stage that holds the parameter to the first, each adding its own, and the total goes back to all.
-Where the optimizer's state is shared out, the total of a parameter goes to its owner alone.
+A parameter has one accumulator for each block that uses it. They are summed from the last use to the first, the order
+of autograd on one process, whatever stages the uses are on: a partial sum travels from the last stage that holds the
+parameter to the first, and the total goes back to all; or to its owner, where the optimizer's state is shared out.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
 _CHAIN_TAG = 1 << 19
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class Order:
     Attributes:
         spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
         stages: the uses of the others, by the ranks that sum them and by stage.
-        owners: the ranks that alone get the sums of parameters that are shared out.
     """
 
     def __init__(
@@ -70,18 +70,13 @@ class Order:
 
 
 class Summation:
-    """The gradients of one step on their way.
-
-    The parameters of a stage are summed over its replicas as soon as its last backward on this rank has ended.
-    """
+    """The gradients of one step on their way; those of a stage start when its last backward here has ended."""
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._world = world
-        self._parameters = parameters
+        self._order, self._world, self._parameters = order, world, parameters
         self._sums = Sums(world)
         self._totals: dict[str, Tensor] = {}
         self._accumulators: dict[ParameterUse, Tensor] = {}
-        self._order = order
         self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
         self._ended: set[int] = set()
 
@@ -99,8 +94,10 @@ class Summation:
         for name, uses in self._order.uses.items():
             self._totals[name] = self._chain(name, uses)
         self._sums.finish()
-        self._spread()
         owners, rank = self._order.owners, self._world.rank
+        for name, ranks in self._order.spread.items():
+            if len(ranks) > 1 and rank in ranks:
+                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
         return {name: total for name, total in self._totals.items() if owners.get(name, rank) == rank}
 
     def _start(self) -> None:
@@ -127,10 +124,7 @@ class Summation:
         return found if found is not None else torch.zeros_like(self._parameters[name])
 
     def _chain(self, name: str, uses: list[Use]) -> Tensor:
-        """Sums a parameter over the stages that use it, some of them again after others.
-
-        The total is on the first rank of the one that uses it first.
-        """
+        """Sums a parameter over the stages that use it; the total is on the first rank of the first one."""
         runs = [list(run) for _, run in groupby(uses, key=attrgetter("stage"))]
         mine = [use for use in uses if self._world.rank in use.ranks]
         parts = {use.block: self._take(name, use) for use in mine}
@@ -146,18 +140,13 @@ class Summation:
             if before != self._world.rank:
                 total = torch.empty_like(self._parameters[name])
                 self._world.receive([total], before, _CHAIN_TAG).wait()
-            own = [parts[use.block] for use in run]
-            total = _add_all(own if total is None else [total, *own])
+            for use in run:
+                total = parts[use.block] if total is None else total.add_(parts[use.block])
             after = heads[place + 1] if place + 1 < len(runs) else self._world.rank
             if after != self._world.rank:
+                assert total is not None, "a run has a use"
                 self._world.send([total], after, _CHAIN_TAG).wait()
         return total if total is not None else torch.empty_like(self._parameters[name])
-
-    def _spread(self) -> None:
-        """Gives these sums to every rank that gets them."""
-        for name, ranks in self._order.spread.items():
-            if len(ranks) > 1 and self._world.rank in ranks:
-                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
 
 
 def _use(split: Split, plan: Plan, block: int) -> Use:
@@ -166,21 +155,10 @@ def _use(split: Split, plan: Plan, block: int) -> Use:
     return Use(block, stage, plan.stages[stage].ranks)
 
 
-def _add_all(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total.add_(part)
-    return total
-
-
 class GradientBook:
     """Takes gradients from the leaves of a split's stages, sums them, and keeps back what is not to be summed yet.
 
-    Args:
-        placement: Who holds each parameter, and so needs its gradient.
-
-    Attributes:
-        may_have_kept: whether some rank may keep gradients back.
+    `may_have_kept` says whether some rank may keep gradients back.
     """
 
     def __init__(
@@ -192,14 +170,12 @@ class GradientBook:
         placement: Placement,
         stages: Sequence[StageModule],
     ) -> None:
-        self._world = world
-        self._parameters = parameters
-        self._placement = placement
-        self._stages = stages
-        self._uses: dict[str, list[Use]] = {}
-        for parameter in split.traced.graph.parameters:
-            if parameter.needs_gradient:
-                self._uses[parameter.name] = [_use(split, plan, block) for block in reversed(parameter.blocks)]
+        self._world, self._parameters, self._placement, self._stages = world, parameters, placement, stages
+        self._uses = {
+            parameter.name: [_use(split, plan, block) for block in reversed(parameter.blocks)]
+            for parameter in split.traced.graph.parameters
+            if parameter.needs_gradient
+        }
         self._orders: dict[str, Order] = {}
         self._varies = split.traced.has_kept_modules
         self._kept: dict[ParameterUse, Tensor] = {}
@@ -216,18 +192,13 @@ class GradientBook:
         if self._early is not None:
             self._early.end_stage(stage, _taken([each for each in self._stages if each.index == stage]))
 
-    def keeps_back(self) -> None:
-        """Notes that gradients of this step will be kept back; every rank of the step does."""
-        self.may_have_kept = True
-
     def take(self) -> dict[ParameterUse, Tensor]:
         """Takes the gradients of the last step away from the leaves, by use."""
         return _taken(self._stages)
 
     def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
         """Keeps gradients of this rank back until the next `take_kept`."""
-        for use, gradient in accumulators.items():
-            self._kept[use] = self._kept[use].add_(gradient) if use in self._kept else gradient
+        _add_to(self._kept, accumulators)
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
         """Sums the accumulators of all ranks; `begin` may have started some. Collective for ranks that hold a stage.
@@ -237,8 +208,7 @@ class GradientBook:
             origin: What the backward started from; None: several, so that ranks must agree anew.
 
         Returns:
-            For each parameter of this rank that has a gradient, the gradient of the global batch; not of those that
-            another rank owns.
+            The gradients of the global batch, of each parameter of this rank that has one and that no other rank owns.
         """
         early, self._early = self._early, None
         if early is None or origin is None:
@@ -280,19 +250,12 @@ class GradientBook:
 class Backwards:
     """The caller's backwards through all calls of one model, and the gradients that they have left to be summed.
 
-    Args:
-        books: Those of the model's graphs, which grow with these.
-
-    Attributes:
-        num: how many backwards there were.
-        last_gradient: what came into the last one.
+    `books` are of the model's graphs, and grow with these; `last_gradient` came into the last of `num` backwards.
     """
 
     def __init__(self, state: OwnedState, books: Sequence[GradientBook]) -> None:
-        self.num = 0
-        self.last_gradient = "none"
-        self._state = state
-        self._books = books
+        self.num, self.last_gradient = 0, "none"
+        self._state, self._books = state, books
         self._owes_gradients = False
         self._totals: dict[str, Tensor] = {}
 
@@ -325,11 +288,9 @@ class Backwards:
 
     def keep_totals(self, totals: Mapping[str, Tensor]) -> None:
         """Keeps back gradients that have been summed in the call, by parameter."""
-        for name, total in totals.items():
-            self._totals[name] = self._totals[name].add_(total) if name in self._totals else total
+        _add_to(self._totals, totals)
 
     def forget_step(self) -> None:
-        """Drops what a step that has failed leaves behind."""
         for book in self._books:
             book.forget_step()
 
@@ -343,24 +304,26 @@ class Backwards:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
         totals, self._totals = self._totals, {}
         for book in self._books:
-            for name, total in book.take_kept().items():
-                totals[name] = totals[name].add_(total) if name in totals else total
+            _add_to(totals, book.take_kept())
         return totals
 
     @cached_property
     def _of_others(self) -> list[nn.Parameter]:
         """The parameters that this rank holds and another one steps over."""
-        here = [each for each in self._state.parameters().values() if not isinstance(each, RemoteTensor)]
-        return [each for each in here if not steps_here(each)]
+        away = [each for each in self._state.parameters().values() if not steps_here(each)]
+        return [each for each in away if not isinstance(each, RemoteTensor)]
 
     @cached_property
     def _away(self) -> list[RemoteTensor]:
-        """The parameters that other ranks hold."""
         return [each for each in self._state.parameters().values() if isinstance(each, RemoteTensor)]
 
 
+def _add_to(totals: dict[Key, Tensor], others: Mapping[Key, Tensor]) -> None:
+    for key, other in others.items():
+        totals[key] = totals[key].add_(other) if key in totals else other
+
+
 def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
-    """Takes the gradients away from the leaves of stages."""
     taken: dict[ParameterUse, Tensor] = {}
     for stage in stages:
         for use, leaf in stage.leaves.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,17 +20,10 @@ from autovaruna.stage.module import StageModule
 
 
 class OwnSamples:
-    """The mini-batch of this rank.
-
-    Args:
-        inputs: Its tensors by input name.
-    """
+    """The mini-batch of this rank, by input name."""
 
     def __init__(self, inputs: Mapping[str, Tensor], job: Job, rank: int, mail: Mail) -> None:
-        self._inputs = inputs
-        self._job = job
-        self._rank = rank
-        self._mail = mail
+        self._inputs, self._job, self._rank, self._mail = inputs, job, rank, mail
         self._slices: dict[str, Mapping[int, Tensor]] = {}
 
     def of(self, part: MicroBatch, name: str) -> Tensor:
@@ -55,14 +48,10 @@ class OwnSamples:
 
 
 class Stash:
-    """Tensors of a micro-batch between its forward and its recompute.
+    """Tensors of a micro-batch between its forward and its recompute; those on a GPU may go to the host meanwhile.
 
     Copies run on the current stream in pinned memory, and nobody waits for them: the memory that a tensor had on the
     GPU is given to later work of the same stream alone, which comes after the copy.
-
-    Args:
-        tensors: What to keep, by name.
-        is_offloaded: Whether those on a GPU go to the host; all others stay as they are.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, is_offloaded: bool) -> None:
@@ -94,7 +83,7 @@ class InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
     Attributes:
-        tensors: the same, until the forward has ended.
+        tensors: what it has received, until the forward has ended.
         returned: what the forward returned, with its graph.
         gradients: those of what it has received.
         before: state that the forward found and changed.
@@ -116,12 +105,8 @@ class InFlight:
 class ChangedState:
     """The state of this rank's stages that the forwards of one call change.
 
-    Args:
-        traced: Says what its forward changes.
-
-    Attributes:
-        is_steady: Whether micro-batches must `start_alike`: some of the state changes whatever their samples are, which
-            is once a call in plain PyTorch.
+    If it `is_steady`, micro-batches must `start_alike`: some of it changes whatever their samples are, which is once a
+    call in plain PyTorch.
     """
 
     def __init__(self, traced: TracedModel, num_micro_batches: int) -> None:
@@ -163,11 +148,7 @@ def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
 
 
 def share_state(changed: Collection[str], state: OwnedState, placement: Placement, world: World) -> None:
-    """Overwrites what a call has changed with what the first rank that holds it has. Collective.
-
-    Args:
-        changed: Names of buffers, which go to every rank, and of parameters, which go to the ranks that hold them.
-    """
+    """Overwrites changed buffers everywhere, and parameters where held, by those of the first holder. Collective."""
     every = tuple(range(world.num_ranks))
     groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
     for name in sorted(changed):
@@ -176,13 +157,8 @@ def share_state(changed: Collection[str], state: OwnedState, placement: Placemen
         groups.setdefault((holders[0], ranks, tensor.dtype), []).append(tensor.detach())
     for (root, ranks, _), tensors in sorted(groups.items(), key=lambda group: str(group[0])):
         if len(ranks) > 1 and world.rank in ranks:
-            _overwrite_on_ranks(tensors, root, ranks, world)
-
-
-def _overwrite_on_ranks(tensors: Sequence[Tensor], root: int, ranks: tuple[int, ...], world: World) -> None:
-    """Overwrites tensors of one dtype on `ranks` by those of rank `root`."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    world.broadcast(flat, root, ranks)
-    if world.rank != root:
-        for tensor, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
-            tensor.data.copy_(part.view(tensor.shape))  # autograd may have kept it
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            world.broadcast(flat, root, ranks)
+            parts = torch.split(flat, [each.numel() for each in tensors])
+            for tensor, part in zip(tensors, parts, strict=True) if world.rank != root else ():
+                tensor.data.copy_(part.view(tensor.shape))  # autograd may have kept it

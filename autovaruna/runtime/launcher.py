@@ -22,12 +22,7 @@ from autovaruna.errors import RankError
 
 
 class Names(NamedTuple):
-    """The variables by which a launcher tells a rank what it is.
-
-    Attributes:
-        job: those that no other job on the host has alike.
-        rank, num_here: its rank, and how many ranks this host has.
-    """
+    """The variables by which a launcher says which job of the host this is, its rank, and how many ranks are here."""
 
     job: tuple[str, ...]
     rank: str
@@ -46,11 +41,6 @@ _LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted", "hydra_pmi_proxy
 
 def expect_siblings(names: Names, variables: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> None:
     """Returns at once if every rank of this host has a process, or if that cannot be known.
-
-    Args:
-        names: Of the launcher's variables.
-        variables: The environment of this rank.
-        processes: Where the system shows its processes.
 
     Raises:
         RankError: ranks have ended.
@@ -72,29 +62,22 @@ def expect_siblings(names: Names, variables: Mapping[str, str] = os.environ, pro
 
 def _ranks_of(job: Sequence[str | None], names: Names, processes: Path) -> set[str]:
     """Returns the ranks of a job that have a process here: itself, or one that it has started."""
-    found = (_variables_of(each) for each in processes.iterdir() if each.name.isdigit())
-    mine = (variables for variables in found if [variables.get(name) for name in names.job] == job)
-    return {variables[names.rank] for variables in mine if names.rank in variables}
-
-
-def _variables_of(process: Path) -> dict[str, str]:
-    try:
-        entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has ended, or is somebody else's
-        return {}
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+    found = set()
+    for process in [each for each in processes.iterdir() if each.name.isdigit()]:
+        entries = (entry.partition("=") for entry in _text_of(process / "environ").split("\0"))
+        variables = {name: value for name, _, value in entries}
+        if names.rank in variables and [variables.get(name) for name in names.job] == job:
+            found.add(variables[names.rank])
+    return found
 
 
 def launcher_of(process: int, processes: Path = Path("/proc")) -> int:
     """Returns the launcher that is seen above a process: then so are the ranks that it has started; 0: none is."""
     while process > 1:
-        try:
-            line, _, rest = (processes / str(process) / "stat").read_text(errors="replace").rpartition(")")
-        except OSError:
-            return 0
+        line, _, rest = _text_of(processes / str(process) / "stat").rpartition(")")
         if line.partition("(")[2].startswith(_LAUNCHERS):
             return process
-        process = int(rest.split()[1])
+        process = int(rest.split()[1]) if rest else 0
     return 0
 
 
@@ -103,18 +86,15 @@ def end_with(process: int) -> None:
 
     Ranks whose launcher was killed would go on for seconds, into the time of a job that follows.
     """
-    if process <= 1 or not hasattr(os, "pidfd_open"):
-        return
-    try:
-        file = os.pidfd_open(process)
-    except OSError:
-        return
-    threading.Thread(target=_end_after, args=(file,), name="autovaruna-launcher", daemon=True).start()
 
+    def wait(file: int) -> None:
+        select.select([file], [], [])
+        os._exit(1)
 
-def _end_after(file: int) -> None:
-    select.select([file], [], [])
-    os._exit(1)
+    with suppress(OSError):
+        if process > 1 and hasattr(os, "pidfd_open"):
+            waiting = os.pidfd_open(process)
+            threading.Thread(target=wait, args=(waiting,), name="autovaruna-launcher", daemon=True).start()
 
 
 def remove_leftovers(
@@ -125,31 +105,33 @@ def remove_leftovers(
 ) -> None:
     """Removes what jobs of Open MPI left that this user killed on this host.
 
-    Args:
-        temporary: Where each mpirun has a folder, ``ompi.`` and its number; None: the system's place.
-        shared: Where ranks have memory for messages, which is theirs as long as one of them maps it.
-        processes: Where the system shows its processes.
-        least_seconds: What is younger stays: it may be of a job that starts just now.
+    Each mpirun has a folder in the temporary place of the system, ``ompi.`` and its number. Ranks have shared memory
+    for messages, which is theirs as long as one of them maps it.
     """
-    place = temporary or Path(tempfile.gettempdir())
+    place, host = temporary or Path(tempfile.gettempdir()), socket.gethostname()
     for folder in _own_and_old([*place.glob("ompi.*"), *place.glob("prted.*")], least_seconds):
         process = folder.name.rpartition(".")[2]
-        is_of_this_host = next(folder.glob(f"pmix.{socket.gethostname()}.tool*"), None) is not None
+        is_of_this_host = next(folder.glob(f"pmix.{host}.tool*"), None) is not None
         if process.isdigit() and is_of_this_host and not _is_alive(processes / process):
             shutil.rmtree(folder, ignore_errors=True)
-    segments = _own_and_old(shared.glob(f"sm_segment.{socket.gethostname()}.{os.getuid()}.*"), least_seconds)
-    mapped = "".join(_maps_of(each) for each in processes.iterdir() if each.name.isdigit()) if segments else ""
+    segments = _own_and_old(shared.glob(f"sm_segment.{host}.{os.getuid()}.*"), least_seconds)
+    mapped = "".join(_text_of(each / "maps") for each in processes.iterdir() if each.name.isdigit()) if segments else ""
     for segment in segments:
         if segment.name not in mapped:
             segment.unlink(missing_ok=True)
 
 
+def _text_of(file: Path) -> str:
+    """Returns what the system shows of a process; nothing, if it has ended, or is somebody else's."""
+    with suppress(OSError):
+        return file.read_text(errors="replace")
+    return ""
+
+
 def _is_alive(process: Path) -> bool:
     """Says whether a process runs; one that has ended and waits to be noticed does not."""
-    try:
-        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return process.exists()
+    stat = _text_of(process / "stat")
+    return stat.rpartition(")")[2].split()[0] != "Z" if stat else process.exists()
 
 
 def _own_and_old(paths: Iterable[Path], least_seconds: float) -> list[Path]:
@@ -162,10 +144,3 @@ def _own_and_old(paths: Iterable[Path], least_seconds: float) -> list[Path]:
             if status.st_uid == os.getuid() and is_old and not path.is_symlink():
                 found.append(path)
     return found
-
-
-def _maps_of(process: Path) -> str:
-    try:
-        return (process / "maps").read_text(errors="replace")
-    except OSError:
-        return ""

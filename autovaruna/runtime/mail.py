@@ -1,9 +1,8 @@
 """Carries lists of tensors between the ranks of a pipeline, in order, with receives posted ahead.
 
-A message keeps the memory layout of its tensors: kernels choose their order of operations by the strides of their
-arguments, so that other strides could change the last bit. The first message of a kind is preceded by its layouts;
-both ends remember them, so that later ones are the bare numbers and can be received before they are needed. Posting a
-receive takes time, too: as a rule a rank does it while it waits for a message.
+A message keeps the memory layout of its tensors: with other strides kernels could change the last bit. The first
+message of a kind is preceded by its layouts; both ends remember them, so that later ones are the bare numbers and can
+be received before they are needed. Posting a receive takes time, too: as a rule a rank does it while it waits.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import DONE, Layout, Pending
+from autovaruna.runtime.transport.base import DONE, Layout, Pending, distinct
 from autovaruna.runtime.world import World
 
 Layouts = tuple[Layout | None, ...]
@@ -35,7 +34,7 @@ def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] |
             if not (layout is None and tensor is None):
                 return None
         elif layout.fits(tensor):
-            travelling.append(tensor if layout.is_dense else layout.pack(tensor))
+            travelling.append(tensor if layout.is_dense else distinct(tensor).contiguous())
         else:
             return None
     return travelling
@@ -112,8 +111,7 @@ class Mail:
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._world = world
-        self._device = device
+        self._world, self._device = world, device
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
         self.due = 0
@@ -141,16 +139,6 @@ class Mail:
         self._position = position
         end = min(position + 1 + ahead, len(self._program))
         while self._next < end:
-            self._expect_next()
-        self.due = self._next - AHEAD
-
-    def _go_ahead(self) -> None:
-        """Posts small receives of more instructions, while this rank has nothing else to do.
-
-        What is still without layouts may become large all at once.
-        """
-        end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
-        while self._next < end and self.num_posted_bytes < SMALL_BYTES and not any(self._expected.values()):
             self._expect_next()
         self.due = self._next - AHEAD
 
@@ -214,11 +202,14 @@ class Mail:
         return unpacked(layouts, buffers)
 
     def _await(self, pending: Pending) -> None:
-        """Waits for a message, and notes how long."""
+        """Waits for a message; posts small receives of more instructions meanwhile."""
         if pending.is_done():
             return
         begin = perf_counter()
-        self._go_ahead()
+        end = min(self._position + 1 + SMALL_AHEAD, len(self._program))
+        while self._next < end and self.num_posted_bytes < SMALL_BYTES and not any(self._expected.values()):
+            self._expect_next()  # what is still without layouts may become large all at once
+        self.due = self._next - AHEAD
         pending.wait()
         self.waited_seconds += perf_counter() - begin
 

@@ -19,7 +19,7 @@ from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
-_FORMAT = struct.Struct("<6Qd2q")
+_FORMAT = struct.Struct("<QQ?Q?d?2q")
 _NUM_KEPT = 64
 _WORK = struct.Struct("<Qd")
 _FILE, _PREDICTED = "progress", "predicted.json"
@@ -99,21 +99,18 @@ class Progress:
     snapshots: tuple[int, int] = (-1, -1)
 
     def pack(self) -> bytes:
-        """Returns it as bytes."""
-        numbers = self.process, self.calls, self.is_inside, self.steps, self.hears_end, self.is_kept
-        return _FORMAT.pack(*numbers, self.work_seconds, *self.snapshots)
+        *numbers, snapshots = vars(self).values()
+        return _FORMAT.pack(*numbers, *snapshots)
 
     @staticmethod
     def read(rank_folder: Path) -> Progress | None:
         """Returns what a rank has last written; None: it has not started."""
-        try:
-            data = (rank_folder / _FILE).read_bytes()
-            process, calls, is_inside, steps, hears_end, is_kept, work, *held = _FORMAT.unpack(data[: _FORMAT.size])
-        except (OSError, struct.error):
-            return None
-        return Progress(
-            process, calls, bool(is_inside), steps, bool(hears_end), work, bool(is_kept), (held[0], held[1])
-        )
+        with suppress(OSError, struct.error):
+            *numbers, first, second = _FORMAT.unpack((rank_folder / _FILE).read_bytes()[: _FORMAT.size])
+            progress = Progress(*numbers)
+            progress.snapshots = first, second
+            return progress
+        return None
 
 
 def read_work(rank_folder: Path) -> list[tuple[int, float]]:
@@ -146,7 +143,6 @@ class Reporter:
         self.write()
 
     def write(self) -> None:
-        """Shows the progress as it is now."""
         self._memory[: _FORMAT.size] = self.progress.pack()
 
     def note_snapshot(self, place: int, step: int) -> None:
@@ -162,7 +158,6 @@ class Reporter:
             write_whole(self._folder / _PREDICTED, json.dumps(dict(seconds())), is_synced=False)
 
     def begin_call(self, steps: int, hears_end: bool, work_seconds: float) -> None:
-        """Notes that a call of the model has begun."""
         progress = self.progress
         place = _FORMAT.size + progress.calls % _NUM_KEPT * _WORK.size
         work = progress.calls, work_seconds - progress.work_seconds
@@ -172,6 +167,5 @@ class Reporter:
         self.write()
 
     def end_call(self) -> None:
-        """Notes that the script goes on."""
         self.progress.is_inside = False
         self.write()

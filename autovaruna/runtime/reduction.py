@@ -1,17 +1,12 @@
 """Defines the sums and copies among a group of ranks, made of messages.
 
-An all-reduce gives every rank the sum of a tensor, a reduce-scatter gives each rank the sums of its own share alone, an
-all-gather each rank's share to all. A sum has one order, that of `ranks`, whatever the size of the tensor or of the
-group, and each element is summed on one rank (or, for small tensors, in the same way on each): so every rank gets the
-same bits, and a second run too.
+A sum has one order, that of `ranks`, and each element is summed on one rank (or, for small tensors, in the same way on
+each): so every rank gets the same bits, and a second run too. The trees and rings of Thakur, Rabenseifner and Gropp
+("Optimization of collective communication operations in MPICH", 2005, section 4) have fewer messages, and other orders.
 
     small tensor   every rank sends it whole to every other, and sums                        1 message time
-    large tensor   rank i of n gets the i-th n-th of it from all, sums it, sends it to all   2 (n-1)/n of its bytes,
-                                                                                             the least there is
+    large tensor   rank i of n gets the i-th n-th of it from all, sums it, sends it to all   2 (n-1)/n of its bytes
     shares         as either half of that, with a share of rank i in place of the i-th n-th
-
-(Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 4;
-theirs are trees and rings with fewer messages for large n, whose sums have other orders.)
 """
 
 from __future__ import annotations
@@ -34,26 +29,18 @@ BYTES_AT_ONCE = 4 << 20
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-def group_tag(ranks: tuple[int, ...]) -> int:
-    """Returns a tag, a multiple of 4, that every rank of the group computes alike."""
-    return (zlib.crc32(repr(ranks).encode()) >> 4) & ~3
-
-
 class Group:
     """The sums of one tuple of ranks: their pieces go in the order started, a few at once."""
 
     def __init__(self, transport: Transport, watch: Watch, ranks: tuple[int, ...]) -> None:
-        self.transport = transport
-        self.watch = watch
-        self.ranks = ranks
-        self.tag = group_tag(ranks)
+        self.transport, self.watch, self.ranks = transport, watch, ranks
+        self.tag = (zlib.crc32(repr(ranks).encode()) >> 4) & ~3  # a multiple of 4, alike on every rank
         self.num_calls = 0
         self._coming: deque[Piece] = deque()
         self.active: deque[Piece] = deque()
         self._num_active_bytes = 0
 
     def start(self, tensor: Tensor) -> Exchange:
-        """Starts the sum of a tensor."""
         host, num_ranks = to_host(tensor), len(self.ranks)
         pieces = []
         for piece in torch.split(flat(host), max(1, PIECE_BYTES // tensor.element_size()) * num_ranks):
@@ -63,12 +50,7 @@ class Group:
         return self._start(pieces, [(tensor, host)])
 
     def start_shares(self, shares: Sequence[Sequence[Tensor]], *, gathers: bool) -> Exchange:
-        """Starts to sum each share on its rank, or to send it from there to the others.
-
-        Args:
-            shares: The tensors of each rank of the group, in its order; the same shapes on every rank.
-            gathers: Whether shares are sent, not summed.
-        """
+        """Starts to sum the tensors of each rank of the group there or, if it `gathers`, to send them to the others."""
         hosts = [[(tensor, to_host(tensor)) for tensor in share] for share in shares]
         columns = [[part for _, host in share for part in _cut(host)] for share in hosts]
         own = self.ranks.index(self.transport.rank)
@@ -125,17 +107,14 @@ class Group:
 class Exchange(Pending):
     """A sum or a copy among the ranks of a group on its way, in pieces.
 
-    Args:
-        landing: Tensors, and the memory on the host that is copied to them at the end.
+    `landing` has tensors, and the memory on the host that is copied to them at the end.
     """
 
     def __init__(self, group: Group, pieces: Sequence[Piece], landing: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._group = group
-        self._pieces = list(pieces)
+        self._group, self._pieces = group, list(pieces)
         self._landing = [pair for pair in landing if pair[0] is not pair[1]]
 
     def is_done(self) -> bool:
-        """Says whether every piece is, letting the group advance."""
         if not self._has_ended():
             self._group.advance()
             if not self._has_ended():
@@ -157,18 +136,13 @@ class Exchange(Pending):
 
 
 class Piece:
-    """One piece of what is exchanged, of which each rank of the group has a share.
+    """One piece of what is exchanged, of which each rank of the group has a share, or none.
 
-    Args:
-        shares: The share of each rank; None: it has none.
-        sums: Whether each share is summed on its rank.
-        gathers: Whether each is sent from its rank to the others, as it is or once it is summed.
+    If it `sums`, each share is summed on its rank; if it `gathers`, it is sent from there to the others then.
     """
 
     def __init__(self, shares: Sequence[Tensor | None], *, sums: bool, gathers: bool) -> None:
-        self._shares = shares
-        self._sums = sums
-        self._gathers = gathers
+        self._shares, self._sums, self._gathers = shares, sums, gathers
         self._parts: list[Tensor] = []
         self._messages: list[Part] = []
         self.num_bytes = sum(share.nbytes for share in shares if share is not None)
@@ -207,12 +181,10 @@ class Piece:
     def _post(self, incoming: Sequence[Tensor | None], outgoing: Sequence[Tensor | None], tag: int) -> None:
         transport = self._group.transport
         peers = [(place, rank) for place, rank in enumerate(self._group.ranks) if place != self._own]
-        for place, rank in peers:
-            if (tensor := incoming[place]) is not None:
-                self._messages += transport.post_receives([tensor], rank, GROUP_CHANNEL, tag)
-        for place, rank in peers:
-            if (tensor := outgoing[place]) is not None:
-                self._messages += transport.post_sends([tensor], rank, GROUP_CHANNEL, tag)
+        for tensors, post in ((incoming, transport.post_receives), (outgoing, transport.post_sends)):
+            for place, rank in peers:
+                if (tensor := tensors[place]) is not None:
+                    self._messages += post([tensor], rank, GROUP_CHANNEL, tag)
 
 
 def _cut(tensor: Tensor) -> Sequence[Tensor]:
@@ -227,10 +199,7 @@ def sum_in_order(parts: list[Tensor], out: Tensor) -> None:
         parts = [out, parts[0], *parts[2:]]
     total = parts[0] if wide is None else parts[0].to(wide)
     for part in parts[1:]:
-        if total.dtype is torch.bool:
-            total.logical_or_(part)
-        else:
-            total.add_(part)
+        total = total.logical_or_(part) if total.dtype is torch.bool else total.add_(part)
     if total is not out:
         out.copy_(total)
 
@@ -247,18 +216,18 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
     def rank_at(place: int) -> int:
         return group.ranks[(place + start) % num_ranks]
 
+    def finish(parts: list[Part], ranks: list[int]) -> None:
+        words = f"for a broadcast of rank {root} among ranks {group.ranks}"
+        group.watch.wait_until(partial(drain, parts), lambda: (words, tuple(map(group.need, ranks))))
+
     transport, tag = group.transport, group.tag + 2
     if place:
         sources = [rank_at(place & ((1 << bit) - 1)) for bit in range(place.bit_length())]
         parts = transport.post_receives([tensor], sources[-1], GROUP_CHANNEL, tag)
-        finish_broadcast(group, parts, root, sources)
-    targets = [
-        rank_at(place + (1 << bit))
-        for bit in range(place.bit_length(), num_ranks.bit_length())
-        if place + (1 << bit) < num_ranks
-    ]
-    parts = [part for rank in targets for part in transport.post_sends([tensor], rank, GROUP_CHANNEL, tag)]
-    finish_broadcast(group, parts, root, targets)
+        finish(parts, sources)
+    later = [place + (1 << bit) for bit in range(place.bit_length(), num_ranks.bit_length())]
+    targets = [rank_at(each) for each in later if each < num_ranks]
+    finish([part for rank in targets for part in transport.post_sends([tensor], rank, GROUP_CHANNEL, tag)], targets)
 
 
 def drain(parts: list[Part]) -> bool:
@@ -266,9 +235,3 @@ def drain(parts: list[Part]) -> bool:
     while parts and parts[-1].is_done():
         parts.pop()
     return not parts
-
-
-def finish_broadcast(group: Group, parts: list[Part], root: int, ranks: list[int]) -> None:
-    """Waits for the messages of a broadcast, which need `ranks` to call it."""
-    words = f"for a broadcast of rank {root} among ranks {group.ranks}"
-    group.watch.wait_until(partial(drain, parts), lambda: (words, tuple(group.need(rank) for rank in ranks)))

@@ -1,13 +1,9 @@
 """Defines `RemoteTensor`: a parameter of a model that is split, on a rank that does not hold its numbers.
 
-It stands in the model in the place of the parameter, so that all ranks list the same parameters. Its shape, dtype,
-device and flags are the parameter's. What is computed from such tensors alone is again remote, and what is written to
-one is left to the ranks that hold it, where the same script does the same: so clamping all weights, and a step of any
-optimizer, are right on every rank. What is drawn for one is drawn on every rank, so that generators stay together.
-
-A tensor of the script's own, of the same shape, may follow one parameter (an average of it, a moment): what is computed
-of both is elsewhere, and once that is written into the script's tensor, it is elsewhere as well. Whatever else would
-join numbers of several ranks raises.
+All ranks list the same parameters. What is computed from such tensors alone is again remote, and what is written to one
+is left to the ranks that hold it, where the same script does the same; what is drawn for one is drawn on every rank. A
+tensor of the script's own, of the same shape, may follow one parameter (an average of it, a moment): once numbers that
+are elsewhere are written into it, it is elsewhere, too. What else would join numbers of several ranks raises.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -57,20 +52,13 @@ _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Home:
-    """Where the numbers of a tensor are.
-
-    Attributes:
-        name: The parameter.
-        ranks: The ranks that hold it.
-        rank: This rank, which does not.
-        device: Where the numbers would be on this rank.
-        shape: The shape of the parameter.
-    """
+    """Where the numbers of a tensor are: which parameter it is of, and the ranks that hold it; this rank does not."""
 
     name: str
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
+    """Where the numbers would be on this rank."""
     shape: torch.Size
 
 
@@ -89,7 +77,9 @@ class RemoteTensor(Tensor):
         """Does what PyTorch asks for without numbers, or raises an `InputError` that says whose numbers they are."""
         if func in _FLAGS:
             if func == _IS_META and (caller := sys._getframe(1)).f_globals is vars(nn.init):
-                _initialise_as(caller)  # which leaves alone what is on meta
+                code = caller.f_code  # a function of torch.nn.init, which leaves alone what is on meta
+                arguments = {name: caller.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+                _initialise(getattr(nn.init, code.co_name), arguments)
             with PLAIN():
                 return func(*args)
         if func is Tensor.detach:  # a state_dict detaches all parameters
@@ -126,14 +116,10 @@ def _wrapped(tensor: Tensor, home: Home) -> RemoteTensor:
 
 
 class RemoteGradient(RemoteTensor):
-    """The gradient, which another rank has, of a parameter that this rank holds.
-
-    It is on the device of the parameter, as PyTorch asks of a gradient, and has no memory anywhere.
-    """
+    """The gradient, which another rank has, of a parameter that this rank holds, on its device and without memory."""
 
     @classmethod
     def of(cls, parameter: Tensor, home: Home) -> RemoteGradient:
-        """Returns the gradient of a parameter."""
         made: RemoteGradient = without_memory(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
@@ -144,7 +130,6 @@ class RemoteGradient(RemoteTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Does as any `RemoteTensor`, which says of itself that it is on ``meta``."""
         if func == _IS_META and isinstance(args[0], RemoteGradient):
             return True
         return super().__torch_function__(func, types, args, kwargs)
@@ -154,15 +139,14 @@ class RemoteGradient(RemoteTensor):
         cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs an operation on shapes alone."""
-        args, kwargs = pytree.tree_map_only(Tensor, _shape_of, (args, kwargs or {}))
+
+        def on_meta(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, RemoteGradient):
+                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            return tensor if tensor.is_meta else tensor.detach().to("meta")
+
+        args, kwargs = pytree.tree_map_only(Tensor, on_meta, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor on ``meta`` of the layout of one that has no memory; others as they are on ``meta``."""
-    if isinstance(tensor, RemoteGradient):
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return tensor if tensor.is_meta else tensor.detach().to("meta")
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -170,22 +154,21 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, operation: _Operation, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operation = operation
-        self._device = device
+        self._operation, self._device = operation, device
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation; a random one on tensors of no meaning first."""
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and any(map(_is_on_meta, pytree.tree_leaves((args, kwargs)))):
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags and any(each.is_meta for each in tensors):
             if func.overloadpacket.__name__ in _DRAWS_BY_VALUE:
                 self._operation.refuse()
-            given, named = pytree.tree_map_only(Tensor, self._blank, (args, kwargs))
+            device = self._device
+            given, named = pytree.tree_map_only(
+                Tensor, lambda each: _blank(each, device) if each.is_meta else each, (args, kwargs)
+            )
             func(*given, **named)
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         return func(*args, **kwargs)
-
-    def _blank(self, tensor: Tensor) -> Tensor:
-        return _blank(tensor, self._device) if tensor.is_meta else tensor
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
@@ -193,22 +176,11 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
 
 
-def _initialise_as(caller: FrameType) -> None:
-    """Has a function of ``torch.nn.init``, which has just been called, draw for a tensor that is dropped."""
-    code, given = caller.f_code, caller.f_locals
-    arguments = {name: given[name] for name in code.co_varnames[: code.co_argcount]}
-    _initialise(getattr(nn.init, code.co_name), arguments)
-
-
 def _initialise(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Calls a function with zeros in the place of tensors that are elsewhere, for what it draws."""
     with PLAIN(), torch.no_grad():
-        function(
-            **{
-                name: _blank(each, each.home.device) if isinstance(each, RemoteTensor) else each
-                for name, each in arguments.items()
-            }
-        )
+        away = {name: each for name, each in arguments.items() if isinstance(each, RemoteTensor)}
+        function(**{**arguments, **{name: _blank(each, each.home.device) for name, each in away.items()}})
 
 
 class _Operation:
@@ -221,7 +193,6 @@ class _Operation:
         self._home = next(each for each in self._tensors if isinstance(each, RemoteTensor)).home
 
     def run(self) -> Any:
-        """Returns what the operation returns."""
         if self._name in ("__get__", "__set__"):
             return self._attribute(getattr(getattr(self._func, "__self__", None), "__name__", ""))
         if self._func is torch.autograd.grad:
@@ -257,12 +228,10 @@ class _Operation:
                 if like.shape == self._home.shape:
                     return _wrapped(like, self._home)
                 return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._home.device)
-            return self._func(
-                *self._args, **{**self._kwargs, "device": self._kwargs.get("device") or self._home.device}
-            )
+            device = self._kwargs.get("device") or self._home.device
+            return self._func(*self._args, **{**self._kwargs, "device": device})
 
     def _writes(self) -> bool:
-        """Whether the operation writes into its first argument."""
         is_augmented = self._name.startswith("__i") and self._name != "__invert__"
         return is_augmented or self._name == "__setitem__" or (self._name[-1] == "_" != self._name[-2:-1])
 
@@ -312,13 +281,11 @@ class _Operation:
             if "meta" in str(error).lower() or self._name == "__format__":
                 self.refuse(error)
             raise
-        return pytree.tree_map_only(Tensor, self._back, found)
-
-    def _back(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, RemoteTensor) else _wrapped(tensor, self._home)
+        return pytree.tree_map_only(
+            Tensor, lambda each: each if isinstance(each, RemoteTensor) else _wrapped(each, self._home), found
+        )
 
     def _attribute(self, name: str) -> Any:
-        """Reads or sets an attribute of a tensor."""
         owner, *value = self._args
         if name == "device":
             return self._home.device
@@ -348,7 +315,8 @@ class _Operation:
 
     def _for_each(self) -> Any:
         """Runs an operation on lists for those places whose tensors are here; the others are elsewhere."""
-        lists = [each for each in (*self._args, *self._kwargs.values()) if _has_tensors(each)]
+        given = [each for each in (*self._args, *self._kwargs.values()) if isinstance(each, list | tuple)]
+        lists = [each for each in given if any(isinstance(entry, Tensor) for entry in each)]
         places = list(zip(*lists, strict=False))
         away = [any(isinstance(each, RemoteTensor) for each in place) for place in places]
         joint = [_Operation(self._func, place, {}) for place, is_away in zip(places, away, strict=True) if is_away]
@@ -366,8 +334,6 @@ class _Operation:
         return [next(rest) if is_away else next(found) for is_away in away]
 
     def _call_for(self, places: Sequence[int], length: int) -> Any:
-        """Calls the operation for some places of its lists."""
-
         def pick(value: Any) -> Any:
             is_list = isinstance(value, list | tuple) and len(value) == length
             return [value[place] for place in places] if is_list else value
@@ -380,7 +346,6 @@ class _Operation:
         return self._func(*args, **kwargs)
 
     def _gradients(self) -> Any:
-        """Runs ``torch.autograd.grad`` for the inputs that are here."""
         names = ["outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused"]
         given = dict(zip(names, self._args, strict=False)) | self._kwargs
         inputs = given["inputs"]
@@ -428,14 +393,6 @@ class _Operation:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, RemoteTensor) or tensor.is_meta else tensor.detach().to("meta")
-
-
-def _is_on_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
 
 
 def release(parameter: nn.Parameter, home: Home) -> Tensor:

@@ -5,8 +5,7 @@
     sum       gradients, over the uses of a parameter and over ranks; those of stages that have ended are on their way
     publish   outputs are put together, and joined to the caller's autograd graph
 
-The call of a model with a loss has all four; `loss.backward()` gives out what is there. The call of another model runs
-forwards and publishes; the caller's backward prepares, runs and sums the rest.
+The call of a model with a loss has all four; that of another runs forwards and publishes, and its backward the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import perf_counter
 from typing import TypeVar
@@ -36,10 +35,10 @@ from autovaruna.runtime.batch import Act, GlobalBatch, Job, MicroBatch, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.in_flight import NOTHING, ChangedState, InFlight, OwnSamples, Stash, share_state
 from autovaruna.runtime.mail import Mail
-from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.trace import EventTrace, Metrics, Recorder
+from autovaruna.runtime.scaler import LossScale
+from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 from autovaruna.schedule.instruction import Kind
@@ -54,15 +53,7 @@ _BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT
 
 @dataclass
 class RankParts:
-    """What all calls of a model have in common on this rank.
-
-    Attributes:
-        parameters: those that this rank holds.
-        backwards: keeps account of the caller's backwards.
-        loss_scale: hears of the gradient that comes into the loss.
-        metrics: hears of every step that goes backward.
-        delivers_all: whether a step returns outputs beside the loss.
-    """
+    """What all calls of a model have in common on this rank; `parameters` are those that it holds."""
 
     world: World
     device: torch.device
@@ -73,67 +64,49 @@ class RankParts:
     loss_scale: LossScale
     metrics: Metrics
     delivers_all: bool
+    """Whether a step returns outputs beside the loss."""
     trace: EventTrace | None
 
 
 @dataclass(frozen=True)
 class Found:
-    """The gradients of a step.
+    """The gradients of a step: this rank's own if kept back, sums, those kept before, and those of inputs."""
 
-    Attributes:
-        own: this rank's by use, if they are kept back.
-        totals: the sums by parameter.
-        kept: those that earlier calls kept back.
-        inputs: those of this rank's inputs.
-    """
-
-    own: dict[ParameterUse, Tensor]
-    totals: dict[str, Tensor]
-    kept: dict[str, Tensor]
-    inputs: dict[str, Tensor | None]
+    own: dict[ParameterUse, Tensor] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class StepRunner:
     """One call on its way.
 
-    Args:
-        rank: What it shares with other calls.
-        stages: The stages that this rank holds, by index.
-        traffic: Knows what each instruction receives and sends.
-        book: Takes gradients from the stages and sums them.
-        placement: Who holds what the call changes.
-        inputs: This rank's mini-batch, by input name.
-        asks_for_sums: Whether gradients are to be summed over ranks; what it says when a backward comes counts.
-        factor: What comes into the loss is expected to be this, so backwards start from it; None: the caller's
+    Attributes:
+        stages: those that this rank holds, by index.
+        placement: who holds what the call changes.
+        inputs: this rank's mini-batch, by input name.
+        asks_for_sums: whether gradients are to be summed over ranks; what it says when a backward comes counts.
+        factor: what comes into the loss is expected to be this, so backwards start from it; None: the caller's
             backward says what they start from.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        rank: RankParts,
-        stages: Mapping[int, StageModule],
-        traffic: Traffic,
-        book: GradientBook,
-        placement: Placement,
-        inputs: Mapping[str, Tensor],
-        asks_for_sums: Callable[[], bool],
-        factor: float | None,
-    ) -> None:
-        self._job = job
-        self._rank = rank
-        self._world, self._mail, self._device = rank.world, rank.mail, rank.device
-        self._stages = stages
-        self._traffic = traffic
-        self._book = book
-        self._placement = placement
-        self._inputs = inputs
-        self._asks_for_sums = asks_for_sums
-        self._is_synchronising = asks_for_sums()
-        self._factor = factor
+    job: Job
+    rank: RankParts
+    stages: Mapping[int, StageModule]
+    traffic: Traffic
+    book: GradientBook
+    placement: Placement
+    inputs: Mapping[str, Tensor]
+    asks_for_sums: Callable[[], bool]
+    factor: float | None
+
+    def __post_init__(self) -> None:
+        self._world, self._mail, self._device = self.rank.world, self.rank.mail, self.rank.device
+        self._is_synchronising = self.asks_for_sums()
         self._keeps_graphs = False  # whether the same backwards may run again
-        self._samples = OwnSamples(inputs, job, self._world.rank, self._mail)
-        self._state = ChangedState(job.split.traced, len(job.batch.micro_batches))
+        self._samples = OwnSamples(self.inputs, self.job, self._world.rank, self._mail)
+        self._state = ChangedState(self.job.split.traced, len(self.job.batch.micro_batches))
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as what follows
         self._deferred: dict[tuple[int, int], Deferred] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
@@ -141,23 +114,23 @@ class StepRunner:
         self._seeds: Mapping[float, Tensor] = {}
         self._act: Act | None = None
         self._loss: Tensor | None = None
-        self._found = Found({}, {}, {}, {})
+        self._found = Found()
 
     def run(self) -> list[Tensor | None]:
         """Runs the call; returns the model's outputs, None for those that are not delivered. Collective."""
-        traced = self._job.split.traced
+        traced = self.job.split.traced
         with self._guarded():
-            outputs = self._forwards() if self._factor is None else self._whole(self._factor)
+            outputs = self._forwards() if self.factor is None else self._whole(self.factor)
             if traced.changed_state:
-                share_state(traced.changed_state, self._rank.state, self._placement, self._world)
+                share_state(traced.changed_state, self.rank.state, self.placement, self._world)
             self._world.flush()
-            if self._rank.trace is not None:
-                self._rank.trace.write_step()
+            if self.rank.trace is not None:
+                self.rank.trace.write_step()
         return outputs
 
     def _whole(self, factor: float) -> list[Tensor | None]:
         """Runs forwards and backwards, from the loss times `factor`; the caller's backward gives the gradients out."""
-        self._seeds = self._traffic.seeds(factor)
+        self._seeds = self.traffic.seeds(factor)
         self._collector.expect(self._wanted)
         self._run(self._prepare(_ALL))
         self._collector.send(self._wanted)
@@ -172,38 +145,34 @@ class StepRunner:
         """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
         self._run(self._prepare(_FORWARDS))
         outputs = self._collector.collect(self._specs)
-        if not self._job.needs_gradient:
+        if not self.job.needs_gradient:
             return list(outputs.values())
         zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
         return list(self._publish(outputs, partial(self._backwards, zeros)).values())
 
     def _backwards(self, zeros: Sequence[Tensor], gradients: Gradients, is_kept: bool) -> Gradients:
-        """Runs all backwards for the gradients of this rank's outputs.
-
-        Raises:
-            OrderError: another backward may come, for which stages that split theirs keep nothing.
-        """
-        if is_kept and self._job.splitting:
+        """Runs all backwards for the gradients of this rank's outputs."""
+        if is_kept and self.job.splitting:
             raise OrderError(
                 "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
-        self._is_synchronising = self._asks_for_sums()
-        if len(self._job.batch.groups) > 1 and self._world.rank == 0 and not self._rank.backwards.num:
+        self._is_synchronising = self.asks_for_sums()
+        if len(self.job.batch.groups) > 1 and self._world.rank == 0 and not self.rank.backwards.num:
             logger.info(_OF_OWN_SAMPLES)
-        self._rank.backwards.note("of its outputs")
-        has_scaler = self._rank.loss_scale.words != "none"  # whose gradients may overflow
+        self.rank.backwards.note("of its outputs")
+        has_scaler = self.rank.loss_scale.words != "none"  # whose gradients may overflow
         total = None if has_scaler else _total(gradients)
-        self._rank.metrics.note(self._job.step + 1, total, self._where_not_finite(), is_loss=False)
-        self._rank.loss_scale.after(1.0)
-        self._rank.backwards.note_gradients(self._is_synchronising)
+        self.rank.metrics.note(self.job.step + 1, total, self._where_not_finite(), is_loss=False)
+        self.rank.loss_scale.after(1.0)
+        self.rank.backwards.note_gradients(self._is_synchronising)
         with self._guarded():
             self._exchange.spread_output_gradients(gradients, zeros)
             self._keeps_graphs = is_kept
             self._run(self._prepare(_BACKWARDS))
             found = self._sum()
             self._world.flush()  # others wait for it, and this rank may wait for them by itself
-            self._book.keep(found.own)
+            self.book.keep(found.own)
             return self._for_sources(found.totals, found.kept, found.inputs)
 
     # prepare
@@ -211,44 +180,43 @@ class StepRunner:
     def _prepare(self, kinds: tuple[Kind, ...]) -> Sequence[Act]:
         """Sends samples to where they are used, posts receives, and begins the sums; returns what is to be run."""
         if Kind.FORWARD in kinds:
-            self._samples.send(self._traffic.handed_out)
-        program = self._traffic.program(kinds, self._exchange.origin)
+            self._samples.send(self.traffic.handed_out)
+        program = self.traffic.program(kinds, self._exchange.origin)
         self._mail.follow(program)
         if Kind.BACKWARD in kinds and self._is_synchronising:
-            self._book.begin(self._exchange.origin)
+            self.book.begin(self._exchange.origin)
         elif Kind.BACKWARD in kinds:
-            self._book.keeps_back()
+            self.book.may_have_kept = True  # on some rank
         return program
 
     # run
 
     def _run(self, program: Sequence[Act]) -> None:
         """Executes instructions in order; the sums of a stage start once its last gradients on this rank are there."""
-        mail, trace = self._mail, self._rank.trace
-        idle = set(self._stages)
+        mail, trace = self._mail, self.rank.trace
+        idle = set(self.stages)
         begin = perf_counter() - mail.waited_seconds
-        with torch.set_grad_enabled(self._job.needs_gradient):
+        with torch.set_grad_enabled(self.job.needs_gradient):
             for position, act in enumerate(program, 1):
                 self._act = act
                 if trace is None:
-                    _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
+                    _METHODS[act.instruction.kind](self, self.stages[act.instruction.stage], act)
                 else:
-                    self._recorded(act, trace.recorder)
+                    self._recorded(act, trace)
                 if act.ends_stage:
                     idle.discard(act.instruction.stage)
-                    self._book.end_stage(act.instruction.stage)
+                    self.book.end_stage(act.instruction.stage)
                 if position >= mail.due:
                     mail.go_to(position)
                 self._world.glance()
-        self._rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - begin
+        self.rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - begin
         for stage in idle:
-            self._book.end_stage(stage)
+            self.book.end_stage(stage)
 
-    def _recorded(self, act: Act, recorder: Recorder) -> None:
-        """Executes an instruction and notes when."""
+    def _recorded(self, act: Act, trace: EventTrace) -> None:
         begin, waited = perf_counter(), self._mail.waited_seconds
-        _METHODS[act.instruction.kind](self, self._stages[act.instruction.stage], act)
-        recorder.noted.append((act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited))
+        _METHODS[act.instruction.kind](self, self.stages[act.instruction.stage], act)
+        trace.noted.append((act.instruction, begin, perf_counter(), self._mail.waited_seconds - waited))
 
     def _forward(self, stage: StageModule, act: Act) -> None:
         """Waits for inputs and activations, runs the stage, starts to send what it returns."""
@@ -256,22 +224,23 @@ class StepRunner:
         state = InFlight(self._arrived(act))
         if self._state.is_steady:
             self._state.start_alike(stage)
-        keeps_graph = self._job.needs_gradient and stage.index not in self._job.recomputing
-        if self._job.needs_gradient and not keeps_graph:
+        needs_gradient = self.job.needs_gradient
+        keeps_graph = needs_gradient and stage.index not in self.job.recomputing
+        if needs_gradient and not keeps_graph:
             state.before = self._state.copy(stage)
         returned = self._run_stage(stage, part, state, keeps_graph)
         for call in stage.part.watched:
-            show(self._rank.state.model, call, returned)
+            show(self.rank.state.model, call, returned)
         for kind, names in act.sends:
             self._mail.send([returned[name].detach() for name in names], kind)
         for place, name in stage.part.outputs:
             self._outputs[place, part.index] = _alone(returned[name])
         if keeps_graph:
             state.returned = returned
-        elif self._job.needs_gradient:
-            state.stash = Stash(state.tensors, is_offloaded=self._job.offload)
+        elif needs_gradient:
+            state.stash = Stash(state.tensors, is_offloaded=self.job.offload)
         state.tensors = NOTHING
-        if self._job.needs_gradient:
+        if needs_gradient:
             self._in_flight[stage.index, part.index] = state
 
     def _recompute(self, stage: StageModule, act: Act) -> None:
@@ -280,7 +249,7 @@ class StepRunner:
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.take()
         if self._keeps_graphs:
-            state.stash = Stash(state.tensors, is_offloaded=self._job.offload)
+            state.stash = Stash(state.tensors, is_offloaded=self.job.offload)
         with self._state.as_before(stage, state.before):
             state.returned = self._run_stage(stage, act.part, state, keeps_graph=True)
         state.tensors = NOTHING
@@ -289,9 +258,8 @@ class StepRunner:
         """Waits for gradients, runs backward, starts to send the gradients of what the stage received."""
         place = stage.index, act.part.index
         state = self._in_flight[place]
-        is_kept = self._keeps_graphs and stage.index not in self._job.recomputing
-        roots: list[Tensor] = []
-        gradients: list[Tensor] = []
+        is_kept = self._keeps_graphs and stage.index not in self.job.recomputing
+        roots, gradients = list[Tensor](), list[Tensor]()
         for name, gradient in self._arrived_gradients(stage, act):
             if gradient is not None and (root := state.returned[name]).requires_grad:
                 roots.append(root)
@@ -306,32 +274,31 @@ class StepRunner:
             self._deferred[place] = state.deferred
         for kind, names in act.sends:
             self._mail.send(list(map(state.gradients.get, names)), kind)
-        for name, holder in self._job.split.input_gradients.items():
+        for name, holder in self.job.split.input_gradients.items():
             if holder == stage.index:
                 self._input_gradients[name, act.part.index] = state.gradients.get(name)
         state.gradients.clear()
 
     def _weights(self, stage: StageModule, act: Act) -> None:
-        """Computes the weight gradients that the backward has left."""
         stage.compute_weights(self._deferred.pop((stage.index, act.part.index)))
 
     def _run_stage(self, stage: StageModule, part: MicroBatch, state: InFlight, keeps_graph: bool) -> dict[str, Tensor]:
-        job = self._job
+        job = self.job
         stream = RandomStream(job.seed, job.step, part.index, self._device) if stage.is_random else None
         tensors = self._leaves(stage, state) if job.needs_gradient else state.tensors
         if job.of_batch:
             tensors = {**tensors, **job.of_batch.get(part.share, NOTHING)}
         if job.needs_gradient and not keeps_graph:
             with forgetting():
-                return stage.run(tensors, part.size, stream, None, self._job.lengths)
+                return stage.run(tensors, part.size, stream, None, job.lengths)
         if keeps_graph and stage.index in job.splitting:
             state.deferred = Deferred()
-        return stage.run(tensors, part.size, stream, state.deferred, self._job.lengths)
+        return stage.run(tensors, part.size, stream, state.deferred, job.lengths)
 
     def _leaves(self, stage: StageModule, state: InFlight) -> Mapping[str, Tensor]:
         """Turns what the stage received into leaves whose gradients are noted in `state`."""
         tensors = dict(state.tensors)
-        for name in self._traffic.wanted[stage.index]:
+        for name in self.traffic.wanted[stage.index]:
             if name in tensors:
                 tensors[name] = arrive(tensors[name], state.gradients, name)
         return tensors
@@ -349,30 +316,26 @@ class StepRunner:
 
     def _arrived_gradients(self, stage: StageModule, act: Act) -> list[tuple[str, Tensor | None]]:
         """Returns the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
-        arrived: list[tuple[str, Tensor | None]] = []
+        arrived, own = list[tuple[str, Tensor | None]](), list[tuple[str, Tensor | None]]()
         for kind, names in act.receives:
             arrived += zip(names, self._mail.take(kind), strict=True)
-        own: list[tuple[str, Tensor | None]] = []
-        for place, name in stage.part.outputs:
-            own.append((name, self._output_gradient(place, act.part)))
+        for place, name in stage.part.outputs:  # a backward starts from the loss's share, or from what the caller says
+            if self.factor is None:
+                own.append((name, self._exchange.output_gradient(place, act.part)))
+            else:
+                own.append((name, self._seeds[act.part.share] if place == self._loss_place else None))
         return own + arrived
-
-    def _output_gradient(self, place: int, part: MicroBatch) -> Tensor | None:
-        """Returns what a backward starts from at an output: a loss from its share, others as the caller says."""
-        if self._factor is None:
-            return self._exchange.output_gradient(place, part)
-        return self._seeds[part.share] if place == self._loss_place else None
 
     # sum
 
     def _sum(self) -> Found:
         """Returns the gradients of the step once they are there; not summed where they are kept back."""
-        own = self._book.take()
+        own = self.book.take()
         inputs = self._exchange.input_gradients()
         if not self._is_synchronising:
             return Found(own, {}, {}, inputs)
-        totals = self._book.total(own, self._exchange.origin)
-        return Found({}, totals, self._rank.backwards.take_kept(), inputs)
+        totals = self.book.total(own, self._exchange.origin)
+        return Found({}, totals, self.rank.backwards.take_kept(), inputs)
 
     # publish
 
@@ -381,7 +344,7 @@ class StepRunner:
         carries = [self._specs[place].needs_gradient for place in outputs]
         if not any(carries):
             return dict(outputs)
-        finish = while_unchanged(finish, self._rank.parameters, self._job.split.traced.saved_weights)
+        finish = while_unchanged(finish, self.rank.parameters, self.job.split.traced.saved_weights)
         published = publish(list(outputs.values()), carries, list(self._sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
 
@@ -390,9 +353,9 @@ class StepRunner:
 
         What earlier calls kept back is given out once.
         """
-        assert self._factor is not None, "only a step that starts from its loss has gone backward"
-        found, backwards = self._found, self._rank.backwards
-        self._found = Found({}, {}, {}, {})
+        assert self.factor is not None, "only a step that starts from its loss has gone backward"
+        found, backwards = self._found, self.rank.backwards
+        self._found = Found()
         if is_kept:
             self._found = Found(found.own, found.totals, {}, found.inputs)
             inputs = {**found.inputs, **_copies(found.inputs)}
@@ -400,14 +363,14 @@ class StepRunner:
         if gradients[0] is None:
             backwards.note("none")
             return self._for_sources({}, found.kept, {})
-        self._rank.metrics.note(self._job.step + 1, self._loss, self._where_not_finite(), is_loss=True)
+        self.rank.metrics.note(self.job.step + 1, self._loss, self._where_not_finite(), is_loss=True)
         factor = gradients[0].item()
         backwards.note(f"{factor:g}")
-        self._rank.loss_scale.after(factor)
-        asks_for_sums = self._asks_for_sums()
+        self.rank.loss_scale.after(factor)
+        asks_for_sums = self.asks_for_sums()
         backwards.note_gradients(asks_for_sums)
-        scale = factor / self._factor
-        self._book.keep(_scaled(found.own, scale))
+        scale = factor / self.factor
+        self.book.keep(_scaled(found.own, scale))
         totals, kept = _scaled(found.totals, scale), found.kept
         if asks_for_sums and not self._is_synchronising:
             kept = backwards.take_kept()
@@ -420,7 +383,7 @@ class StepRunner:
     def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""
         others = [spec for place, spec in self._wanted.items() if place != self._loss_place]
-        self._rank.backwards.note("of other outputs")
+        self.rank.backwards.note("of other outputs")
         used = [spec.path for spec, gradient in zip(others, gradients, strict=True) if gradient is not None]
         raise InputError(
             f"backward reached {', '.join(used)}, but this model's step starts from its own loss, whose backward has "
@@ -441,8 +404,8 @@ class StepRunner:
 
     def _as_own(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Returns the gradient of an input; for another call, which weighs this rank's own loss itself, that of it."""
-        weight = self._job.rank_weight(self._world.rank)
-        if gradient is None or weight == 1.0 or name not in self._job.split.traced.batch_inputs:
+        weight = self.job.rank_weight(self._world.rank)
+        if gradient is None or weight == 1.0 or name not in self.job.split.traced.batch_inputs:
             return gradient
         return gradient / weight if follows_a_call(self._sources[_input_key(name)]) else gradient
 
@@ -450,8 +413,7 @@ class StepRunner:
 
     @cached_property
     def _specs(self) -> dict[int, OutputSpec]:
-        """The model's outputs by place."""
-        return dict(enumerate(self._job.split.traced.outputs))
+        return dict(enumerate(self.job.split.traced.outputs))
 
     @cached_property
     def _loss_place(self) -> int:
@@ -461,27 +423,27 @@ class StepRunner:
     def _wanted(self) -> dict[int, OutputSpec]:
         """The outputs that a whole step delivers."""
         specs = self._specs.items()
-        return {place: spec for place, spec in specs if self._rank.delivers_all or spec.kind is OutputKind.LOSS}
+        return {place: spec for place, spec in specs if self.rank.delivers_all or spec.kind is OutputKind.LOSS}
 
     @cached_property
     def _sources(self) -> dict[str, Tensor]:
         """What gets gradients on this rank: parameters by name, inputs by `_input_key`."""
-        trained = {name: parameter for name, parameter in self._rank.parameters.items() if parameter.requires_grad}
-        return trained | {_input_key(name): self._inputs[name] for name in self._job.split.input_gradients}
+        trained = {name: parameter for name, parameter in self.rank.parameters.items() if parameter.requires_grad}
+        return trained | {_input_key(name): self.inputs[name] for name in self.job.split.input_gradients}
 
     @cached_property
     def _collector(self) -> OutputCollector:
-        return OutputCollector(self._job, self._world, self._mail, self._outputs, self._device)
+        return OutputCollector(self.job, self._world, self._mail, self._outputs, self._device)
 
     @cached_property
     def _exchange(self) -> GradientExchange:
-        return GradientExchange(self._job, self._world, self._mail, self._input_gradients, self._inputs)
+        return GradientExchange(self.job, self._world, self._mail, self._input_gradients, self.inputs)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Gives the user's generator and autocast back; an error in the middle of a step ends all ranks."""
         try:
-            if self._job.split.traced.draws_or_casts or is_autocast():
+            if self.job.split.traced.draws_or_casts or is_autocast():
                 with untouched_generator(self._device), without_autocast():
                     yield
             else:
@@ -493,13 +455,9 @@ class StepRunner:
                     self._world.abort(error, where)
                 if hasattr(error, "add_note"):  # from Python 3.11 on
                     error.add_note(where)
-            self._forget()
+            self.rank.mail = Mail(self._world, self._device)  # a script on one process may catch the error and go on
+            self.rank.backwards.forget_step()
             raise
-
-    def _forget(self) -> None:
-        """Drops what a step that failed has left behind: a script on one process may catch the error and go on."""
-        self._rank.mail = Mail(self._world, self._device)
-        self._rank.backwards.forget_step()
 
     def _where_not_finite(self) -> Callable[[], str]:
         """Returns what says where a loss that is not finite was found; empty: on another rank.
@@ -508,9 +466,9 @@ class StepRunner:
         """
         rank = self._world.rank
         if self._loss is None:
-            stage = self._job.plan.num_stages - 1
+            stage = self.job.plan.num_stages - 1
             return lambda: f"the gradient of rank {rank}'s loss is not finite at the outputs of stage {stage}"
-        stage, parts = self._job.split.makers[self._loss_place], self._job.batch.micro_batches
+        stage, parts = self.job.split.makers[self._loss_place], self.job.batch.micro_batches
         losses = {index: loss for (place, index), loss in self._outputs.items() if place == self._loss_place}
 
         def words() -> str:
@@ -528,12 +486,12 @@ class StepRunner:
         if self._act is None:
             return f"rank {self._world.rank}, before the first instruction"
         part = self._act.part
-        owner = "" if len(self._job.batch.groups) == 1 else f" of rank {part.origin}"
+        owner = "" if len(self.job.batch.groups) == 1 else f" of rank {part.origin}"
         samples = f"samples {part.start} to {part.start + part.size - 1}{owner}"
         place = f"rank {self._world.rank}, stage {self._act.instruction.stage}, micro-batch {part.index} ({samples})"
-        traced = self._job.split.traced
+        traced = self.job.split.traced
         line = failed_at(error, traced.nodes)
-        return place + line + (given_whole(traced.inputs.values(), part, self._job.batch) if line else "")
+        return place + line + (given_whole(traced.inputs.values(), part, self.job.batch) if line else "")
 
 
 _OF_OWN_SAMPLES = (
@@ -551,10 +509,7 @@ _METHODS: dict[Kind, Callable[[StepRunner, StageModule, Act], None]] = {
 
 
 def given_whole(inputs: Iterable[InputSpec], part: MicroBatch, batch: GlobalBatch) -> str:
-    """Returns a sentence about the inputs that a micro-batch has whole, whose numbers may not fit to it.
-
-    There is none if the micro-batch is all that a rank passed.
-    """
+    """Returns a sentence about the inputs that a part of a mini-batch has whole, whose numbers may not fit to it."""
     whole = [f"{each.name} {each.words()}" for each in inputs if not each.is_batch and each.shape]
     if not whole or part.size == batch.num_samples_of(part.origin):
         return ""

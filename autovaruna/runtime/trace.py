@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -20,133 +20,70 @@ from autovaruna.schedule.pipeline import Edge
 from autovaruna.schedule.simulation import LostTime, Simulation
 
 logger = logging.getLogger(__name__)
-_HEADS = {
-    "work": "work",
-    "bubble": "bubble",
-    "imbalance": "imbalance",
-    "messages": "message",
-    "all-reduce": "reduce",
-    "overhead": "overhead",
-}
-"""What a step's time goes to, as the table says it, and as `LostTime` does."""
 _MEASURED, _PREDICTED = 0, 1
 _SHORT_WAIT_SECONDS = 5e-6
-_STEPS_TOGETHER = ((32, 1), (256, 8))
-"""Up to which step how many are written together; then `_MOST_TOGETHER`."""
-_MOST_TOGETHER = 64
+_STEPS_TOGETHER = ((32, 1), (256, 8), (math.inf, 64))
+"""Up to which step how many are written together."""
 _TAG = 1 << 17
 
 Span = tuple[str, float, float, float]
 """An instruction; when it began, when it had what it waited for, and when it ended, on the clock of rank 0."""
 Ends = tuple[float, float]
 """When a rank's last instruction ended, and when its step did."""
+Step = tuple[list[Span], Ends]
+Noted = tuple[Instruction, float, float, float]
+"""An instruction, when it began and ended, and how long it waited meanwhile."""
+Rows = list[dict[str, Any]]
 
 
 def account(
     spans: Sequence[Sequence[Span]], ends: Sequence[Ends], awaited: Mapping[str, Sequence[str]]
 ) -> tuple[float, list[LostTime]]:
-    """Returns the seconds of a step, and where they went.
+    """Returns the seconds of a step, and where they went on each rank.
 
-    Args:
-        ends: The ends of each rank's work and step.
-        awaited: For each instruction, those whose messages it waits for.
+    `awaited` has, for each instruction, those whose messages it waits for.
     """
     sent = {name: end for row in spans for name, _, _, end in row}
     start = min((row[0][1] for row in spans if row), default=0.0)
     step = max((end for _, end in ends), default=start) - start
     work = [sum(end - ready for _, _, ready, end in row) for row in spans]
-    return step, [
-        _of_rank(row, end, start, step, max(work) - own, sent, awaited)
-        for row, end, own in zip(spans, ends, work, strict=True)
-    ]
-
-
-def _of_rank(
-    row: Sequence[Span],
-    ends: Ends,
-    start: float,
-    step: float,
-    less_work: float,
-    sent: Mapping[str, float],
-    awaited: Mapping[str, Sequence[str]],
-) -> LostTime:
-    work = sum(end - ready for _, _, ready, end in row)
-    messages = sum(_on_its_way(span, sent, awaited) for span in row)
-    overhead = sum(later[1] - earlier[3] for earlier, later in pairwise(row))
-    reduce = max(0.0, ends[1] - ends[0]) if row else 0.0
-    idle = max(0.0, step - work - messages - overhead - reduce)
-    imbalance = min(idle, less_work)
-    return LostTime(work, messages, reduce, overhead, 0.0, imbalance, idle - imbalance)
-
-
-def _on_its_way(span: Span, sent: Mapping[str, float], awaited: Mapping[str, Sequence[str]]) -> float:
-    """Returns how long an instruction waited after the last message that it needs had been sent."""
-    name, begin, ready, _ = span
-    last = max((sent[other] for other in awaited.get(name, ()) if other in sent), default=ready)
-    return max(0.0, ready - max(begin, last))
+    lost = []
+    for row, (last, end), own in zip(spans, ends, work, strict=True):
+        messages = 0.0
+        for name, begin, ready, _ in row:
+            left = max((sent[other] for other in awaited.get(name, ()) if other in sent), default=ready)
+            messages += max(0.0, ready - max(begin, left))
+        overhead = sum(later[1] - earlier[3] for earlier, later in pairwise(row))
+        reduce = max(0.0, end - last) if row else 0.0
+        idle = max(0.0, step - own - messages - overhead - reduce)
+        imbalance = min(idle, max(work) - own)
+        lost.append(LostTime(own, messages, reduce, overhead, 0.0, imbalance, idle - imbalance))
+    return step, lost
 
 
 def table(step: float, predicted_seconds: float, lost: Sequence[LostTime]) -> str:
     """Returns the account as text: a line for each rank, in per cent of the step."""
-    lines = [f"{1e3 * step:.2f} ms, predicted {1e3 * predicted_seconds:.2f} ms", "rank  " + "  ".join(_HEADS)]
-    for rank, each in enumerate(lost):
-        shares = (getattr(each, f"{name}_seconds") / step if step else 0.0 for name in _HEADS.values())
-        cells = (f"{share:.1%}".rjust(len(head)) for head, share in zip(_HEADS, shares, strict=True))
+    of_ranks = [{name: seconds for name, seconds in each.parts.items() if name != "optimizer"} for each in lost]
+    lines = [f"{1e3 * step:.2f} ms, predicted {1e3 * predicted_seconds:.2f} ms", "rank  " + "  ".join(of_ranks[0])]
+    for rank, parts in enumerate(of_ranks):
+        cells = (f"{seconds / step if step else 0.0:.1%}".rjust(len(name)) for name, seconds in parts.items())
         lines.append(f"{rank:>4}  " + "  ".join(cells))
     return "\n".join(lines)
 
 
-Step = tuple[list[Span], Ends]
-Noted = tuple[Instruction, float, float, float]
-"""An instruction, when it began and ended, and how long it waited meanwhile."""
-
-
-@dataclass
-class Recorder:
-    """Notes the begin and end of instructions on this rank, and of steps, by readings of `perf_counter`.
-
-    Args:
-        offset: What to add to this rank's clock to get that of rank 0.
-    """
-
-    offset: float = 0.0
-    noted: list[Noted] = field(default_factory=list)
-    ended: list[tuple[list[Noted], float]] = field(default_factory=list)
-
-    def end_step(self) -> None:
-        """Notes that a step has ended."""
-        self.ended.append((self.noted, perf_counter()))
-        self.noted = []
-
-    def take(self) -> list[Step]:
-        """Returns the steps that have ended since the last time; only now is anything made of what was noted."""
-        ended, self.ended = self.ended, []
-        return [self._step(noted, end) for noted, end in ended]
-
-    def _step(self, noted: Sequence[Noted], end: float) -> Step:
-        offset = self.offset
-        spans = [
-            (str(instruction), begin + offset, begin + offset + waited, done + offset)
-            for instruction, begin, done, waited in noted
-        ]
-        return spans, (spans[-1][3] if spans else 0.0, end + offset)
-
-
-def head(predicted: Simulation) -> list[str]:
-    """Returns the lines that name the rows."""
-    rows = []
+def head(num_ranks: int) -> Rows:
+    rows: Rows = []
     for process, name in ((_MEASURED, "measured"), (_PREDICTED, "predicted")):
         rows.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        for rank in range(len(predicted.acts)):
-            rows.append(
-                {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
-            )
-    return [json.dumps(row) + ",\n" for row in rows]
+        for rank in range(num_ranks):
+            place = {"pid": process, "tid": rank}
+            rows.append({"ph": "M", "name": "thread_name", **place, "args": {"name": f"rank {rank}"}})
+    return rows
 
 
-def measured(rank: int, steps: Mapping[int, Step]) -> str:
-    """Returns the lines of what a rank has done in some steps, by their numbers."""
-    rows: list[str] = []
+def measured(rank: int, steps: Mapping[int, Step]) -> Rows:
+    """Returns what a rank has done in some steps, by their numbers."""
+    rows: Rows = []
     for number, (spans, (last, end)) in steps.items():
         for name, begin, ready, done in spans:
             rows.append(_row(_MEASURED, rank, name, ready, done, number))
@@ -154,12 +91,12 @@ def measured(rank: int, steps: Mapping[int, Step]) -> str:
                 rows.append(_row(_MEASURED, rank, "wait", begin, ready, number))
         if spans:
             rows.append(_row(_MEASURED, rank, "all-reduce, loss", last, end, number))
-    return "".join(rows)
+    return rows
 
 
-def beside(predicted: Simulation, start: float, number: int) -> list[str]:
-    """Returns the lines of the predicted step, from the begin of a measured one on."""
-    rows: list[str] = []
+def beside(predicted: Simulation, start: float, number: int) -> Rows:
+    """Returns the predicted step, from the begin of a measured one on."""
+    rows: Rows = []
     for event in predicted.events:
         begin, done = start + event.start_seconds, start + event.end_seconds
         rows.append(_row(_PREDICTED, event.rank, str(event.instruction), begin, done, number))
@@ -169,49 +106,42 @@ def beside(predicted: Simulation, start: float, number: int) -> list[str]:
     return rows
 
 
-def arrows(step: Sequence[Step], awaited: Mapping[str, Sequence[str]], number: int) -> list[str]:
-    """Returns the lines of an arrow for each message between ranks."""
+def arrows(step: Sequence[Step], awaited: Mapping[str, Sequence[str]], number: int) -> Rows:
+    """Returns an arrow for each message between ranks."""
     places = {name: (rank, ready, done) for rank, (spans, _) in enumerate(step) for name, _, ready, done in spans}
-    rows = []
+    rows: Rows = []
     for name, senders in awaited.items():
         for sender in senders:
             if name in places and sender in places and places[name][0] != places[sender][0]:
-                arrow = f"{number}/{sender}/{name}"
-                left = min(places[sender][2], places[name][1])  # it leaves a little before its instruction ends
-                rows.append(_arrow("s", places[sender][0], left, arrow))
-                rows.append(_arrow("f", places[name][0], places[name][1], arrow))
+                (source, _, done), (destination, ready, _) = places[sender], places[name]
+                arrow = {"name": "message", "cat": "message", "id": f"{number}/{sender}/{name}", "pid": _MEASURED}
+                left = 1e6 * min(done, ready)  # it leaves a little before its instruction ends
+                rows.append({"ph": "s", **arrow, "tid": source, "ts": round(left, 3)})
+                rows.append({"ph": "f", **arrow, "tid": destination, "ts": round(1e6 * ready, 3), "bp": "e"})
     return rows
 
 
-def _row(process: int, rank: int, name: str, begin: float, end: float, step: int) -> str:
-    return (
-        f'{{"ph":"X","name":"{name}","pid":{process},"tid":{rank},"ts":{begin * 1e6:.3f},'
-        f'"dur":{(end - begin) * 1e6:.3f},"args":{{"step":{step}}}}},\n'
-    )
+def _row(process: int, rank: int, name: str, begin: float, end: float, step: int) -> dict[str, Any]:
+    times = {"ts": round(1e6 * begin, 3), "dur": round(1e6 * (end - begin), 3)}
+    return {"ph": "X", "name": name, "pid": process, "tid": rank, **times, "args": {"step": step}}
 
 
-def _arrow(phase: str, rank: int, at: float, name: str) -> str:
-    binding = ',"bp":"e"' if phase == "f" else ""
-    return (
-        f'{{"ph":"{phase}","name":"message","cat":"message","id":"{name}","pid":{_MEASURED},"tid":{rank},'
-        f'"ts":{at * 1e6:.3f}{binding}}},\n'
-    )
-
-
-Part = tuple[str, dict[int, Step]]
-"""What a rank gives to the trace: its rows, and the steps, by number, of which more is said."""
+def _lines(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + ",\n" for row in rows)
 
 
 class EventTrace:
     """Collects what all ranks did after each step, later after every few, and appends it to a file on rank 0.
 
     The file is a JSON array that is left open at its end, which trace viewers accept; so a run that is killed leaves
-    a trace of the steps before. Of steps that are written together, which are no longer the first ones, only one has
-    predicted rows and arrows: these take most of the time. After steps 2, 4, 8, ... a table in the log says where the
-    time of the step went.
+    a trace of the steps before. Of steps that are written together only one has predicted rows and arrows: these take
+    most of the time. After steps 2, 4, 8, ... a table in the log says where the time of the step went.
 
     Args:
         edges: What stages send each other.
+
+    Attributes:
+        noted: what has run in this step, by readings of `perf_counter`; only later is anything made of it.
 
     Raises:
         ConfigError: the file cannot be written, when training begins; the same kind on every rank. Later, training goes
@@ -219,20 +149,19 @@ class EventTrace:
     """
 
     def __init__(self, path: str, world: World, predicted: Simulation, edges: Sequence[Edge]) -> None:
-        self._path = Path(path)
-        self._world = world
-        self._predicted = predicted
-        self._num_steps = self._num_written = 0
-        self._is_broken = False
+        self._path, self._world, self._predicted = Path(path), world, predicted
+        self._num_steps, self._is_broken = 0, False
         on_all(world, self._begin, "starting the trace")
-        self.recorder = Recorder(offset_to_first(world))
+        self._offset = offset_to_first(world)
+        self.noted: list[Noted] = []
+        self._ended: list[tuple[list[Noted], float]] = []
         self._awaited = awaited_by(predicted, edges) if world.rank == 0 else {}
 
     def _begin(self) -> None:
         if self._world.rank == 0:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text("[\n" + "".join(head(self._predicted)), encoding="utf-8")
+                self._path.write_text("[\n" + _lines(head(len(self._predicted.acts))), encoding="utf-8")
             except OSError as error:
                 raise ConfigError(
                     f"trace_events_file: {self._path} cannot be written ({error.strerror}); name a file that can be, "
@@ -240,17 +169,21 @@ class EventTrace:
                 ) from error
 
     def write_step(self) -> None:
-        """Ends a step. If it is time to, hands what was recorded to rank 0, which waits for all and appends it."""
-        self.recorder.end_step()
+        """Ends a step. If it is time to, hands what was noted to rank 0, which waits for all and appends it."""
+        self._ended.append((self.noted, perf_counter()))
+        self.noted = []
         self._num_steps += 1
-        if self._num_steps % next((num for last, num in _STEPS_TOGETHER if self._num_steps <= last), _MOST_TOGETHER):
+        if self._num_steps % next(num for last, num in _STEPS_TOGETHER if self._num_steps <= last):
             return
-        whole = self._num_written + 1
-        own = self._own_part(whole)
-        if self._world.rank != 0:
-            self._world.send_object(own, 0, _TAG)
+        world, whole = self._world, self._num_steps - len(self._ended) + 1
+        steps = {number: self._step(*ended) for number, ended in enumerate(self._ended, whole)}
+        self._ended = []
+        more = {number: step for number, step in steps.items() if number == whole or _is_reported(number)}
+        own = _lines(measured(world.rank, steps)), more
+        if world.rank != 0:
+            world.send_object(own, 0, _TAG)
             return
-        parts = [own, *(self._world.receive_object(rank, _TAG) for rank in range(1, self._world.num_ranks))]
+        parts = [own, *(world.receive_object(rank, _TAG) for rank in range(1, world.num_ranks))]
         if not self._is_broken:
             try:
                 self._append(parts, whole)
@@ -258,29 +191,28 @@ class EventTrace:
                 self._is_broken = True
                 logger.warning("the trace ends here: %s cannot be written (%s)", self._path, error.strerror)
 
-    def _own_part(self, whole: int) -> Part:
-        """Returns what this rank gives of the steps from number `whole` on."""
-        steps = dict(enumerate(self.recorder.take(), whole))
-        self._num_written += len(steps)
-        more = {number: step for number, step in steps.items() if number == whole or _is_reported(number)}
-        return measured(self._world.rank, steps), more
+    def _step(self, noted: Sequence[Noted], end: float) -> Step:
+        offset = self._offset
+        spans = [
+            (str(instruction), begin + offset, begin + offset + waited, done + offset)
+            for instruction, begin, done, waited in noted
+        ]
+        return spans, (spans[-1][3] if spans else 0.0, end + offset)
 
-    def _append(self, parts: Sequence[Part], whole: int) -> None:
+    def _append(self, parts: Sequence[tuple[str, dict[int, Step]]], whole: int) -> None:
+        """Appends the rows of all ranks, and says more of the steps that they give in whole."""
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(rows for rows, _ in parts)
             for number in parts[0][1]:
                 step = [steps[number] for _, steps in parts]
                 if number == whole:
                     start = min((spans[0][1] for spans, _ in step if spans), default=0.0)
-                    file.writelines(beside(self._predicted, start, number))
-                    file.writelines(arrows(step, self._awaited, number))
+                    file.write(_lines(beside(self._predicted, start, number)))
+                    file.write(_lines(arrows(step, self._awaited, number)))
                 if _is_reported(number):
-                    self._report(number, step)
-
-    def _report(self, number: int, step: Sequence[Step]) -> None:
-        seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
-        text = table(seconds, self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0), lost)
-        logger.info("step %d: %s", number, text)
+                    seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
+                    predicted = self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0)
+                    logger.info("step %d: %s", number, table(seconds, predicted, lost))
 
 
 def _is_reported(number: int) -> bool:
@@ -290,14 +222,13 @@ def _is_reported(number: int) -> bool:
 def awaited_by(predicted: Simulation, edges: Sequence[Edge]) -> dict[str, list[str]]:
     """Returns, for each instruction that waits for messages, the instructions that send them."""
     awaited: dict[str, list[str]] = {}
-    for row in predicted.schedule:
-        for step in row:
-            if step.kind is Kind.FORWARD:
-                senders = [edge.source for edge in edges if edge.destination == step.stage]
-            else:
-                senders = [edge.destination for edge in edges if edge.source == step.stage and edge.needs_gradient]
-            if senders and step.kind in (Kind.FORWARD, Kind.BACKWARD):
-                awaited[str(step)] = [str(Instruction(stage, step.kind, step.micro_batch)) for stage in senders]
+    for step in [step for row in predicted.schedule for step in row if step.kind in (Kind.FORWARD, Kind.BACKWARD)]:
+        if step.kind is Kind.FORWARD:
+            senders = [edge.source for edge in edges if edge.destination == step.stage]
+        else:
+            senders = [edge.destination for edge in edges if edge.source == step.stage and edge.needs_gradient]
+        if senders:
+            awaited[str(step)] = [str(Instruction(stage, step.kind, step.micro_batch)) for stage in senders]
     return awaited
 
 
@@ -310,13 +241,11 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self.step = 0
-        self.work_seconds = 0.0
+        self.step, self.work_seconds = 0, 0.0
         self._number: Tensor | None = None
-        self._is_loss = False
-        self._where: Callable[[], str] = str
         self._value: float | None = None
-        self._has_told = False
+        self._where: Callable[[], str] = str
+        self._is_loss = self._has_told = False
 
     @property
     def loss(self) -> float | None:
@@ -330,14 +259,12 @@ class Metrics:
         return None if value is None else math.isfinite(value)
 
     def note(self, step: int, number: Tensor | None, where: Callable[[], str], *, is_loss: bool) -> None:
-        """Takes a step.
+        """Takes a step, by the number of its call.
 
         Args:
-            step: The number of its call.
             number: The loss, or what is finite if its gradient is; None: nothing is known. A GPU computes it while the
                 script goes on: it is looked at when it is asked for, or in the next step.
             where: Says where it was found, in words; empty: not on this rank.
-            is_loss: Whether it is the loss.
         """
         self._settled()
         self.step, self._number, self._is_loss, self._where, self._value = step, number, is_loss, where, None

@@ -1,9 +1,8 @@
 """Gives each rank its part of a model: who holds what, who steps over it, and its whole state put together again.
 
 Weights start as rank 0's, and what a rank does not hold is released. Parameters on ``meta`` get their numbers here.
-Models that are split are known, to find the one that a tensor is of. A parameter whose optimizer state is shared out
-has one owner, which alone has gradient and state: the others show a `RemoteGradient`, and get the numbers once all have
-stepped.
+A parameter whose optimizer state is shared out has one owner, which alone has gradient and state: the others show a
+`RemoteGradient`, and get the numbers once all have stepped.
 """
 
 from __future__ import annotations
@@ -34,41 +33,31 @@ from autovaruna.stage.split import Assignment
 def materialize(
     state: OwnedState, held: Iterable[str], device: torch.device, seed: int, given: Container[str] = ()
 ) -> list[str]:
-    """Initialises parameters and buffers that are on ``meta``.
+    """Initialises parameters and buffers on ``meta``, if their first names are among those `held` here; returns those.
 
-    Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition.
-
-    Args:
-        held: First names of those that get memory on this rank.
-        device: Where its numbers go.
-        seed: What they are drawn from.
-        given: First names of what a checkpoint will fill; it gets memory alone, unless its module has other tensors.
-
-    Returns:
-        First names of what was initialised, or is to be filled.
+    Each module is initialised from a seed of its own path, so that its numbers do not depend on the partition. What a
+    checkpoint will fill, as `given`, gets memory alone, unless its module has other tensors.
 
     Raises:
         PlanError: a module with tensors on ``meta`` has no initialiser.
     """
     wanted = set(held)
     missing = {name for name in state.places if state.tensor(name).is_meta and name in wanted}
-    for name in missing:
-        if name in given:
-            state.replace(name, _empty_like(state.tensor(name), device))
     drawn = {name for name in missing if name not in given}
+    for name in missing - drawn:
+        state.replace(name, _empty_like(state.tensor(name), device))
     with untouched_generator(device):
         for path, module in state.model.named_modules():
-            names = [*module._parameters.keys(), *module._buffers.keys()]
-            own = [path + "." + name if path else name for name in names]
-            if any(state.first_name.get(name) in drawn for name in own):
-                _initialise(state, path, module, own, device, seed)
+            own = [f"{path}.{name}" if path else name for name in (*module._parameters, *module._buffers)]
+            names = [state.first_name[name] for name in own if name in state.first_name]
+            if not drawn.isdisjoint(names):
+                _initialise(state, path, module, names, device, seed)
     return sorted(missing)
 
 
 def _initialise(
-    state: OwnedState, path: str, module: nn.Module, own: list[str], device: torch.device, seed: int
+    state: OwnedState, path: str, module: nn.Module, names: list[str], device: torch.device, seed: int
 ) -> None:
-    names = [state.first_name[name] for name in own if name in state.first_name]
     for name in names:
         if state.tensor(name).is_meta:
             state.replace(name, _empty_like(state.tensor(name), device))
@@ -98,11 +87,8 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 class Placement:
     """Which ranks hold each parameter, and each buffer that a step changes, by first name.
 
-    Names that are missing are held by every rank. The first holder is the one that others follow.
-
-    Attributes:
-        holders: the ranks.
-        owners: where the optimizer's state is shared out: the one holder that has gradient and state of a parameter.
+    Names that are missing are held by every rank. The first holder is the one that others follow. Where the optimizer's
+    state is shared out, `owners` are the holders that have gradient and state of a parameter.
     """
 
     holders: dict[str, tuple[int, ...]]
@@ -127,12 +113,7 @@ class Placement:
 
 
 def placement_of(assignment: Assignment, plan: Plan, shared_bytes: Mapping[str, float] | None = None) -> Placement:
-    """Returns the placement of a plan's stages.
-
-    Args:
-        assignment: The stages of each parameter.
-        shared_bytes: Of each parameter whose optimizer state is shared out over its holders.
-    """
+    """Returns the placement of a plan's stages; `shared_bytes` are of parameters that replicas share out."""
     holders = {
         name: tuple(dict.fromkeys(rank for stage in stages for rank in plan.stages[stage].ranks))
         for name, stages in assignment.holders.items()
@@ -141,11 +122,7 @@ def placement_of(assignment: Assignment, plan: Plan, shared_bytes: Mapping[str, 
 
 
 class OwnedState:
-    """The parameters and buffers of a model by first name, of which this rank keeps its part.
-
-    Args:
-        model: The model; parameters that this rank does not hold are replaced by `RemoteTensor`ss.
-    """
+    """The parameters and buffers of a model by first name; those that are not held here become `RemoteTensor`s."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -171,12 +148,10 @@ class OwnedState:
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters by first name."""
         found = {name: table[attribute] for name, (table, attribute) in self._tables.items()}
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers by first name."""
         found = {name: self.tensor(name) for name in self.places}
         return {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
 
@@ -185,16 +160,12 @@ class OwnedState:
     ) -> None:
         """Gives every rank its part, with the numbers of rank 0, and frees the rest. Collective.
 
-        Args:
-            seed: What weights of a model on ``meta`` are drawn from.
-            given: First names of what a checkpoint will fill on every rank that holds it.
+        Weights on ``meta`` are drawn from the seed; a checkpoint will fill what is `given`, by first name.
         """
         held = {name for name in self.places if world.rank in placement.ranks_of(name)}
         drawn = set(materialize(self, held | self.buffers().keys(), device, seed, given))  # all ranks get all buffers
         somewhere = set().union(*world.gather_objects(drawn, "materialising weights"))
-        for name in self.places:
-            if name in given:
-                continue
+        for name in [name for name in self.places if name not in given]:
             ranks = placement.ranks_of(name)
             root = ranks[0] if name in somewhere else 0
             group = tuple(sorted({root, *ranks}))
@@ -204,15 +175,13 @@ class OwnedState:
         self._types = {name: (each.dtype, each.device) for name, each in own.items()}
         for name in self.places.keys() - held:
             if isinstance(tensor := self.tensor(name), nn.Parameter):
-                self.replace(
-                    name, release(tensor, Home(name, placement.ranks_of(name), world.rank, device, tensor.shape))
-                )
+                home = Home(name, placement.ranks_of(name), world.rank, device, tensor.shape)
+                self.replace(name, release(tensor, home))
 
     def follow_frozen(self, placement: Placement, world: World) -> bool:
-        """Lets parameters that this rank does not hold need a gradient if they do where they are held. Collective.
+        """Lets parameters need a gradient where they are not held if they do where they are. Collective.
 
-        Returns:
-            Whether that changed any parameter on any rank.
+        Returns whether that changed any parameter on any rank.
         """
         parameters = self.parameters()
         flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
@@ -221,21 +190,16 @@ class OwnedState:
         for name, parameter in parameters.items():
             ranks = placement.ranks_of(name)
             needs_gradient = reports[ranks[0]][name]
-            followers = [rank for rank in range(world.num_ranks) if rank not in ranks]
+            followers = set(range(world.num_ranks)) - set(ranks)
             is_changed |= any(reports[rank][name] != needs_gradient for rank in followers)
             if world.rank in followers:
                 parameter.requires_grad_(needs_gradient)
         return is_changed
 
     def check_types(self) -> None:
-        """Makes sure that what this rank holds has the dtypes and devices that it was given.
-
-        Raises:
-            InputError: parameters have been cast or moved.
-        """
+        """Raises an `InputError` if parameters of this rank have been cast or moved since they were given out."""
         for name, (dtype, device) in self._types.items():
-            table, attribute = self._tables[name]
-            tensor = table[attribute]
+            tensor = self.tensor(name)
             if tensor.dtype is not dtype or tensor.device != device:
                 raise InputError(
                     f"Parameters have been cast or moved after the model was split: {name} is {tensor.dtype} on "
@@ -251,12 +215,7 @@ class OwnedState:
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """A model of which this rank has a part.
-
-    Attributes:
-        known_state: Its parameters, as long as the model is there.
-        limits: What this rank has clipped its gradients to the last time; empty: it has not.
-    """
+    """A model of which this rank has a part, for as long as it is there; `limits`: what it clipped to the last time."""
 
     known_state: ReferenceType[OwnedState]
     placement: Placement
@@ -264,7 +223,6 @@ class SplitModel:
     limits: list[float] = field(default_factory=list)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters by first name."""
         state = self.known_state()
         return {} if state is None else state.parameters()
 
@@ -272,11 +230,11 @@ class SplitModel:
         """Returns the first name of each parameter, by identity."""
         return {id(each): name for name, each in self.parameters().items()}
 
-    def names_of_gradients(self) -> dict[int, str]:
-        """Returns the first name of each parameter that has a gradient, by identity of the gradient."""
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients by first name of their parameters."""
         with PLAIN():  # many may be elsewhere
             gradients = {name: each.grad for name, each in self.parameters().items()}
-        return {id(each): name for name, each in gradients.items() if each is not None}
+        return {name: each for name, each in gradients.items() if each is not None}
 
 
 _models: WeakKeyDictionary[OwnedState, SplitModel] = WeakKeyDictionary()
@@ -288,7 +246,6 @@ def note_split(state: OwnedState, placement: Placement, world: World) -> None:
 
 
 def split_models() -> list[SplitModel]:
-    """Returns the models that are split."""
     return list(_models.values())
 
 
@@ -358,14 +315,7 @@ def from_rank(value: Any, root: int, world: World) -> Any:
 
 
 def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) -> Any:
-    """Loads this rank's part of a whole ``state_dict``.
-
-    Returns:
-        Missing and unexpected keys, as plain PyTorch does.
-
-    Raises:
-        RuntimeError: as plain PyTorch: keys or shapes do not fit the whole model.
-    """
+    """Loads this rank's part of a whole ``state_dict``; returns and raises as plain PyTorch."""
     known = state.model.state_dict()
     missing = [name for name in known if name not in entries]
     unexpected = [name for name in entries if name not in known]
@@ -380,23 +330,17 @@ def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) ->
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(state.model).__name__}:\n\t" + "\n\t".join(errors)
         )
-    mine = {name: value for name, value in entries.items() if name in known and not _is_elsewhere(known[name])}
+    away = {name for name, value in known.items() if isinstance(value, Tensor) and value.is_meta}
+    mine = {name: value for name, value in entries.items() if name in known.keys() - away}
     state.model.load_state_dict(mine, strict=False)
     return IncompatibleKeys(missing, unexpected)
 
 
-def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
 @dataclass(eq=False)
 class Share:
-    """A parameter that this rank holds and of which one rank has gradient and state.
+    """A parameter that this rank holds, with other `ranks`, and of which one rank, its home, has gradient and state.
 
-    Attributes:
-        home: The owner.
-        ranks: All that hold the parameter.
-        gradient: What this rank shows of the gradient, if it is another's; the same in every step.
+    `gradient` is what this rank shows of the gradient, if it is another's; the same in every step.
     """
 
     home: Home
@@ -406,7 +350,6 @@ class Share:
 
     @property
     def owner(self) -> int:
-        """The rank that steps over the parameter."""
         return self.home.ranks[0]
 
 
@@ -447,10 +390,7 @@ def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def spread_steps(parameters: Iterable[Tensor]) -> None:
-    """Gives the numbers of parameters that are shared out from their owners to all that hold them.
-
-    Collective for these; each lists the same parameters, in one order.
-    """
+    """Gives the numbers of shared parameters, listed alike on every rank, from their owners to all. Collective."""
     sums: Sums | None = None
     for parameter in parameters:
         share = share_of(parameter)

@@ -1,9 +1,8 @@
 """Defines `World`: how ranks talk, composed of a transport, which moves bytes, and a watch, which ends hopeless waits.
 
-Two kinds of calls. *Collectives* (`gather_objects`, `broadcast_object`, `agree`, `barrier`) are called by every rank in
-the same order with the same label `what`; ranks that are in different ones all get a `RankError` that says who is
-where. *Messages* (`send`, `receive`) and the tensor collectives of a group (`broadcast`, `all_reduce`) are called by
-the ranks that take part only. Messages with the same source, destination and tag arrive in the order sent.
+*Collectives* (`gather_objects`, `agree`, `barrier`) are called by every rank in the same order with the same label;
+where labels differ, all get a `RankError` that says who is where. *Messages* and tensor collectives of a group are
+called by the ranks that take part only. Messages of the same source, destination and tag arrive in the order sent.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from autovaruna.runtime.transport.base import (
     Transport,
     check_dense,
     empty_on_host,
-    rows_on_host,
     split,
     to_host,
 )
@@ -44,27 +42,18 @@ from autovaruna.runtime.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__
+Bring = Callable[[Layout], Tensor | None]
 
 
 class Message(Pending):
-    """A list of tensors on the way: done when all its parts are.
-
-    Args:
-        parts: The parts that are on the way.
-        event: What this rank does: ``sent`` or ``received``.
-        count: How often it has done that, with these parts.
-        finish: Runs when all have arrived or left.
-    """
+    """A list of tensors on the way: done when all its parts are. Then `finish` runs."""
 
     __slots__ = ("_count", "_event", "_finish", "_parts", "_world")
 
     def __init__(
         self, world: World, parts: list[Part], event: Event, count: int, finish: Callable[[], None] | None = None
     ) -> None:
-        self._world = world
-        self._parts = parts
-        self._event = event
-        self._count = count
+        self._world, self._parts, self._event, self._count = world, parts, event, count
         self._finish = finish
         if any(part.needs_calls for part in parts):
             world.lagging.append(self)
@@ -93,36 +82,20 @@ class Message(Pending):
     def waiting(self) -> tuple[str, tuple[Need, ...]]:
         """Says in words and for the deadlock detector what is missing: that the other rank does its part."""
         what, other, channel, tag = self._event
+        words, act = f"for a message of rank {other} (tag {tag})", "sent"
         if what == "sent":
-            need = Need(other, ("received", self._world.rank, channel, tag), self._count)
-            return f"for rank {other} to receive a message (tag {tag})", (need,)
-        need = Need(other, ("sent", self._world.rank, channel, tag), self._count)
-        return f"for a message of rank {other} (tag {tag})", (need,)
+            words, act = f"for rank {other} to receive a message (tag {tag})", "received"
+        return words, (Need(other, (act, self._world.rank, channel, tag), self._count),)
 
 
 class Brought(Message):
-    """A message that makes its own tensors: `tensors`, complete once it is done.
-
-    Args:
-        bring: Gives the next tensor, if it is here.
-        layouts: The layouts of the tensors.
-    """
+    """A message that makes its own `tensors`; `bring` gives the next one, if it is here."""
 
     __slots__ = ("_bring", "_layouts", "tensors")
 
-    def __init__(
-        self,
-        world: World,
-        bring: Callable[[Layout], Tensor | None],
-        layouts: Sequence[Layout],
-        event: Event,
-        count: int,
-    ) -> None:
-        self._world = world
-        self._bring = bring
-        self._layouts = layouts
-        self._event = event
-        self._count = count
+    def __init__(self, world: World, bring: Bring, layouts: Sequence[Layout], event: Event, count: int) -> None:
+        self._world, self._event, self._count = world, event, count
+        self._bring, self._layouts = bring, layouts
         self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
@@ -139,12 +112,10 @@ class World:
     """The ranks of one program, seen from one of them.
 
     Attributes:
-        hosts: host name of every rank.
         num_models: how many models this rank's script has called; their order tells them apart.
         carrier: what moves tensors of some ranks straight between their devices, if anything.
         coming: the messages that are on their way to this rank.
-        lagging: messages, either way, that advance only while this rank calls the transport, the oldest first; some
-            that are done may be among them.
+        lagging: messages that advance only while this rank calls the transport, the oldest first; some may be done.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -163,14 +134,10 @@ class World:
     # Collectives of all ranks.
 
     def gather_objects(self, value: object, what: str) -> list[Any]:
-        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
-
-        Args:
-            value: a small value (see `values.py`).
-            what: what the ranks do here, for errors; must be the same on every rank.
+        """Returns the small values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
         Raises:
-            RankError: ranks came with different labels, or a rank ended its script.
+            RankError: ranks came with different labels `what`, or a rank ended its script.
         """
         return self.watch.gather(value, what)
 
@@ -185,14 +152,11 @@ class World:
     def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
         """Raises on every rank if any rank passes an error; returns the values that the ranks passed. Collective.
 
-        A rank with an error ends those that do not come soon to hear of it.
-
-        Raises:
-            BaseException: `error` itself, on the ranks that passed one.
-            AutoVarunaError: on the others, with the message and traceback of the first rank that failed; of the kind
-                of its error, so that a script can catch the same on every rank; RankError if it is not of our tree.
+        A rank with an error ends those that do not come soon to hear of it. It raises that itself; the others raise an
+        error of the same kind, or a `RankError`, with the message and traceback of the first rank that failed.
         """
-        report = None if error is None else (kind_of(error), describe(error))
+        is_ours = isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS
+        report = None if error is None else (type(error) if is_ours else RankError, describe(error))
         give_up = None if error is None else partial(self.abort, error, f"rank {self.rank} failed while {what}")
         try:
             reports = self.watch.gather((report, value), what, give_up)
@@ -211,13 +175,7 @@ class World:
     # Messages.
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
-        """Starts to send `tensors`; never blocks. They must not change until it is done.
-
-        Args:
-            tensors: dense tensors (contiguous, in any order of dimensions) of any dtype.
-            destination: the receiving rank; may be this one.
-            tag: at least 0, below 2 ** 20.
-        """
+        """Starts to send dense tensors; never blocks. They must not change until they have left."""
         carrier = self.carrier
         if len(tensors) == 1 and tensors[0].is_cpu and carrier is None:
             return self._send_one(tensors[0], destination, tag)
@@ -225,9 +183,7 @@ class World:
             there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
             parts = [carrier.post_send(part, destination, tag) for part in there]
             return self._sent(parts, destination, CARRIER_CHANNEL, tag)
-        parts = self.transport.post_sends(
-            [each if each.is_cpu else to_host(each) for each in tensors], destination, TENSOR_CHANNEL, tag
-        )
+        parts = self.transport.post_sends(list(map(to_host, tensors)), destination, TENSOR_CHANNEL, tag)
         return self._sent(parts, destination, TENSOR_CHANNEL, tag)
 
     def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
@@ -257,13 +213,7 @@ class World:
         return message
 
     def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
-        """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent.
-
-        The buffers are filled once it is done.
-
-        Raises:
-            RankError: in `wait`: the message has another number of bytes than the buffers.
-        """
+        """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent."""
         carrier = self.carrier
         if carrier is not None and carrier.receives_from(source):
             landing = [_on_device(buffer, carrier.device) for buffer in buffers]
@@ -286,11 +236,7 @@ class World:
         return self.transport.brings(source, layouts)
 
     def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
-        """Waits for the next message of `source`, without memory posted for it; where `brings` says so.
-
-        Raises:
-            RankError: in `is_done` or `wait`: the message has another number of bytes than the layouts.
-        """
+        """Waits for the next message of `source`, without memory posted for it; where `brings` says so."""
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
         count = counts[event] = counts[event] + len(layouts)
         return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
@@ -316,11 +262,9 @@ class World:
         self._received(parts, source, OBJECT_CHANNEL, tag).wait()
 
     def open_rings(self, pairs: Iterable[Pair], has_host_memory: bool) -> None:
-        """Sends messages between ranks of one host a shorter way from now on, if the transport has one. Collective.
+        """Sends messages between pairs of ranks of one host a shorter way from now on, if there is one. Collective.
 
-        Args:
-            pairs: (sender, receiver), the same on every rank.
-            has_host_memory: Whether all that this rank sends and receives lies in the host's memory.
+        All ranks pass the same pairs. `has_host_memory` says whether all that this one sends and receives lies there.
         """
         self.transport.open_rings(pairs, has_host_memory, self.gather_objects)
 
@@ -329,9 +273,9 @@ class World:
     def broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
         """Overwrites `tensor` with that of rank `root`, on `ranks` (ascending or not, the same order on each)."""
         assert root in ranks, f"root {root} must be among ranks {ranks}"
-        host = rows_on_host(tensor)
+        host = to_host(tensor.detach().resolve_conj().resolve_neg().contiguous())  # its bytes are elements in order
         broadcast_in_tree(self._group(ranks), host, root)
-        if host is not tensor and self.rank != root:
+        if host.data_ptr() != tensor.data_ptr() and self.rank != root:
             tensor.detach().copy_(host)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
@@ -353,21 +297,12 @@ class World:
                 return carried
         return self._group(ranks).start(tensor)
 
-    def start_reduce_scatter(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...]) -> Pending:
-        """Starts to overwrite the tensors of each share with their sums over `ranks`, on the rank whose share it is.
+    def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool) -> Pending:
+        """Starts to sum each share on its rank (a reduce-scatter), or to copy it from there to all (an all-gather).
 
-        What the other ranks have in its place is of no use afterwards. Order and precision are those of all-reduces.
-
-        Args:
-            shares: The tensors of each of `ranks`, dense and with elements; the same shapes on every rank.
+        A share has the tensors of one of `ranks`, dense and with elements. Of a sum, what other ranks have in its place
+        is of no use afterwards; its order is that of an all-reduce.
         """
-        return self._start_shares(shares, ranks, gathers=False)
-
-    def start_all_gather(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...]) -> Pending:
-        """Starts to overwrite the tensors of each share with those of the rank whose share it is; as the other way."""
-        return self._start_shares(shares, ranks, gathers=True)
-
-    def _start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool) -> Pending:
         every = [tensor for share in shares for tensor in share]
         for tensor in every:
             check_dense(tensor)
@@ -390,13 +325,11 @@ class World:
     # Progress.
 
     def progress(self) -> None:
-        """Lets pending messages and sums advance and forgets finished sends; never blocks.
-
-        Raises:
-            RankError: another rank failed or ended, so that no rank can go on.
-        """
-        if self._sends:
-            self._forget_sends()
+        """Lets pending messages and sums advance and forgets finished sends, or raises a `RankError`; never blocks."""
+        for _ in range(min(len(self._sends), SENDS_AT_ONCE)):  # some of them in turn: thousands may be on their way
+            message = self._sends.popleft()
+            if not message.is_done():
+                self._sends.append(message)
         if self.carrier is not None:
             self.carrier.advance()
         self._advance()
@@ -408,13 +341,11 @@ class World:
         lagging = self.lagging
         while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
             lagging.popleft()
-        if len(self._sends) > SENDS_AT_ONCE or self.carrier is not None:
-            self.progress()
-            return
+        needs_more = len(self._sends) > SENDS_AT_ONCE or self.carrier is not None
         for group in self._groups.values():
-            if group.active:
-                self.progress()
-                return
+            needs_more = needs_more or bool(group.active)
+        if needs_more:
+            self.progress()
 
     def keep(self, part: Part) -> None:
         """Keeps what is on its way until it has left."""
@@ -429,13 +360,6 @@ class World:
             waiting = part.waiting if isinstance(part, Message) else lambda: ("for a message to leave", ())
             self.watch.wait_until(part.is_done, waiting)
 
-    def _forget_sends(self) -> None:
-        """Forgets finished sends, looking at some of them in turn: thousands may be on their way."""
-        for _ in range(min(len(self._sends), SENDS_AT_ONCE)):
-            message = self._sends.popleft()
-            if not message.is_done():
-                self._sends.append(message)
-
     def _advance(self) -> None:
         """Lets sums advance, and what the transport moves only while it is called."""
         for group in self._groups.values():
@@ -449,11 +373,7 @@ class World:
         self.transport.abort(error, where)
 
     def leave(self) -> None:
-        """Says goodbye to the other ranks, and ends the transport once all have.
-
-        Raises:
-            RankError: another rank waits for an act of this one.
-        """
+        """Says goodbye to the other ranks, and ends the transport once all have; raises if one waits for this rank."""
         self.watch.leave()
         self.transport.close()
 
@@ -469,19 +389,14 @@ def _filling(buffers: Sequence[Tensor], landing: Sequence[Tensor]) -> Callable[[
     """Returns what copies memory that a message has landed in to its buffers; None: it landed there."""
     if all(map(is_, buffers, landing)):
         return None
-    return partial(_copy_all, [(buffer, other) for buffer, other in zip(buffers, landing, strict=True)])
 
+    def fill() -> None:
+        with torch.no_grad():
+            for buffer, other in zip(buffers, landing, strict=True):
+                if other is not buffer:
+                    buffer.copy_(other)
 
-def _copy_all(landed: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, other in landed:
-            if other is not buffer:
-                buffer.copy_(other)
-
-
-def kind_of(error: BaseException) -> type[AutoVarunaError]:
-    """Returns the kind of error that tells other ranks of this one."""
-    return type(error) if isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS else RankError
+    return fill
 
 
 def describe(error: BaseException) -> str:
@@ -506,12 +421,9 @@ Result = TypeVar("Result")
 
 
 def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = False) -> Result:
-    """Returns what `act` returns; an error on one rank is an error on all. Collective.
+    """Returns what `act`, which talks to no other rank, returns; an error on one rank is an error on all. Collective.
 
-    Args:
-        act: What each rank does; talks to no other.
-        what: What to call it in a message.
-        waits: Whether ranks that are done wait for those that are still at work, however long.
+    If it `waits`, ranks that are done wait for those that are still at work, however long.
     """
     results: list[Result] = []
     gather_on_all(world, lambda: results.append(act()), what, waits=waits)
@@ -531,8 +443,7 @@ def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: 
     return world.agree(error, what, result)
 
 
-_CLOCK_TAG = (1 << 20) - 2
-_NUM_TIMES = 10
+_CLOCK_TAG, _NUM_TIMES = (1 << 20) - 2, 10
 
 
 def offset_to_first(world: World) -> float:
@@ -541,30 +452,17 @@ def offset_to_first(world: World) -> float:
     Rank 0 answers each rank's messages with its own clock. Of several, the fastest answer counts: what its way there
     and its way back can differ by bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
     """
-    for rank in range(1, world.num_ranks):
-        if world.rank == 0:
-            for _ in range(_NUM_TIMES):
-                _receive_clock(world, rank)
-                _send_clock(world, rank)
-        elif world.rank == rank:
-            return min(_ask_for_clock(world) for _ in range(_NUM_TIMES))[1]
-    return 0.0
-
-
-def _ask_for_clock(world: World) -> tuple[float, float]:
-    """Returns the seconds that an answer took, and the offset if both ways took the same."""
-    begin = perf_counter()
-    _send_clock(world, 0)
-    theirs = _receive_clock(world, 0)
-    end = perf_counter()
-    return end - begin, theirs - (begin + end) / 2
-
-
-def _send_clock(world: World, rank: int) -> None:
-    world.send([torch.tensor([perf_counter()], dtype=torch.float64, device="cpu")], rank, _CLOCK_TAG).wait()
-
-
-def _receive_clock(world: World, rank: int) -> float:
     clock = torch.empty(1, dtype=torch.float64, device="cpu")
-    world.receive([clock], rank, _CLOCK_TAG).wait()
-    return float(clock.item())
+    answers = []
+    for rank in range(1, world.num_ranks):
+        for _ in range(_NUM_TIMES if world.rank in (0, rank) else 0):
+            if world.rank == 0:
+                world.receive([clock], rank, _CLOCK_TAG).wait()
+                world.send([clock.fill_(perf_counter())], rank, _CLOCK_TAG).wait()
+            else:
+                begin = perf_counter()
+                world.send([clock], 0, _CLOCK_TAG).wait()
+                world.receive([clock], 0, _CLOCK_TAG).wait()
+                end = perf_counter()
+                answers.append((end - begin, clock.item() - (begin + end) / 2))
+    return min(answers)[1] if answers else 0.0

@@ -7,30 +7,21 @@ the least head and the least tail among them. For one stage a rank this is
     max_s [ sum_{j<s} (F_j + c_j) + M_s (F_s + B_s) + sum_{j<s} (B_j + c_j) ]
 
 with M_s the micro-batches of its busiest replica. A second bound counts the way down and up: no backward of a stage
-starts before its first micro-batch was at the last stage and back, nor does its last micro-batch return sooner.
-
-Where a schedule may compute weight gradients apart from backward, only the rest of it is on these paths: then a rank
-has its forwards and backwards without weight gradients before its tail, and all its work before the all-reduce.
+starts before its first micro-batch was at the last stage and back. Where weight gradients may be computed apart, only
+the rest of a backward is on these paths.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
-from autovaruna.schedule.pipeline import (
-    Pipeline,
-    StageTimes,
-    distinct_replicas,
-    exact,
-    seconds_of,
-    work_seconds,
-)
+from autovaruna.schedule.pipeline import Pipeline, StageTimes, exact, seconds_of, work_seconds
 
 
 def lower_bound(pipeline: Pipeline) -> float:
@@ -42,7 +33,7 @@ class Bounds:
     """The bounds of one pipeline; the paths that all of them go by are found once."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self._paths = pipeline, _Paths(pipeline)
+        self.pipeline, self.paths = pipeline, _Paths(pipeline)
 
     @cached_property
     def lower(self) -> float:
@@ -51,26 +42,14 @@ class Bounds:
         for stage, times in enumerate(pipeline.stages):
             for replica, rank in enumerate(times.ranks):
                 held.setdefault(rank, []).append((stage, replica))
-        ranks = (_rank_bound(pipeline, self._paths, mine) for mine in held.values())
-        stages = (_stage_bound(pipeline, self._paths, stage) for stage in range(pipeline.num_stages))
+        ranks = (_rank_bound(pipeline, self.paths, mine) for mine in held.values())
+        stages = (_stage_bound(pipeline, self.paths, stage) for stage in range(pipeline.num_stages))
         return max(*ranks, *stages)
-
-    @property
-    def at_depths(self) -> float:
-        """Seconds that no schedule can beat with the pipeline's in-flight depths.
-
-        With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
-        (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
-        """
-        if not self.pipeline.needs_gradients:
-            return self.lower
-        replicas = ((s, i) for s, times in enumerate(self.pipeline.stages) for i in range(times.num_replicas))
-        return max(self.lower, *(_depth_bound(self.pipeline, self._paths, *replica) for replica in replicas))
 
     @cached_property
     def tails(self) -> list[float]:
         """For each rank, seconds that any schedule takes at least from its last instruction to the end."""
-        paths, tails = self._paths, [math.inf] * self.pipeline.num_ranks
+        paths, tails = self.paths, [math.inf] * self.pipeline.num_ranks
         for stage, times in enumerate(self.pipeline.stages):
             tail = (paths.finishes if times.deferred else paths.tails)[stage]  # weight gradients may come last
             for rank in times.ranks:
@@ -79,12 +58,9 @@ class Bounds:
 
 
 class _Work(NamedTuple):
-    """The least seconds of one micro-batch on one replica.
+    """The least seconds of one micro-batch on one replica: of `backward`, until its gradients leave.
 
-    Attributes:
-        forward, recompute: of the two.
-        backward: until its gradients leave.
-        whole: with weight gradients.
+    `whole` is the backward with weight gradients.
     """
 
     forward: float
@@ -107,15 +83,13 @@ class _Paths:
     def __init__(self, pipeline: Pipeline) -> None:
         num_stages = pipeline.num_stages
         self.work = [
-            [_work(pipeline, s, i) for i in distinct_replicas(times)] for s, times in enumerate(pipeline.stages)
+            [_work(pipeline, s, i) for i in range(times.num_replicas if times.speeds else 1)]
+            for s, times in enumerate(pipeline.stages)
         ]
         self.forward = [min(each.forward for each in some) for some in self.work]
         self.backward = [min(each.backward for each in some) for some in self.work]
         self.heads = [0.0] * num_stages
-        self.round_trips = [
-            min(each.recompute for each in some) if _has_to_recompute(pipeline, s) else 0.0
-            for s, some in enumerate(self.work)
-        ]
+        self.round_trips = [min(each.recompute for each in some) for some in self.work]
         self.finishes = [0.0] * num_stages
         self.tails = [0.0] * num_stages
         if pipeline.needs_gradients:
@@ -126,7 +100,6 @@ class _Paths:
         self._find(pipeline)
 
     def on(self, stage: int, replica: int) -> _Work:
-        """Returns the work of a stage on a replica."""
         distinct = self.work[stage]
         return distinct[replica if len(distinct) > 1 else 0]
 
@@ -148,18 +121,14 @@ class _Paths:
                 self.tails[t] = max(self.tails[t], up + self.backward[s] + self.tails[s])
 
 
-def _has_to_recompute(pipeline: Pipeline, stage: int) -> bool:
-    """Returns whether a stage recomputes each micro-batch between its forward and its backward."""
-    return pipeline.recomputes(stage) and not pipeline.is_last(stage)
-
-
 def _work(pipeline: Pipeline, stage: int, replica: int) -> _Work:
     seconds = work_seconds(pipeline, stage, replica)
     backward = whole = seconds[BACKWARD]
     if pipeline.stages[stage].deferred:
         split = work_seconds(pipeline, stage, replica, is_split=True)
         backward, whole = min(whole, split[BACKWARD]), min(whole, split[BACKWARD] + split[WEIGHT])
-    return _Work(seconds[FORWARD], seconds[RECOMPUTE], backward, whole)
+    has_to_recompute = pipeline.recomputes(stage) and not pipeline.is_last(stage)
+    return _Work(seconds[FORWARD], seconds[RECOMPUTE] if has_to_recompute else 0.0, backward, whole)
 
 
 def _finish_seconds(times: StageTimes, optimizers: Sequence[float]) -> float:
@@ -172,26 +141,21 @@ def _finish_seconds(times: StageTimes, optimizers: Sequence[float]) -> float:
 
 def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Returns, for each edge, the least seconds of its message and of its gradient (None if there is none)."""
-    costs: dict[tuple[int, int], tuple[float, float | None]] = {}
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], set[LinkCost]] = {}
+
+    @cache  # ranks with several stages send over the same links again
+    def links(senders: tuple[int, ...], receivers: tuple[int, ...]) -> set[LinkCost]:
+        return _links(pipeline, senders, receivers)
 
     def least(senders: tuple[int, ...], receivers: tuple[int, ...], num_bytes: float) -> float:
-        links = known.get((senders, receivers))
-        if links is None:  # ranks with several stages send over the same ones again
-            links = known[senders, receivers] = _links(pipeline, senders, receivers)
-        return _least_seconds(links, num_bytes)
+        return min([sum(seconds_of(link, num_bytes)) for link in links(senders, receivers)], default=0.0)
 
+    costs: dict[tuple[int, int], tuple[float, float | None]] = {}
     for edge in pipeline.edges:
         senders, receivers = pipeline.stages[edge.source].ranks, pipeline.stages[edge.destination].ranks
         has_gradient = pipeline.needs_gradients and edge.needs_gradient
         up = least(receivers, senders, edge.backward_bytes) if has_gradient else None
         costs[edge.source, edge.destination] = least(senders, receivers, edge.forward_bytes), up
     return costs
-
-
-def _least_seconds(links: Iterable[LinkCost], num_bytes: float) -> float:
-    """Returns the least seconds of a message over one of some links; without any it stays on its rank."""
-    return min([sum(seconds_of(link, num_bytes)) for link in links], default=0.0)
 
 
 def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, ...]) -> set[LinkCost]:
@@ -205,7 +169,6 @@ def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, .
 
 
 def _pairs(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: int) -> Iterable[tuple[int, int]]:
-    """Returns the ranks between which micro-batches go."""
     if len(senders) == len(receivers) <= num_micro_batches:
         return zip(senders, receivers, strict=True)
     count = min(math.lcm(len(senders), len(receivers)), num_micro_batches)
@@ -215,14 +178,14 @@ def _pairs(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: 
 def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:
     """Returns the bound of a rank: over its stages from any one on, least head + work + least tail.
 
-    Once with the work that is done before the last backward, once with all of it.
-
-    Args:
-        mine: the rank's stages, and which replica of each it is.
+    Once with the work that is done before the last backward, once with all of it. `mine` are its stages and replicas.
     """
     best, before, work, tail, finish = 0.0, 0.0, 0.0, float("inf"), float("inf")
     for stage, replica in sorted(mine, key=lambda each: -paths.heads[each[0]]):
-        share, (part, whole) = pipeline.share(stage, replica), _replica_work(pipeline, paths, stage, replica)
+        share, each = pipeline.share(stage, replica), paths.on(stage, replica)
+        part = whole = each.forward + each.recompute
+        if pipeline.needs_gradients:
+            part, whole = part + each.backward, whole + each.whole
         if share:
             before, tail = before + share * part, min(tail, paths.tails[stage])
             work, finish = work + share * whole, min(finish, paths.finishes[stage])
@@ -230,31 +193,10 @@ def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) 
     return best
 
 
-def _replica_work(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -> tuple[float, float]:
-    """Returns the least seconds of a micro-batch till its gradients leave, and in all; the last need not recompute."""
-    work = paths.on(stage, replica)
-    one = work.forward
-    if _has_to_recompute(pipeline, stage):
-        one += work.recompute
-    return (one + work.backward, one + work.whole) if pipeline.needs_gradients else (one, one)
-
-
 def _stage_bound(pipeline: Pipeline, paths: _Paths, stage: int) -> float:
-    """Returns the bound of a stage's round trips."""
     if not pipeline.needs_gradients:
         return 0.0
     first = paths.on(stage, 0)
     others = (pipeline.share(stage, 0) - 1) * max(first.forward, first.backward)
     trip = paths.heads[stage] + first.forward + paths.round_trips[stage] + first.backward
     return trip + others + paths.tails[stage]
-
-
-def _depth_bound(pipeline: Pipeline, paths: _Paths, stage: int, replica: int) -> float:
-    """Returns the bound of a replica that has but so many micro-batches in flight."""
-    share, work = pipeline.share(stage, replica), paths.on(stage, replica)
-    depth = min(pipeline.stages[stage].in_flight, share)
-    if not share:
-        return 0.0
-    trip = work.forward + paths.round_trips[stage] + work.backward
-    trips, before = divmod(share - 1, depth)
-    return paths.heads[stage] + before * work.forward + (trips + 1) * trip + paths.tails[stage]

@@ -42,21 +42,16 @@ MOST_CELLS = 8
 
 
 def grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
-    """Returns the schedule as text, with places marked.
+    """Returns the schedule as text: of each rank, some instructions around the position that is to be ``>marked<``.
 
-    Args:
-        marks: for some ranks, the position of the instruction to mark ``>like this<``; a marked row is cut down to
-            the cells around it. The end of the row is a position too.
+    The end of the row is a position too.
     """
-    marks = marks or {}
-    return "\n".join(_row(schedule, rank, marks.get(rank)) for rank in range(len(schedule)))
-
-
-def _row(schedule: Schedule, rank: int, mark: int | None) -> str:
-    cells = [str(instruction) for instruction in schedule[rank]] + ["end"]
-    if mark is not None:
-        cells[mark] = f">{cells[mark]}<"
-    first = max(0, (mark or 0) - MOST_CELLS)
-    last = (mark or 0) + MOST_CELLS + 1
-    row = ["..."] * (first > 0) + cells[first:last] + ["..."] * (last < len(cells))
-    return f"rank {rank} | " + " ".join(row)
+    rows, marks = [], marks or {}
+    for rank, row in enumerate(schedule):
+        cells, mark = [*map(str, row), "end"], marks.get(rank, 0)
+        if rank in marks:
+            cells[mark] = f">{cells[mark]}<"
+        first, last = max(0, mark - MOST_CELLS), mark + MOST_CELLS + 1
+        shown = ["..."] * (first > 0) + cells[first:last] + ["..."] * (last < len(cells))
+        rows.append(f"rank {rank} | {' '.join(shown)}")
+    return "\n".join(rows)

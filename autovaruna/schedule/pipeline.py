@@ -18,11 +18,7 @@ def slices(mini_batch_sizes: Sequence[int], num_micro_batches: int) -> list[tupl
     """Returns where each micro-batch starts in its mini-batch, and how many samples it has.
 
     The slices of a mini-batch are as equal as can be, the larger ones first. A mini-batch that has more slices than
-    samples has empty ones; one without a slice has samples in none.
-
-    Args:
-        mini_batch_sizes: samples of each mini-batch.
-        num_micro_batches: M, over all mini-batches.
+    samples has empty ones; one without a slice has samples in none. `num_micro_batches` is over all mini-batches.
     """
     num_groups = len(mini_batch_sizes)
     found = [(0, 0)] * num_micro_batches
@@ -105,11 +101,9 @@ class StageTimes:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas."""
         return len(self.ranks)
 
     def speed(self, replica: int) -> float:
-        """Returns the relative speed of a replica."""
         return self.speeds[replica] if self.speeds else 1.0
 
 
@@ -161,7 +155,6 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages S."""
         return len(self.stages)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
@@ -174,7 +167,6 @@ class Pipeline:
         return stage == self.num_stages - 1
 
     def share(self, stage: int, replica: int) -> int:
-        """Returns how many micro-batches a replica of a stage runs."""
         return len(range(replica, self.num_micro_batches, self.stages[stage].num_replicas))
 
     def recomputes(self, stage: int) -> bool:
@@ -186,12 +178,10 @@ def textbook_depth(num_stages: int, stage: int, num_replicas: Sequence[int] = ()
     """Returns the depth of textbook 1F1B: one micro-batch in every replica from `stage` to the last stage.
 
     With equal replicas this is S - s. Any depth of at least 1 is free of deadlock; a smaller one leaves ranks idle.
-
-    Args:
-        num_replicas: replicas of each stage; empty: equally many everywhere.
+    `num_replicas` is of each stage; empty: equally many everywhere.
     """
     replicas = num_replicas or (1,) * num_stages
-    return _per_replica(sum(replicas[stage:]), replicas[stage])
+    return -(-sum(replicas[stage:]) // replicas[stage])
 
 
 def latency_depth(num_stages: int, stage: int, num_replicas: Sequence[int] = ()) -> int:
@@ -200,16 +190,12 @@ def latency_depth(num_stages: int, stage: int, num_replicas: Sequence[int] = ())
     With equal replicas this is 2(S - 1 - s) + 1: one micro-batch in every later replica, and one on every link.
     """
     replicas = num_replicas or (1,) * num_stages
-    return _per_replica(replicas[stage] + 2 * sum(replicas[stage + 1 :]), replicas[stage])
+    return 1 - (-2 * sum(replicas[stage + 1 :]) // replicas[stage])
 
 
 def deepest_in_flight(pipeline: Pipeline, stage: int) -> int:
     """Returns the depth beyond which none matters: the micro-batches of the stage's busiest replica (gpipe's depth)."""
     return max(1, pipeline.share(stage, 0))
-
-
-def _per_replica(total: int, num_replicas: int) -> int:
-    return -(-total // num_replicas)
 
 
 def exact(seconds: float) -> float:
@@ -227,11 +213,7 @@ def seconds_of(link: LinkCost, num_bytes: float) -> tuple[float, float]:
 
 
 def work_seconds(pipeline: Pipeline, stage: int, replica: int, *, is_split: bool = False) -> Mapping[Kind, float]:
-    """Returns the seconds of each kind of instruction on one replica, executor overhead included.
-
-    Args:
-        is_split: Whether weight gradients are computed apart from backward.
-    """
+    """Returns the seconds of each kind of instruction on one replica, executor overhead included."""
     times = pipeline.stages[stage]
     backward = times.input_seconds if is_split else times.backward_seconds
     each = times.forward_seconds, times.recompute_seconds, backward, times.weight_seconds
@@ -250,8 +232,3 @@ def _by_kind(
         Kind.BACKWARD: exact(backward / speed) + more,
         Kind.WEIGHT: exact(weight / speed) + more,
     }
-
-
-def distinct_replicas(times: StageTimes) -> range:
-    """Returns replicas of a stage that stand for all: the first one, where all have one speed."""
-    return range(times.num_replicas if times.speeds else 1)

@@ -27,13 +27,10 @@ class Policy(ABC):
 
     @abstractmethod
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses what an idle rank runs next.
+        """Chooses a replica and the kind of its next instruction for an idle rank; None: it waits.
 
         Args:
             replicas: the rank's stages, deepest first; their ``can_*`` say what may run now.
-
-        Returns:
-            A replica and the kind of its next instruction, or None to wait.
         """
 
     def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
@@ -58,10 +55,21 @@ class Policy(ABC):
         backward = (1 + self.recomputes(pipeline, s) + self.splits(pipeline, s) for s in stages)
         return pipeline.num_micro_batches * (len(stages) + (sum(backward) if pipeline.needs_gradients else 0))
 
-    def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
+    def explain(self) -> str:
         """Returns the error of a policy that left all ranks waiting."""
-        rows = [f"rank {r} | " + " ".join(str(x) for x in reversed(row)) for r, row in enumerate(by_rank)]
-        return f"policy {self.name} waits on every rank; a policy must pick something that may run:\n" + "\n".join(rows)
+        return f"policy {self.name} waits on every rank; a policy must pick something that may run"
+
+
+_MAY = {FORWARD: "can_forward", RECOMPUTE: "can_recompute", BACKWARD: "can_backward", WEIGHT: "can_weight"}
+
+
+def first(replicas: Sequence[Replica], kind: Kind) -> Choice | None:
+    """Chooses the first stage that may run an instruction of a kind."""
+    may = _MAY[kind]
+    for replica in replicas:
+        if getattr(replica, may):
+            return replica, kind
+    return None
 
 
 def pick_in_turn(
@@ -69,10 +77,8 @@ def pick_in_turn(
 ) -> Choice | None:
     """Chooses a backward whose turn it is, else the first forward, else any backward, else a recompute.
 
-    Args:
-        backwards, forwards: the rank's stages, in the order in which they are to go backward and forward.
-        is_turn: whether stages are to go backward before anything goes forward; None: those that are full. One that has
-            recomputed is so anyway.
+    `is_turn` says whether stages are to go backward before anything goes forward; None: those that are full. One that
+    has recomputed is so anyway.
     """
     for replica in backwards:
         if replica.has_gradient and (replica.is_recomputed or (replica.is_full if is_turn is None else is_turn)):
@@ -108,33 +114,20 @@ class GPipe(Policy):
         rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
         rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
 
-    Backwards go in ascending order of micro-batches, unlike in the paper, so that gradients are summed in the order of
-    one process. Simple, and the depth is the number of micro-batches. The one way to run a model that returns outputs
-    instead of a loss.
-
-    References:
-        Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019.
+    Backwards go in ascending order of micro-batches, unlike in the paper (Huang et al., NeurIPS 2019), so that
+    gradients are summed in the order of one process. The depth is the number of micro-batches. The one way to run a
+    model that returns outputs instead of a loss.
     """
 
     name = "gpipe"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses the deepest forward; backwards once the rank has no forward left."""
-        for replica in replicas:
-            if replica.can_forward:
-                return replica, FORWARD
-        if any(replica.forwards < replica.num_micro_batches for replica in replicas):
-            return None
-        for replica in replicas:
-            if replica.can_backward:
-                return replica, BACKWARD
-        for replica in replicas:
-            if replica.can_recompute:
-                return replica, RECOMPUTE
-        return None
+        choice = first(replicas, FORWARD)
+        if choice or any(replica.forwards < replica.num_micro_batches for replica in replicas):
+            return choice
+        return first(replicas, BACKWARD) or first(replicas, RECOMPUTE)
 
     def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
-        """Returns the number of the replica's micro-batches."""
         allowed, needed = pipeline.stages[stage].in_flight, deepest_in_flight(pipeline, stage)
         if allowed < needed:
             raise ScheduleError(
@@ -154,37 +147,21 @@ class Varuna(Policy):
     A recompute goes before forwards once its gradient is here. Before that it fills the time in which neither forward
     nor backward may run, and so overlaps with the backward of the next stage. The last stage goes backward right after
     each forward, so it never recomputes. While a gradient is late the rank runs ahead with forwards, as far as the
-    depth allows; while an activation is late it recomputes and goes backward.
+    depth allows.
 
-    The paper starts a recompute, before any forward, as soon as the next stage has begun its backward. In simulations
-    of uneven chains of 2 to 8 stages that was slower everywhere, by 1 to 6 %: it holds up the forwards that the next
-    stages wait for. For the same reason `1f1b` with the same depth, where forwards come before recomputes, is often
-    faster than this order by a few percent.
-
-    References:
-        Athlur et al., Varuna: Scalable, Low-cost Training of Massive Deep Learning Models, EuroSys 2022, section 3.2.
+    The paper (Athlur et al., EuroSys 2022, section 3.2) starts a recompute, before any forward, as soon as the next
+    stage has begun its backward. In simulations of uneven chains of 2 to 8 stages that was slower everywhere, by 1 to
+    6 %: it holds up the forwards that the next stages wait for. For the same reason `1f1b` is often faster than this.
     """
 
     name = "varuna"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses backward, else a recompute whose gradient is here, else forward, else any recompute."""
-        for replica in replicas:
-            if replica.can_backward:
-                return replica, BACKWARD
-        for replica in replicas:
-            if replica.can_recompute and replica.has_gradient:
-                return replica, RECOMPUTE
-        for replica in replicas:
-            if replica.can_forward:
-                return replica, FORWARD
-        for replica in replicas:
-            if replica.can_recompute:
-                return replica, RECOMPUTE
-        return None
+        awaited = [replica for replica in replicas if replica.has_gradient]
+        choice = first(replicas, BACKWARD) or first(awaited, RECOMPUTE)
+        return choice or first(replicas, FORWARD) or first(replicas, RECOMPUTE)
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether the stage recomputes; the last one does not."""
         return pipeline.recomputes(stage) and not pipeline.is_last(stage)
 
 
@@ -199,22 +176,15 @@ class OneFOneB(Policy):
     have its turn takes the other. A rank with several stages first serves those whose turn is backward, deepest first.
     A last stage of depth 1 goes backward right after each forward, so it never recomputes; more depth there pays only
     if its rank has other stages. Elsewhere a recompute goes right before its backward, or earlier if there is nothing
-    else to do.
-    The drawing has depth S - s; see `latency_depth` for slow links.
-
-    References:
-        Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019.
-        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021 (interleaving).
+    else to do. The drawing has depth S - s (Narayanan et al., PipeDream, SOSP 2019); `latency_depth` is for slow links.
     """
 
     name = "1f1b"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses a backward whose turn it is, else the deepest forward, else any backward, else a recompute."""
         return pick_in_turn(replicas, replicas)
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether the stage recomputes; the last one at depth 1 does not."""
         return pipeline.recomputes(stage) and not (pipeline.is_last(stage) and pipeline.stages[stage].in_flight == 1)
 
 
@@ -230,30 +200,20 @@ class ZeroBubble(OneFOneB):
     allows computes the oldest before its next backward. With as many as 1F1B has in flight less, that is one more on
     each later stage, the memory of the first stage is that of all (ZB-H1 in the paper); more hides slow links.
 
-    The paper finds the order by search, and goes on to the next step before the optimizer's checks are done. Here the
-    order is greedy, which in equal stages without latency reaches the lower bound of a step, and steps stay apart.
-
-    References:
-        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
+    The paper (Qi et al., ICLR 2024) finds the order by search, and goes on to the next step before the optimizer's
+    checks are done. Here the order is greedy, which in equal stages without latency reaches the lower bound of a step,
+    and steps stay apart.
     """
 
     name = "zero_bubble"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses weight gradients that a backward waits for, else what 1F1B does, else any weight gradients."""
         for replica in replicas:
             if replica.is_blocked and replica.has_gradient:
                 return replica, WEIGHT
-        choice = super().pick(replicas)
-        if choice is not None:
-            return choice
-        for replica in replicas:
-            if replica.can_weight:
-                return replica, WEIGHT
-        return None
+        return super().pick(replicas) or first(replicas, WEIGHT)
 
     def splits(self, pipeline: Pipeline, stage: int) -> bool:
-        """Returns whether the plan lets the stage defer weight gradients."""
         return pipeline.needs_gradients and pipeline.stages[stage].deferred > 0
 
 
@@ -268,17 +228,13 @@ class Interleaved(Policy):
     forwards run until the last of its stages has begun and a gradient can have come back to it (two for each stage
     behind), then both in turn. What is late gives way to whatever else may run, so each stage keeps to its own depth.
     With equal stages, v of them on each of P ranks in turn, a step takes ``(P - 1) / v`` micro-batches longer than the
-    work alone, for P - 1 with one stage a rank. Micro-batches that are no multiple of P make longer rounds.
-
-    References:
-        Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2, where
-        the order is a fixed table for multiples of P micro-batches.
+    work alone, for P - 1 with one stage a rank. Micro-batches that are no multiple of P make longer rounds, where
+    Narayanan et al., SC 2021, section 2.2, have a fixed table for multiples.
     """
 
     name = "interleaved"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses a backward if it is the rank's turn, else a forward, else any backward or recompute."""
         backwards = [each for each in replicas if each.has_gradient or each.can_recompute]
         forwards = [each for each in replicas if each.can_forward]
         if not (backwards or forwards):
@@ -328,17 +284,9 @@ class DeepestFirst(Policy):
     name = "deepest_first"
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses a backward if it is the rank's turn, else the deepest forward, else any backward or recompute."""
-        is_turn = _is_far_ahead(replicas)
-        return pick_in_turn(replicas, replicas, is_turn=is_turn)
-
-
-def _is_far_ahead(replicas: Sequence[Replica]) -> bool:
-    """Returns whether a rank has as many micro-batches in flight as it needs; its stages come deepest first."""
-    deepest, first = replicas[0], replicas[-1]
-    needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
-    held = num_in_flight(replicas)
-    return held >= needed and held >= first.depth
+        deepest, first = replicas[0], replicas[-1]
+        needed = 1 + deepest.stage - first.stage + 2 * deepest.num_later
+        return pick_in_turn(replicas, replicas, is_turn=num_in_flight(replicas) >= max(needed, first.depth))
 
 
 POLICIES: dict[str, Policy] = {

@@ -34,8 +34,7 @@ class Replica:
     """One replica of a stage: what it did and what it may do now.
 
     Attributes:
-        rank, stage, index: the index-th replica of the stage.
-        stride: the number of replicas; its k-th micro-batch is ``k * stride + index``.
+        index, stride: which of how many replicas of the stage; its k-th micro-batch is ``k * stride + index``.
         num_micro_batches: how many are its own.
         num_later: how many stages follow its own.
         depth: most forwards not yet backwarded; `peak` the most there were.
@@ -110,9 +109,6 @@ class Replica:
         else:
             may, k = self.can_recompute, self.recomputes
         return may and k * self.stride + self.index == micro_batch
-
-    def __str__(self) -> str:
-        return f"stage {self.stage}: {self.forwards}F {self.recomputes}R {self.backwards}B of {self.num_micro_batches};"
 
     def refresh(self, now: float) -> None:
         """Finds what may start at `now`; called when the rank is idle, and `known_until` has come."""
@@ -190,9 +186,6 @@ class Wires(dict[tuple[int, int], "Wire | None"]):
     """The wires from replica i of a stage to replica j of another, by (i, j); None on one rank.
 
     Each is made when the first message goes through it: of many replicas, few pairs ever meet.
-
-    Args:
-        lines: from rank to rank, for all wires of a pipeline.
     """
 
     def __init__(self, lines: Lines, pipeline: Pipeline, sender: int, receiver: int, num_bytes: float) -> None:
@@ -201,7 +194,6 @@ class Wires(dict[tuple[int, int], "Wire | None"]):
         self._senders, self._receivers = pipeline.stages[sender].ranks, pipeline.stages[receiver].ranks
 
     def __missing__(self, pair: tuple[int, int]) -> Wire | None:
-        """Makes the wire between two replicas."""
         ends = self._senders[pair[0]], self._receivers[pair[1]]
         wire = None if ends[0] == ends[1] else Wire(self._lines[ends], *seconds_of(self._links(*ends), self._num_bytes))
         self[pair] = wire
@@ -209,14 +201,7 @@ class Wires(dict[tuple[int, int], "Wire | None"]):
 
 
 class Route:
-    """Joins the replicas of one stage to those of another, for messages of one size.
-
-    Attributes:
-        num_senders, num_receivers: how many replicas the two stages have.
-        receivers: the replicas of the receiving stage.
-        inboxes: where each of them collects these messages.
-        wires: between them.
-    """
+    """Joins the replicas of one stage to those of another, with an inbox for each, for messages of one size."""
 
     __slots__ = ("inboxes", "num_receivers", "num_senders", "receivers", "wires")
 

@@ -55,6 +55,19 @@ class LostTime:
     imbalance_seconds: float
     bubble_seconds: float
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by what to call them in a table."""
+        return {
+            "work": self.work_seconds,
+            "bubble": self.bubble_seconds,
+            "imbalance": self.imbalance_seconds,
+            "messages": self.message_seconds,
+            "all-reduce": self.reduce_seconds,
+            "overhead": self.overhead_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -78,8 +91,10 @@ class Simulation:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The instructions of each rank, in order."""
-        return tuple(tuple(_instruction(act) for act in acts) for acts in self.acts)
+        return tuple(
+            tuple(Instruction(of.stage, kind, k * of.stride + of.index) for _, _, of, kind, k in acts)
+            for acts in self.acts
+        )
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -92,7 +107,6 @@ class Simulation:
 
     @cached_property
     def lost(self) -> tuple[LostTime, ...]:
-        """The account of each rank."""
         return tuple(self._account(rank) for rank in range(len(self.acts)))
 
     def _account(self, rank: int) -> LostTime:
@@ -100,38 +114,24 @@ class Simulation:
         overhead = self.overhead_seconds * len(acts)
         work = self._busy_seconds[rank] - overhead
         messages = sum(_message_waits(acts))
-        reduce = self._reduce_wait(rank, acts[-1][1] if acts else 0.0)
+        ended, mine = acts[-1][1] if acts else 0.0, self._reductions_of[rank]
+        reduce = sum(max(0.0, each.end_seconds - max(ended, each.start_seconds)) for each in mine)
         optimizer = self.optimizer_seconds[rank]
         idle = self.step_seconds - work - messages - reduce - overhead - optimizer
-        imbalance = min(max(idle, 0.0), self._most_busy_seconds - self._busy_seconds[rank])
+        imbalance = min(max(idle, 0.0), max(self._busy_seconds) - self._busy_seconds[rank])
         return LostTime(work, messages, reduce, overhead, optimizer, imbalance, idle - imbalance)
 
     @cached_property
     def _busy_seconds(self) -> list[float]:
-        """The seconds of all instructions of each rank."""
         return [sum(end - start for start, end, *_ in acts) for acts in self.acts]
 
     @cached_property
-    def _most_busy_seconds(self) -> float:
-        return max(self._busy_seconds)
-
-    @cached_property
-    def _reductions_of(self) -> dict[int, list[Reduction]]:
-        """The all-reduces that each rank takes part in."""
-        found: dict[int, list[Reduction]] = {}
+    def _reductions_of(self) -> list[list[Reduction]]:
+        found: list[list[Reduction]] = [[] for _ in self.acts]
         for reduction in self.reductions:
             for rank in reduction.ranks:
-                found.setdefault(rank, []).append(reduction)
+                found[rank].append(reduction)
         return found
-
-    def _reduce_wait(self, rank: int, idle_from: float) -> float:
-        mine = self._reductions_of.get(rank, [])
-        return sum(max(0.0, r.end_seconds - max(idle_from, r.start_seconds)) for r in mine)
-
-
-def _instruction(act: Act) -> Instruction:
-    _, _, replica, kind, k = act
-    return Instruction(replica.stage, kind, k * replica.stride + replica.index)
 
 
 def _message_waits(acts: list[Act]) -> Iterator[float]:
@@ -149,18 +149,6 @@ def _message_waits(acts: list[Act]) -> Iterator[float]:
 
 FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<", Kind.WEIGHT: "w"}
 MEANINGS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
-
-
-def draw(simulation: Simulation, slot_seconds: float) -> str:
-    """Returns a drawing with one cell for each slot of time, for steps whose instructions all take one slot."""
-    cells = [["."] * round(simulation.step_seconds / slot_seconds) for _ in simulation.acts]
-    for event in simulation.events:
-        cells[event.rank][round(event.start_seconds / slot_seconds)] = str(event.instruction)
-    width = max(len(cell) for row in cells for cell in row)
-    rows = [" ".join(cell.center(width) for cell in row) for row in cells]
-    return "\n".join(f"rank {rank} | {row}".rstrip() for rank, row in enumerate(rows))
-
-
 _NARROWEST, _WIDEST = 50, 100
 """Characters for a step where lines have to fit."""
 
@@ -168,9 +156,7 @@ _NARROWEST, _WIDEST = 50, 100
 def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str:
     """Returns a timeline: one row a rank, time to the right, and what share of the step the rank lost to what.
 
-    Args:
-        width: characters for the whole step.
-        columns: characters for a line, in place of `width`; where they are few the shares are left out.
+    A step has `width` characters, or a line has `columns` of them; where those are few the shares are left out.
     """
     shares = [f" {_shares(lost, simulation.step_seconds)}" for lost in simulation.lost]
     margin = len(f"rank {len(shares) - 1}")
@@ -199,18 +185,9 @@ def _rows(simulation: Simulation, width: int) -> list[list[str]]:
         for rank in reduction.ranks:
             _paint(rows[rank], reduction.start_seconds * columns, reduction.end_seconds * columns, "+")
     for event in simulation.events:
-        _paint_event(rows[event.rank], event, columns)
+        start, end = event.start_seconds * columns, event.end_seconds * columns
+        _paint(rows[event.rank], start, end, FILL[event.instruction.kind], str(event.instruction))
     return rows
-
-
-def _paint_event(row: list[str], event: Event, columns: float) -> None:
-    _paint(
-        row,
-        event.start_seconds * columns,
-        event.end_seconds * columns,
-        FILL[event.instruction.kind],
-        str(event.instruction),
-    )
 
 
 def _paint(row: list[str], start: float, end: float, fill: str, label: str = "") -> None:
@@ -221,13 +198,5 @@ def _paint(row: list[str], start: float, end: float, fill: str, label: str = "")
 
 
 def _shares(lost: LostTime, step_seconds: float) -> str:
-    parts = {
-        "work": lost.work_seconds,
-        "bubble": lost.bubble_seconds,
-        "imbalance": lost.imbalance_seconds,
-        "messages": lost.message_seconds,
-        "all-reduce": lost.reduce_seconds,
-        "overhead": lost.overhead_seconds,
-        "optimizer": lost.optimizer_seconds,
-    }
-    return "  ".join(f"{name} {seconds / step_seconds:.0%}" for name, seconds in parts.items() if seconds > 0)
+    parts = lost.parts.items()
+    return "  ".join(f"{name} {seconds / step_seconds:.0%}" for name, seconds in parts if seconds > 0)

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
+from itertools import chain
 
 from autovaruna.errors import ScheduleError
 from autovaruna.schedule.bound import Bounds
-from autovaruna.schedule.instruction import BACKWARD, WEIGHT, Kind, Schedule, grid
-from autovaruna.schedule.pipeline import TICKS_PER_SECOND, Edge, Pipeline, exact, work_seconds
+from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT, Kind, Schedule, grid
+from autovaruna.schedule.pipeline import TICKS_PER_SECOND, Pipeline, exact, work_seconds
 from autovaruna.schedule.registry import Choice, Policy
 from autovaruna.schedule.replica import Inbox, Line, Lines, Replica, Route, Wires
 from autovaruna.schedule.simulation import Act, Reduction, Simulation
@@ -29,7 +30,6 @@ class FixedOrder(Policy):
         self.splitting = {act.stage for row in schedule for act in row if act.kind is Kind.WEIGHT}
 
     def pick(self, replicas: Sequence[Replica]) -> Choice | None:
-        """Chooses the next instruction of the rank's row, if it may run."""
         rank = replicas[0].rank
         if self.positions[rank] == len(self.schedule[rank]):
             return None
@@ -41,8 +41,7 @@ class FixedOrder(Policy):
         return None
 
     def depth(self, pipeline: Pipeline, stage: int, replica: int) -> int:
-        """Returns the number of micro-batches: the schedule says how many are in flight."""
-        return pipeline.num_micro_batches
+        return pipeline.num_micro_batches  # the schedule says how many are in flight
 
     def recomputes(self, pipeline: Pipeline, stage: int) -> bool:
         return stage in self.recomputing
@@ -50,69 +49,15 @@ class FixedOrder(Policy):
     def splits(self, pipeline: Pipeline, stage: int) -> bool:
         return stage in self.splitting
 
-    def explain(self, by_rank: Sequence[Sequence[Replica]]) -> str:
-        """Returns the grid with the instruction marked that each rank waits at."""
-        return "the schedule never ends; each rank waits at the mark:\n" + grid(
-            self.schedule, dict(enumerate(self.positions))
-        )
+    def explain(self) -> str:
+        marked = grid(self.schedule, dict(enumerate(self.positions)))
+        return f"the schedule never ends; each rank waits at the mark:\n{marked}"
 
 
-class Network:
-    """Holds the replicas and routes of one simulation.
-
-    Attributes:
-        stages: ``stages[s][i]`` is replica i of stage s.
-        by_rank: the replicas of each rank, deepest stage first.
-        routes: ``routes[kind][s]`` is where an instruction of this kind at stage s sends its result.
-    """
-
-    def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
-        activations = Counter([edge.destination for edge in pipeline.edges])
-        gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
-        self.stages = [
-            [
-                _replica(pipeline, policy, stage, index, activations[stage], gradients[stage])
-                for index in range(times.num_replicas)
-            ]
-            for stage, times in enumerate(pipeline.stages)
-        ]
-        self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
-        for stage in reversed(self.stages):
-            for replica in stage:
-                self.by_rank[replica.rank].append(replica)
-        self.routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in self.stages] for kind in Kind}
-        lines = Lines(Line)
-        for edge in pipeline.edges:
-            self._join(edge, pipeline, lines)
-            if edge.needs_gradient and pipeline.needs_gradients:
-                self._join_back(edge, pipeline, lines)
-
-    def replicas(self) -> list[Replica]:
-        """Returns all replicas, by stage."""
-        return [replica for stage in self.stages for replica in stage]
-
-    def _join(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
-        inboxes = [replica.activations for replica in self.stages[edge.destination]]
-        wires = Wires(lines, pipeline, edge.source, edge.destination, edge.forward_bytes)
-        self._route(Kind.FORWARD, edge.source, edge.destination, inboxes, wires)
-
-    def _join_back(self, edge: Edge, pipeline: Pipeline, lines: Lines) -> None:
-        inboxes = [replica.gradients for replica in self.stages[edge.source]]
-        wires = Wires(lines, pipeline, edge.destination, edge.source, edge.backward_bytes)
-        self._route(Kind.BACKWARD, edge.destination, edge.source, inboxes, wires)
-
-    def _route(self, kind: Kind, sender: int, receiver: int, inboxes: list[Inbox], wires: Wires) -> None:
-        route = Route(len(self.stages[sender]), self.stages[receiver], inboxes, wires)
-        self.routes[kind][sender].append(route)
-
-
-def _replica(
-    pipeline: Pipeline, policy: Policy, stage: int, index: int, num_activations: int, num_gradients: int
-) -> Replica:
+def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_messages: int) -> Replica:
     """Returns a replica that waits for so many messages before a forward, and so many before a backward."""
     ranks, share = pipeline.stages[stage].ranks, pipeline.share(stage, index)
-    inboxes = Inbox(share, num_activations), Inbox(share, num_gradients)
-    replica = Replica(ranks[index], stage, index, len(ranks), share, *inboxes)
+    replica = Replica(ranks[index], stage, index, len(ranks), share, *(Inbox(share, each) for each in num_messages))
     replica.needs_gradients = pipeline.needs_gradients
     replica.num_later = pipeline.num_stages - 1 - stage
     if pipeline.needs_gradients:
@@ -140,7 +85,6 @@ def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[Reducti
 
 
 def _ends_of_gradients(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> list[float]:
-    """Returns when each stage has all its gradients, on all its replicas."""
     last = [0.0] * pipeline.num_stages
     for row in acts:
         for _, end, replica, kind, _ in row:
@@ -163,11 +107,7 @@ def simulate_below(
 ) -> tuple[Simulation | None, int]:
     """Simulates one step, until it is certain that it does not take less than `below`: then there is no simulation.
 
-    How many instructions were simulated is returned as well.
-
-    Args:
-        below: steps that take as many seconds or more are of no use.
-        bounds: of the pipeline, if they are at hand.
+    How many instructions were simulated is returned as well. `bounds` are of the pipeline, if they are at hand.
 
     Raises:
         ScheduleError: as `simulate` does, if it comes that far.
@@ -177,12 +117,6 @@ def simulate_below(
     with suppress(_TooLongError):
         found = simulator.run()
     return found, sum(map(len, simulator.acts))
-
-
-def step_seconds(pipeline: Pipeline, policy: Policy, below: float) -> float:
-    """Returns the seconds of one step, infinite if it is soon certain that they are not below `below`."""
-    found, _ = simulate_below(pipeline, policy, below)
-    return found.step_seconds if found else math.inf
 
 
 def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
@@ -202,40 +136,64 @@ class _Simulator:
     """Runs one simulation.
 
     The queue holds (seconds, rank): the end of the rank's instruction, or, for an idle rank, the arrival of a message.
+
+    Attributes:
+        stages: ``stages[s][i]`` is replica i of stage s.
+        by_rank: the replicas of each rank, deepest stage first.
+        routes: ``routes[kind][s]`` is where an instruction of this kind at stage s sends its result.
     """
 
     def __init__(
         self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
     ) -> None:
         self.pipeline, self.policy = pipeline, policy
-        self.network = Network(pipeline, policy)
-        self.latest = self._latest_starts(below, bounds) if bounds else [below] * pipeline.num_ranks
+        activations = Counter([edge.destination for edge in pipeline.edges])
+        gradients = Counter([edge.source for edge in pipeline.edges if edge.needs_gradient])
+        self.stages = [
+            [_replica(pipeline, policy, s, i, activations[s], gradients[s]) for i in range(times.num_replicas)]
+            for s, times in enumerate(pipeline.stages)
+        ]
+        self.by_rank: list[list[Replica]] = [[] for _ in range(pipeline.num_ranks)]
+        for replica in chain(*reversed(self.stages)):
+            self.by_rank[replica.rank].append(replica)
+        self.routes = self._routes()
+        self.latest = [below] * pipeline.num_ranks  # starts of a rank's next instruction: its work and its tail follow
+        if bounds:
+            work = [sum(replica.work_seconds for replica in replicas) for replicas in self.by_rank]
+            pairs = zip(work, bounds.tails, strict=True)
+            self.latest = [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in pairs]
         self.running: list[Act | None] = [None] * pipeline.num_ranks
         self.acts: tuple[list[Act], ...] = tuple([] for _ in range(pipeline.num_ranks))
-        self.queue = [(0.0, rank) for rank, replicas in enumerate(self.network.by_rank) if replicas]
+        self.queue = [(0.0, rank) for rank, replicas in enumerate(self.by_rank) if replicas]
+
+    def _routes(self) -> dict[Kind, list[list[Route]]]:
+        pipeline, stages = self.pipeline, self.stages
+        routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in stages] for kind in Kind}
+        lines = Lines(Line)
+        for edge in pipeline.edges:
+            s, t = edge.source, edge.destination
+            inboxes = [replica.activations for replica in stages[t]]
+            wires = Wires(lines, pipeline, s, t, edge.forward_bytes)
+            routes[FORWARD][s].append(Route(len(stages[s]), stages[t], inboxes, wires))
+            if edge.needs_gradient and pipeline.needs_gradients:
+                inboxes = [replica.gradients for replica in stages[s]]
+                wires = Wires(lines, pipeline, t, s, edge.backward_bytes)
+                routes[BACKWARD][t].append(Route(len(stages[t]), stages[s], inboxes, wires))
+        return routes
 
     def run(self) -> Simulation:
-        """Runs all instructions and returns what happened."""
         while self.queue:
             now = self.queue[0][0]
             idle = self._happen(now)
             for rank in sorted(idle) if len(idle) > 1 else idle:
                 self._choose(rank, now)
-        if not all(replica.is_done for replica in self.network.replicas()):
-            raise ScheduleError(self.policy.explain(self.network.by_rank))
+        if not all(replica.is_done for stage in self.stages for replica in stage):
+            raise ScheduleError(self.policy.explain())
         return self._result()
-
-    def _latest_starts(self, below: float, bounds: Bounds) -> list[float]:
-        """Returns when each rank has to start its next instruction, should the step take less than `below`.
-
-        What is left of its work comes after that, and then what no schedule beats.
-        """
-        work = [sum(replica.work_seconds for replica in replicas) for replicas in self.network.by_rank]
-        return [below - each - tail + 1.0 / TICKS_PER_SECOND for each, tail in zip(work, bounds.tails, strict=True)]
 
     def _happen(self, now: float) -> set[int]:
         """Ends what ends now, and returns the ranks that may have something new to run."""
-        queue, running, routes = self.queue, self.running, self.network.routes
+        queue, running, routes = self.queue, self.running, self.routes
         idle: set[int] = set()
         while queue and queue[0][0] == now:
             rank = heappop(queue)[1]
@@ -257,7 +215,7 @@ class _Simulator:
 
     def _choose(self, rank: int, now: float) -> None:
         """Starts what the policy picks, or has the rank wake when the next known message arrives."""
-        replicas, can_start = self.network.by_rank[rank], False
+        replicas, can_start = self.by_rank[rank], False
         for replica in replicas:
             if replica.known_until <= now:
                 replica.refresh(now)
@@ -291,7 +249,7 @@ class _Simulator:
         optimizer = tuple(exact(seconds) for seconds in optimizer)
         return Simulation(
             step_seconds=max(end + seconds for end, seconds in zip(ends, optimizer, strict=True)),
-            peak_in_flight=tuple(tuple(replica.peak for replica in stage) for stage in self.network.stages),
+            peak_in_flight=tuple(tuple(replica.peak for replica in stage) for stage in self.stages),
             reductions=reduced,
             acts=self.acts,
             overhead_seconds=exact(pipeline.overhead_seconds),

@@ -19,7 +19,7 @@ from autovaruna.checkpoint.save import Saver, Way
 from autovaruna.checkpoint.source import Source
 from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import InputError, OrderError
-from autovaruna.runtime.optimizers.optimizer import CutOptimizer
+from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
 from autovaruna.session.wrapped import Wrapped
 

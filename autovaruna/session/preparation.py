@@ -45,7 +45,7 @@ from autovaruna.planner.search import make_plan
 from autovaruna.planner.sharing import plan_with_sharing
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
-from autovaruna.runtime.optimizers.optimizer import sharing_of
+from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of

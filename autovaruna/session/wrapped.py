@@ -18,7 +18,7 @@ from autovaruna.log import configure, show_all_frames
 from autovaruna.runtime.autograd import DirectCalls
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world, is_alone
-from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
+from autovaruna.runtime.optimizer import CutOptimizer, OwnSteps, with_hooks
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.calls import Digest, ScriptActions

@@ -28,66 +28,63 @@ Order = tuple[int, ...] | None
 
 
 class CompiledPiece:
-    """A piece that torch.compile has been given.
-
-    Args:
-        traced: The graph that it is of; it says which dimensions follow from the batch size.
-    """
+    """A piece of a graph that torch.compile has been given."""
 
     def __init__(self, piece: Piece, traced: TracedModel, backend: str) -> None:
-        self._piece = piece
         self._around = _Around()
-        module = _prepared(piece.module, self._around)
-        self._run = torch.compile(module, backend=backend, dynamic=True)
+        self._module = _prepared(piece.module, self._around)
+        self._run = torch.compile(self._module, backend=backend, dynamic=True)
         self._free = [_free_dimensions(argument, traced) for argument in piece.arguments]
 
     def __call__(self, *arguments: Any) -> Sequence[Tensor]:
         """Runs the piece; compiles it at the first call, after a run that is not compiled if it is random."""
-        if self._around.orders is None:
-            self._around.orders = _learn_orders(self._piece, arguments)
         given: list[Any] = []
         for argument, free in zip(arguments, self._free, strict=True):
             if isinstance(argument, RandomStream):
                 self._around.stream = argument
-                given.append(None)
-                continue
-            if isinstance(argument, Tensor):
-                _mark(argument, free)
-            given.append(argument)
+            elif isinstance(argument, Tensor) and not hasattr(argument, "_dynamo_static_indices"):
+                for place in set(range(argument.dim())) - free:
+                    mark_static(argument, place)
+            given.append(None if isinstance(argument, RandomStream) else argument)
+        if self._around.stream is not None and self._around.learns:
+            copies = [each.clone() if isinstance(each, Tensor) else each for each in given]  # it may change them
+            with torch.no_grad(), profiling_mode():
+                self._module(*copies)
+            self._around.learns = False
         return self._run(*given)  # type: ignore[no-any-return]
 
 
 class _Around:
-    """What a piece needs that torch.compile must not see: it would compile again for each other object."""
+    """What a piece needs that torch.compile must not see: it would compile again for each other object.
+
+    As long as it `learns`, nothing is compiled: kernels differ in the order of memory that they choose.
+    """
 
     def __init__(self) -> None:
         self.stream: RandomStream | None = None
-        self.orders: dict[int, tuple[Order, ...]] | None = None
+        self.learns = True
+        self.orders: dict[int, tuple[Order, ...]] = {}
         self.entered: list[Any] = []
 
     def draw(self, nothing: None, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a random operation on arguments in their own order of memory."""
-        assert self.stream is not None and self.orders is not None
+        """Runs a random operation on arguments in the order of memory that they have without torch.compile."""
+        assert self.stream is not None
+        if self.learns:
+            self.orders[node] = tuple(map(_order, args))
         ordered = [_ordered(arg, order) for arg, order in zip(args, self.orders[node], strict=True)]
         return self.stream.draw(node, operation, *ordered, **kwargs)
 
     def enter(self, *autocast: Any) -> None:
-        """Enters autocast."""
         self.entered.append(_ENTER(*autocast))  # type: ignore[no-untyped-call]
 
     def leave(self, nothing: None) -> None:
-        """Leaves the autocast entered last."""
         _EXIT(self.entered.pop())  # type: ignore[no-untyped-call]
 
 
 def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
     """Returns a copy of a module whose random operations and switches of autocast stay out of compilation."""
-    outside: dict[Any, Callable[..., Any]] = {
-        draw: _not_compiled(around.draw),
-        check: _not_compiled(check),
-        _ENTER: _not_compiled(around.enter),
-        _EXIT: _not_compiled(around.leave),
-    }
+    plain: dict[Any, Any] = {draw: around.draw, check: check, _ENTER: around.enter, _EXIT: around.leave}
+    outside = {each: _not_compiled(instead) for each, instead in plain.items()}
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in list(graph.nodes):
@@ -118,34 +115,6 @@ def _keep_out(module: fx.GraphModule, node: fx.Node) -> None:
         node.graph.erase_node(holder)
 
 
-class _Learner:
-    """Notes the order of memory of what random operations get, by node, and lets them run."""
-
-    def __init__(self, stream: RandomStream) -> None:
-        self.stream = stream
-        self.orders: dict[int, tuple[Order, ...]] = {}
-
-    def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a random operation."""
-        self.orders[node] = tuple(map(_order, args))
-        return self.stream.draw(node, operation, *args, **kwargs)
-
-
-def _learn_orders(piece: Piece, arguments: Sequence[Any]) -> dict[int, tuple[Order, ...]]:
-    """Runs a piece without compiling it, on copies of what it may change; kernels differ in the order they choose."""
-    stream = next((argument for argument in arguments if isinstance(argument, RandomStream)), None)
-    if stream is None:
-        return {}
-    learner = _Learner(stream)
-    copies = [
-        learner if argument is stream else argument.clone() if isinstance(argument, Tensor) else argument
-        for argument in arguments
-    ]
-    with torch.no_grad(), profiling_mode():
-        piece.module(*copies)
-    return learner.orders
-
-
 def _order(value: Any) -> Order:
     """Returns the order of memory of a dense tensor; None: it is not one."""
     if not isinstance(value, Tensor):
@@ -169,11 +138,3 @@ def _free_dimensions(argument: Argument, traced: TracedModel) -> frozenset[int]:
         return frozenset()
     value = free_value(traced.nodes[argument.name])
     return frozenset(place for place, length in enumerate(value.shape) if isinstance(length, torch.SymInt))
-
-
-def _mark(tensor: Tensor, free: frozenset[int]) -> None:
-    """Says which dimensions of a tensor never change."""
-    if not hasattr(tensor, "_dynamo_static_indices"):
-        for place in range(tensor.dim()):
-            if place not in free:
-                mark_static(tensor, place)

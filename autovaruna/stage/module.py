@@ -24,18 +24,13 @@ _OF_MICRO_BATCH = (Source.INPUT, Source.VALUE, Source.OF_BATCH)
 
 
 class StageModule:
-    """One stage on one rank.
+    """One stage on one rank; its leaves collect the gradients of parameters.
 
     Args:
         buffer: Finds a buffer by first name, as it is now: a script may replace one.
         constants: Other tensors of the graph.
         size_of: Evaluates a size node for a micro-batch.
         run: Runs the piece on its arguments; None: its module does.
-
-    Attributes:
-        index: which stage of the pipeline it is.
-        leaves: what collects the gradients of parameters.
-        is_random: whether it draws random numbers.
     """
 
     def __init__(
@@ -47,41 +42,34 @@ class StageModule:
         size_of: Callable[[str, int, tuple[int, ...]], Any],
         run: Callable[..., Sequence[Tensor]] | None = None,
     ) -> None:
-        self.part = part
-        self.index = part.index
+        self.part, self.index = part, part.index
         self._run = direct(part.piece.module) if run is None else run
+        self._parameters, self._buffer, self._constants, self._size_of = parameters, buffer, constants, size_of
         self.leaves: dict[ParameterUse, Tensor] = {}
-        self._parameters = parameters
-        self._buffer = buffer
-        self._constants = constants
-        self._size_of = size_of
-        self._bound: list[Any] = []
-        self._sizes: list[tuple[int, str]] = []
-        self._values: list[tuple[int, str]] = []
-        self._streams: list[int] = []
-        self.is_random = False
         self._bound_buffers: list[tuple[str, Tensor]] = []
-        self._bound_frozen: list[tuple[str, Tensor]] = []
-        self.bind()
-
-    def bind(self) -> None:
-        """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it).
-
-        Raises:
-            InputError: a buffer has been replaced by one of another kind.
-        """
-        for name, known in self._bound_buffers:
-            _check_kind(name, self._buffer(name), known)
-        arguments = self.part.piece.arguments
-        self._bound = [self._state(argument) for argument in arguments]
-        places = list(enumerate(arguments))
+        places = list(enumerate(part.piece.arguments))
         self._sizes = [(place, each.name) for place, each in places if each.source is Source.SIZE]
         self._values = [(place, each.name) for place, each in places if each.source in _OF_MICRO_BATCH]
         self._streams = [place for place, each in places if each.source is Source.RANDOM]
         self.is_random = bool(self._streams)
+        self.bind()
+
+    def bind(self) -> None:
+        """Makes the leaves share the parameters' present memory (an optimizer or a load may have replaced it)."""
+        for name, known in self._bound_buffers:
+            got, expected = ((tuple(each.shape), each.dtype, str(each.device)) for each in (self._buffer(name), known))
+            if got != expected:
+                raise InputError(
+                    f"The buffer {name} has been replaced by one of another kind after the first call: got {got}, "
+                    f"expected {expected}. Wrap the changed model anew."
+                )
+        arguments = self.part.piece.arguments
+        self._bound: list[Any] = [self._state(argument) for argument in arguments]
         self._bound_buffers = [(name, self._buffer(name)) for name in self.part.piece.named(Source.BUFFER)]
-        parameters = [(place, each.name) for place, each in places if each.source is Source.PARAMETER]
-        self._bound_frozen = [(name, self._bound[place]) for place, name in parameters if arguments[place].block < 0]
+        bound = zip(arguments, self._bound, strict=True)
+        self._bound_frozen = [
+            (each.name, leaf) for each, leaf in bound if each.source is Source.PARAMETER and each.block < 0
+        ]
 
     def is_bound(self) -> bool:
         """Whether all parameters still have the memory that is bound, and no buffer has been replaced."""
@@ -115,16 +103,9 @@ class StageModule:
         deferred: Deferred | None = None,
         lengths: tuple[int, ...] = (),
     ) -> dict[str, Tensor]:
-        """Runs the operations of the stage.
+        """Runs the operations of the stage on inputs and received values; returns what it sends and makes, by name.
 
-        Args:
-            tensors: Inputs and received values, by name.
-            stream: What its random nodes draw from; None: it has none (`is_random`).
-            deferred: What the backward leaves weight gradients to; None: it computes them itself.
-            lengths: The lengths that vary, in this call.
-
-        Returns:
-            What the stage returns, by name.
+        Random nodes draw from the stream; the backward leaves weight gradients to `deferred`, if there is one.
         """
         arguments = self._bound.copy()
         for place, name in self._values:
@@ -139,15 +120,11 @@ class StageModule:
         return dict(zip(piece.outputs, self._run(*arguments), strict=True))
 
     def _state(self, argument: Argument) -> Tensor | None:
-        match argument.source:
-            case Source.PARAMETER:
-                return self._leaf(argument)
-            case Source.BUFFER:
-                return self._buffer(argument.name)
-            case Source.CONSTANT:
-                return self._constants[argument.name]
-            case _:
-                return None
+        if argument.source is Source.PARAMETER:
+            return self._leaf(argument)
+        if argument.source is Source.BUFFER:
+            return self._buffer(argument.name)
+        return self._constants[argument.name] if argument.source is Source.CONSTANT else None
 
     def _leaf(self, argument: Argument) -> Tensor:
         parameter = self._parameters[argument.name]
@@ -161,12 +138,3 @@ class StageModule:
             leaf.grad = gradient
             self.leaves[use] = leaf
         return leaf
-
-
-def _check_kind(name: str, now: Tensor, known: Tensor) -> None:
-    got, expected = ((tuple(each.shape), each.dtype, str(each.device)) for each in (now, known))
-    if got != expected:
-        raise InputError(
-            f"The buffer {name} has been replaced by one of another kind after the first call: got {got}, expected "
-            f"{expected}. Wrap the changed model anew."
-        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from torch import fx
 
@@ -29,12 +30,7 @@ class Assignment:
 
 
 def assign(traced: TracedModel, stages: Sequence[Sequence[int]]) -> Assignment:
-    """Puts the blocks of each stage of a plan to their nodes.
-
-    Args:
-        traced: The graph that was planned.
-        stages: Block indices of each stage.
-    """
+    """Puts the blocks of each stage of a plan, by their indices, to their nodes."""
     stage_of = {
         name: stage
         for stage, blocks in enumerate(stages)
@@ -49,9 +45,6 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
 
     A block that uses parameters or buffers goes to the stage that holds them; the others go where nodes of the same
     name went, or stay with what they use.
-
-    Args:
-        planned: The assignment of the graph that was planned.
 
     Raises:
         PlanError: the other graph uses the parameters in an order that no pipeline can follow.
@@ -86,8 +79,7 @@ def _latest(planned: Assignment, traced: TracedModel) -> dict[int, int]:
     latest = {block.index: planned.num_stages - 1 for block in traced.graph.blocks}
     for block in reversed(traced.graph.blocks):
         nodes = [traced.nodes[name] for name in block.nodes]
-        fixed = _fixed_stages(planned, traced, nodes)
-        limit = min([latest[block.index], *([max(fixed)] if fixed else [])])
+        limit = min([latest[block.index], *_fixed_stages(planned, traced, nodes)[-1:]])
         latest[block.index] = limit
         for source in _sources(traced, nodes, block.index):
             latest[source] = min(latest[source], limit)
@@ -95,35 +87,26 @@ def _latest(planned: Assignment, traced: TracedModel) -> dict[int, int]:
 
 
 def _sources(traced: TracedModel, nodes: Sequence[fx.Node], block: int) -> set[int]:
-    found = {
-        traced.block_of[source.name]
-        for node in nodes
-        for source in node.all_input_nodes
-        if source.name in traced.block_of
-    }
-    return found - {block}
+    names = {source.name for node in nodes for source in node.all_input_nodes}
+    return {traced.block_of[name] for name in names if name in traced.block_of} - {block}
 
 
 def _fixed_stages(planned: Assignment, traced: TracedModel, nodes: Sequence[fx.Node]) -> list[int]:
     """Returns the stages that hold every parameter and changed buffer that a block uses; empty: it uses none."""
-    options: set[int] | None = None
-    for node in nodes:
-        for name in _state_of(traced, node):
-            if name in planned.holders:
-                holders = set(planned.holders[name])
-                options = holders if options is None else options & holders
-    if options is not None and not options:
+    used = [name for node in nodes for name in _state_of(traced, node) if name in planned.holders]
+    options = set.intersection(*(set(planned.holders[name]) for name in used)) if used else set()
+    if used and not options:
         raise PlanError(
             f"The operation {nodes[0].name} uses parameters that the plan puts to different stages. The model uses "
             "them in another way than in the call that was planned; wrap the model anew."
         )
-    return sorted(options or ())
+    return sorted(options)
 
 
 def _state_of(traced: TracedModel, node: fx.Node) -> list[str]:
-    names = {**traced.parameters, **traced.buffers}
     sources = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
-    return [names[source] for source in sources if source in names]
+    names = [traced.parameters.get(source, traced.buffers.get(source)) for source in sources]
+    return [name for name in names if name is not None]
 
 
 def _holders(traced: TracedModel, stage_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -138,10 +121,7 @@ def _holders(traced: TracedModel, stage_of: Mapping[str, int]) -> dict[str, tupl
 
 @dataclass(frozen=True)
 class Edge:
-    """What one stage sends to another for each micro-batch.
-
-    `values` are names of tensors; those in `gradients` get one back.
-    """
+    """What one stage sends to another for each micro-batch: tensors by name, of which some get a gradient back."""
 
     index: int
     source: int
@@ -152,13 +132,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class StagePart:
-    """One stage of a split.
-
-    Attributes:
-        traced: the graph that it is a part of.
-        inputs: names of the caller's tensors that it gets straight from the caller.
-        outputs: positions of the model's outputs that it makes, with the name of the node.
-    """
+    """One stage of a split: `inputs` come straight from the caller, `outputs` have the place among the model's."""
 
     traced: TracedModel
     index: int
@@ -207,79 +181,55 @@ def split(traced: TracedModel, assignment: Assignment) -> Split:
 
 class _Splitter:
     def __init__(self, traced: TracedModel, assignment: Assignment) -> None:
-        self.traced = traced
-        self.stage_of = assignment.stage_of
-        self.assignment = assignment
+        self.traced, self.assignment = traced, assignment
         self.stages = range(assignment.num_stages)
         self.nodes: tuple[list[str], ...] = tuple([] for _ in self.stages)
-        for name, stage in self.stage_of.items():
+        for name, stage in assignment.stage_of.items():
             self.nodes[stage].append(name)
         self.relayed_inputs = {name for name, spec in traced.inputs.items() if spec.needs_gradient}
-        self.users = self._users()
-        self.output_stage = [self._stage_of_output(spec.node) for spec in traced.outputs]
+        makers = {spec.node: assignment.stage_of.get(spec.node, self.stages[-1]) for spec in traced.outputs}
+        self.users: dict[str, set[int]] = {}  # of each value and each input with a gradient, the stages that use it
+        for stage in self.stages:
+            own_outputs = [name for name, maker in makers.items() if maker == stage]
+            values, inputs = reads(traced, self.nodes[stage], own_outputs)
+            for name in [*values, *(name for name in inputs if name in self.relayed_inputs)]:
+                self.users.setdefault(name, set()).add(stage)
+        self.leaves_from = {  # the last stage that uses an output: its own gradient is then added first
+            name: max([maker, *self.users.get(name, ())]) for name, maker in makers.items()
+        }
 
     def run(self) -> Split:
-        routes = {name: self._route(name) for name in self.users}
+        routes = {}  # the stages that hold a value, in the order in which it passes through them
+        for name, users in self.users.items():
+            known = [where[name] for where in (self.assignment.stage_of, self.leaves_from) if name in where]
+            routes[name] = sorted({*users, *known})
         edges = self._edges(routes)
         parts = tuple(self._part(stage, edges) for stage in self.stages)
         first = {name: route[0] for name, route in routes.items() if name in self.relayed_inputs}
         return Split(self.traced, self.assignment, parts, edges, first)
 
-    def _users(self) -> dict[str, set[int]]:
-        """Returns the stages that use each value and each input with a gradient, as arguments of their pieces."""
-        found: dict[str, set[int]] = {}
-        for stage in self.stages:
-            values, inputs = reads(self.traced, self.nodes[stage], self._own_outputs(stage))
-            for name in [*values, *(name for name in inputs if name in self.relayed_inputs)]:
-                found.setdefault(name, set()).add(stage)
-        return found
-
-    def _route(self, name: str) -> list[int]:
-        """Returns the stages that hold a value, in the order in which it passes through them."""
-        stages = set(self.users[name])
-        if name in self.stage_of:
-            stages.add(self.stage_of[name])
-        stages |= {
-            stage for spec, stage in zip(self.traced.outputs, self.output_stage, strict=True) if spec.node == name
-        }
-        return sorted(stages)
-
     def _edges(self, routes: dict[str, list[int]]) -> tuple[Edge, ...]:
         together: dict[tuple[int, int], list[str]] = {}
         for name in sorted(routes, key=self.traced.places.__getitem__):
-            for pair in zip(routes[name], routes[name][1:], strict=False):
+            for pair in pairwise(routes[name]):
                 together.setdefault(pair, []).append(name)
+        facts = self.traced.facts
         return tuple(
-            Edge(index, source, destination, tuple(names), tuple(filter(self._needs_gradient, names)))
-            for index, ((source, destination), names) in enumerate(sorted(together.items()))
+            Edge(index, *ends, tuple(names), tuple(name for name in names if facts[name].needs_gradient))
+            for index, (ends, names) in enumerate(sorted(together.items()))
         )
 
     def _part(self, stage: int, edges: Sequence[Edge]) -> StagePart:
         arriving = tuple(edge for edge in edges if edge.destination == stage)
         leaving = tuple(edge for edge in edges if edge.source == stage)
-        outputs = tuple(
-            (place, spec.node) for place, spec in enumerate(self.traced.outputs) if self.output_stage[place] == stage
-        )
+        places = enumerate(self.traced.outputs)
+        outputs = tuple((place, spec.node) for place, spec in places if self.leaves_from[spec.node] == stage)
         _, read = reads(self.traced, self.nodes[stage], _returned(outputs, leaving))
         arrived = {name for edge in arriving for name in edge.values}
         inputs = tuple(name for name in read if name not in arrived)
         return StagePart(self.traced, stage, tuple(self.nodes[stage]), inputs, outputs, arriving, leaving)
 
-    def _needs_gradient(self, name: str) -> bool:
-        return self.traced.facts[name].needs_gradient
-
-    def _own_outputs(self, stage: int) -> list[str]:
-        return [spec.node for spec in self.traced.outputs if self._first_stage_of(spec.node) == stage]
-
-    def _first_stage_of(self, name: str) -> int:
-        return self.stage_of.get(name, self.stages[-1])
-
-    def _stage_of_output(self, name: str) -> int:
-        """An output that later stages use leaves from the last of them: its own gradient is then added first."""
-        return max(self._first_stage_of(name), *self.users.get(name, ()), -1)
-
 
 def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[Edge]) -> tuple[str, ...]:
-    """Returns the names of what a stage's piece returns."""
     sent = (name for edge in leaving for name in edge.values)
     return tuple(dict.fromkeys([*(name for _, name in outputs), *sent]))

@@ -27,10 +27,10 @@ from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.bound import Bounds
 from tests.planner.brute import INTERLEAVED, orders, patterns
 from tests.planner.cases import make_problem, make_split, make_uneven
 from tests.planner.draws import with_memory
+from tests.schedule.pipelines import bound_at_depths
 
 BETTER = 0.99
 SCHEDULES = {
@@ -160,7 +160,7 @@ class EveryDepth:
                 plan = self.planner.put_together(variant, deepest)
                 self.left = max(self.left - 1, 0)
                 pipeline = self.planner.pipeline(plan)
-                if candidate.is_interleaved or Bounds(pipeline).at_depths < limit:
+                if candidate.is_interleaved or bound_at_depths(pipeline) < limit:
                     for options in islice(self._deferring(variant, deepest), self.left):
                         self.left -= 1
                         yield self.planner.put_together(variant, options)

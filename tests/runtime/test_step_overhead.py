@@ -187,7 +187,7 @@ def test_a_rank_that_computes_all_losses_sends_the_result(monkeypatch: pytest.Mo
     combine = OutputCollector._combine
 
     def noted(self: OutputCollector, *args: Any) -> torch.Tensor:
-        put_together.append(self._world.rank)
+        put_together.append(self.world.rank)
         return combine(self, *args)
 
     monkeypatch.setattr(OutputCollector, "_combine", noted)

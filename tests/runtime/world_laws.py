@@ -208,7 +208,7 @@ def sums_each_share_on_its_rank(world: World) -> None:
     ranks = tuple(range(world.num_ranks))
     for dtype in (torch.float32, torch.bfloat16):
         own = shares_of(world, world.rank, dtype)
-        world.start_reduce_scatter(own, ranks).wait()
+        world.start_shares(own, ranks, gathers=False).wait()
         expected = [shares_of(world, rank, dtype)[world.rank] for rank in ranks]
         for place, tensor in enumerate(own[world.rank]):
             assert torch.equal(tensor, in_order([share[place] for share in expected]))
@@ -217,7 +217,7 @@ def sums_each_share_on_its_rank(world: World) -> None:
 def gives_each_share_to_all(world: World) -> None:
     ranks = tuple(reversed(range(world.num_ranks)))
     shares = shares_of(world, world.rank, torch.float32)
-    world.start_all_gather(shares, ranks).wait()
+    world.start_shares(shares, ranks, gathers=True).wait()
     for place, rank in enumerate(ranks):
         for tensor, expected in zip(shares[place], shares_of(world, rank, torch.float32)[place], strict=True):
             assert torch.equal(tensor, expected)

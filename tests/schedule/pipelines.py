@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 
 from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule.bound import Bounds
 from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, deepest_in_flight, textbook_depth
+from autovaruna.schedule.registry import Policy
+from autovaruna.schedule.simulator import simulate_below
 
 
 def chain(
@@ -92,3 +96,28 @@ def _random_edges(dice: random.Random, num_stages: int) -> list[Edge]:
     pairs = [(s, t) for s in range(num_stages) for t in range(s + 1, num_stages)]
     chosen = [(s, t) for s, t in pairs if dice.random() < (0.85 if t == s + 1 else 0.3)]
     return [Edge(s, t, dice.random(), dice.random(), dice.random() < 0.8) for s, t in chosen]
+
+
+def bound_at_depths(pipeline: Pipeline) -> float:
+    """Returns seconds that no schedule can beat with the pipeline's in-flight depths.
+
+    With d in flight, the k-th forward of a replica starts a whole trip of a micro-batch, down and up, after the
+    (k - d)-th one did, whatever the order: so many backwards must have ended, and one of them began no sooner.
+    """
+    bounds = Bounds(pipeline)
+    least, paths = bounds.lower, bounds.paths
+    for stage, times in enumerate(pipeline.stages if pipeline.needs_gradients else ()):
+        for replica in range(times.num_replicas):
+            share, work = pipeline.share(stage, replica), paths.on(stage, replica)
+            if share:
+                trip = work.forward + paths.round_trips[stage] + work.backward
+                trips, before = divmod(share - 1, min(times.in_flight, share))
+                seconds = paths.heads[stage] + before * work.forward + (trips + 1) * trip + paths.tails[stage]
+                least = max(least, seconds)
+    return least
+
+
+def step_seconds(pipeline: Pipeline, policy: Policy, below: float) -> float:
+    """Returns the seconds of one step, infinite if it is soon certain that they are not below `below`."""
+    found, _ = simulate_below(pipeline, policy, below)
+    return found.step_seconds if found else math.inf

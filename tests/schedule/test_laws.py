@@ -14,14 +14,14 @@ import pytest
 
 from autovaruna.errors import ScheduleError
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.bound import Bounds, lower_bound
+from autovaruna.schedule.bound import lower_bound
 from autovaruna.schedule.check import check
 from autovaruna.schedule.instruction import Instruction, Kind, Schedule
 from autovaruna.schedule.pipeline import Pipeline, StageTimes, deepest_in_flight, latency_depth, slices, textbook_depth
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulation import Simulation
-from autovaruna.schedule.simulator import replay, simulate, step_seconds
-from tests.schedule.pipelines import chain, deepened, placed, random_pipeline
+from autovaruna.schedule.simulator import replay, simulate
+from tests.schedule.pipelines import bound_at_depths, chain, deepened, placed, random_pipeline, step_seconds
 
 NUM_RANDOM = 250
 
@@ -36,7 +36,7 @@ def assert_laws(pipeline: Pipeline, name: str) -> Simulation:
     simulation = simulate(pipeline, POLICIES[name])
     check(simulation.schedule, pipeline)
     assert replay(pipeline, simulation.schedule).events == simulation.events
-    assert lower_bound(pipeline) <= Bounds(pipeline).at_depths <= simulation.step_seconds
+    assert lower_bound(pipeline) <= bound_at_depths(pipeline) <= simulation.step_seconds
     assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds * 1.001) == simulation.step_seconds
     assert step_seconds(pipeline, POLICIES[name], simulation.step_seconds) >= simulation.step_seconds
     assert POLICIES[name].num_instructions(pipeline) == sum(map(len, simulation.acts))

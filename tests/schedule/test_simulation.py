@@ -15,7 +15,7 @@ from autovaruna.schedule.bound import lower_bound
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, latency_depth
 from autovaruna.schedule.registry import POLICIES
-from autovaruna.schedule.simulation import Simulation, draw, render
+from autovaruna.schedule.simulation import Simulation, render
 from autovaruna.schedule.simulator import simulate
 from tests.own_time import takes_at_most
 from tests.schedule.pipelines import chain, deepened, placed, random_pipeline
@@ -175,6 +175,16 @@ def drawing(name: str) -> str:
     return "\n".join(line.strip() for line in lines if line.strip().startswith("rank"))
 
 
+def draw(simulation: Simulation) -> str:
+    """Returns a drawing with one cell for each second, for steps whose instructions all take one."""
+    cells = [["."] * round(simulation.step_seconds) for _ in simulation.acts]
+    for event in simulation.events:
+        cells[event.rank][round(event.start_seconds)] = str(event.instruction)
+    width = max(len(cell) for row in cells for cell in row)
+    rows = [" ".join(cell.center(width) for cell in row) for row in cells]
+    return "\n".join(f"rank {rank} | {row}".rstrip() for rank, row in enumerate(rows))
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_is_its_drawing(name: str) -> None:
     """Four micro-batches, one slot an instruction; three stages, and four on two ranks where ranks have several."""
@@ -187,7 +197,7 @@ def test_policy_is_its_drawing(name: str) -> None:
         "interleaved": shared,
         "deepest_first": shared,
     }
-    assert draw(simulate(drawn[name], POLICIES[name]), 1.0) == drawing(name)
+    assert draw(simulate(drawn[name], POLICIES[name])) == drawing(name)
 
 
 def test_timeline_of_two_stages() -> None:

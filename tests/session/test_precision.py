@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
-from autovaruna.runtime.optimizers.scaler import LossScale
+from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES, DEVICE, Batch, Case

@@ -58,16 +58,6 @@ def to_host(tensor: Tensor) -> Tensor:
     return host
 
 
-def rows_on_host(tensor: Tensor) -> Tensor:
-    """Returns `tensor` itself if it is contiguous and on the CPU, else a copy of which this is so.
-
-    Its bytes are then its elements in order, however ranks lay out their memory.
-    """
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return to_host(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
 def distinct(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor whose elements lie in memory of their own: of what is expanded, the original."""
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -96,22 +86,15 @@ Gather = Callable[[object, str], list[Any]]
 
 
 class Part(ABC):
-    """A tensor on its way. Keep it until it is done: it owns the memory.
-
-    Attributes:
-        needs_calls: whether it advances only while this rank calls the transport.
-    """
+    """A tensor on its way. Keep it until it is done: it owns the memory."""
 
     __slots__ = ()
     needs_calls: bool = False
+    """Whether it advances only while this rank calls the transport."""
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Says whether it has finished, letting it advance; never blocks.
-
-        Raises:
-            RankError: the message has another number of bytes than the memory it was to go to.
-        """
+        """Says whether it has finished, letting it advance; never blocks. Raises if its number of bytes is another."""
 
 
 class Pending(Part):
@@ -121,11 +104,7 @@ class Pending(Part):
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks until it has finished.
-
-        Raises:
-            RankError: it can never finish, because the other rank failed or ended.
-        """
+        """Blocks until it has finished, or raises a `RankError` if it never can."""
 
 
 class Done(Pending):
@@ -134,11 +113,10 @@ class Done(Pending):
     __slots__ = ()
 
     def is_done(self) -> bool:
-        """Says yes."""
         return True
 
     def wait(self) -> None:
-        """Returns at once."""
+        pass
 
 
 DONE = Done()
@@ -146,12 +124,7 @@ DONE = Done()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape, strides and dtype of one tensor of a message.
-
-    Attributes:
-        is_dense: whether its elements fill memory without holes.
-        num_bytes: what travels of it.
-    """
+    """Shape, strides and dtype of one tensor of a message; whether it fills memory; and what travels of it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -182,10 +155,6 @@ class Layout:
         """Returns the strides that mean something: a dimension of one element is never stepped along."""
         return [stride for stride, length in zip(strides, self.shape, strict=True) if length > 1]
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Returns what travels of a tensor with holes, or with numbers that are there twice: a copy without."""
-        return distinct(tensor).contiguous()
-
     def buffer(self, device: torch.device) -> Tensor:
         """Returns memory for what travels."""
         if self.is_dense:
@@ -197,8 +166,7 @@ class Layout:
         """The layout of what travels: this one, unless it has holes."""
         if self.is_dense:
             return self
-        shape = self._narrow_shape
-        return Layout(shape, torch.empty(shape, device="meta").stride(), self.dtype)
+        return Layout(self._narrow_shape, torch.empty(self._narrow_shape, device="meta").stride(), self.dtype)
 
     def unpack(self, buffer: Tensor) -> Tensor:
         """Returns the tensor as the sender had it, of one that is not dense."""
@@ -207,28 +175,19 @@ class Layout:
 
 
 class Arrival(Part):
-    """A message that this rank has memory for.
-
-    Args:
-        way: What it comes by, which lets it advance.
-        tensor: The memory.
-    """
+    """A message that this rank has memory for: `tensor`; it comes by a way that lets it advance."""
 
     __slots__ = ("_num_bytes", "_source", "_way", "needs_calls", "tensor")
 
     def __init__(self, way: Advancing, source: int, tensor: Tensor, *, needs_calls: bool = False) -> None:
-        self._way = way
-        self._source = source
-        self._num_bytes = -1
-        self.tensor = tensor
-        self.needs_calls = needs_calls
+        self._way, self._source, self._num_bytes = way, source, -1
+        self.tensor, self.needs_calls = tensor, needs_calls
 
     def has_come(self, num_bytes: int) -> None:
         """Notes that the message is there, of so many bytes."""
         self._num_bytes = num_bytes
 
     def is_done(self) -> bool:
-        """Says whether it has come; checks the number of bytes."""
         if self._num_bytes < 0:
             self._way.advance()
             if self._num_bytes < 0:
@@ -244,12 +203,9 @@ class Departure(Part):
     needs_calls = True
 
     def __init__(self, way: Advancing, memory: object) -> None:
-        self._way = way
-        self.memory = memory
-        self.has_left = False
+        self._way, self.memory, self.has_left = way, memory, False
 
     def is_done(self) -> bool:
-        """Says whether it has left."""
         if not self.has_left:
             self._way.advance()
         return self.has_left
@@ -262,11 +218,7 @@ class Advancing(Protocol):
 
 
 def check_size(source: int, num_bytes: int, expected: int) -> None:
-    """Makes sure that a message has as many bytes as the memory that it was to go to.
-
-    Raises:
-        RankError: it has not.
-    """
+    """Raises a `RankError` unless a message has as many bytes as the memory that it was to go to."""
     if num_bytes != expected:
         raise RankError(f"rank {source} sent {num_bytes} bytes where {expected} were expected")
 
@@ -275,9 +227,7 @@ class Transport(ABC):
     """Moves tensors and notices between the ranks of a program. No method but `open_rings` and `close` blocks.
 
     To add one, fill the abstract methods, which is all that a `World` needs, and let `environment.get_world` choose it.
-
-    Attributes:
-        hosts: host name of every rank.
+    `hosts` are the host names of all ranks.
     """
 
     rank: int

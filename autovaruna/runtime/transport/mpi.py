@@ -1,6 +1,6 @@
 """Defines `MpiTransport`: ranks started by mpirun, that talk through mpi4py on the tensors' own memory.
 
-This module imports MPI without starting it; only `environment.get_world` imports this module, at the first use.
+This module imports MPI without starting it; only `environment` imports this module, at the first use.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class MpiPart(Part):
     __slots__ = ("_memory", "_request", "_status", "needs_calls")
 
     def __init__(self, request: MPI.Request, memory: Tensor, status: MPI.Status | None) -> None:
-        self._request = request
-        self._memory = memory
-        self._status = status
+        self._request, self._memory, self._status = request, memory, status
         self.needs_calls = memory.nbytes > SMALL_BYTES
 
     def is_done(self) -> bool:
@@ -86,10 +84,7 @@ class MpiTransport(ProcessTransport):
     # The end.
 
     def end(self, status: int) -> NoReturn:
-        """Ends all ranks with a non-zero status, at once.
-
-        Open MPI's mpirun ends a job whose rank has ended so, and says less about it than about an abort.
-        """
+        """Ends all ranks at once: Open MPI's mpirun does when one has ended so, and says less than about an abort."""
         sys.stdout.flush()
         sys.stderr.flush()
         if "OMPI_COMM_WORLD_SIZE" not in os.environ:

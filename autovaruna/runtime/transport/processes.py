@@ -43,7 +43,8 @@ class ProcessTransport(Transport):
         self._ring_pairs: set[Pair] = set()
         self._rings_to: dict[int, RingSender] = {}
         self._rings_from: dict[int, RingReceiver] = {}
-        self._is_crowded = True
+        self.is_crowded = True
+        """Whether ranks share cores, so that waiting ones leave them to others."""
 
     @property
     def is_ending(self) -> bool:
@@ -57,10 +58,6 @@ class ProcessTransport(Transport):
     @abstractmethod
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
         """Starts to receive into the memory of a dense tensor what comes past the rings."""
-
-    def set_cores(self, num_cores: int, num_ranks: int) -> None:
-        """Says that `num_ranks` ranks share `num_cores` cores, so that waiting ranks leave them to others."""
-        self._is_crowded = num_ranks > num_cores
 
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
         ring = self._rings_to.get(destination)
@@ -91,7 +88,6 @@ class ProcessTransport(Transport):
         return [self.receive_far(part, source, channel, tag) for each in tensors for part in split(each)]
 
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:
-        """Sends small messages through memory that both ranks see from now on, where a pair can. Collective."""
         new = set(pairs) - self._ring_pairs
         senders, receivers = open_rings(self.rank, self.hosts, new, can_share, gather)
         self._ring_pairs |= new
@@ -99,14 +95,12 @@ class ProcessTransport(Transport):
         self._rings_from |= receivers
 
     def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
-        """Says whether tensors of `source` come through a ring."""
         return source in self._rings_from and all(layout.num_bytes <= MAX_BYTES for layout in layouts)
 
     def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         return partial(self._rings_from[source].bring, key=TENSOR_CHANNEL << _TAG_BITS | tag)
 
     def advance(self) -> None:
-        """Lets what goes through rings advance."""
         for sender in self._rings_to.values():
             sender.advance()
         for receiver in self._rings_from.values():
@@ -114,7 +108,7 @@ class ProcessTransport(Transport):
 
     def rest(self, waited_seconds: float) -> None:
         """Spins at first if there are cores enough, then yields, then sleeps."""
-        if waited_seconds < SPIN_SECONDS and not self._is_crowded:
+        if waited_seconds < SPIN_SECONDS and not self.is_crowded:
             return
         if waited_seconds < YIELD_SECONDS:
             os.sched_yield()
@@ -138,5 +132,4 @@ class ProcessTransport(Transport):
 
 
 def _is_large(tensors: Sequence[Tensor], channel: int) -> bool:
-    """Says whether any of some tensors is too large for a ring."""
     return any(each.nbytes > _RING_BYTES[channel] for each in tensors)

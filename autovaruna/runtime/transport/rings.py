@@ -1,23 +1,13 @@
 """Defines rings: memory that two ranks of one host share, in one direction, with a `RingSender` and a `RingReceiver`.
 
-    slots       NUM_SLOTS headers, each followed by room for a small message
+    slots       NUM_SLOTS headers, each followed by room for a small message; filled and emptied in turn
     lent        blocks of larger messages, which the receiver computes with where they lie
     passing     blocks that the receiver copies at once: what finds no room among those that are lent
 
-Slots are filled and emptied in order:
-
-    slot    0       1       2       3       4       5       6       7
-            empty   empty   full    full    full    empty   empty   empty
-                            ^ next to be emptied    ^ next to be filled
-
 The sender copies a message into its next slot, or into a block that the slot tells of, and then marks the slot as full.
-The receiver copies it to where it is wanted, or lets a tensor lie in the block, and marks the slot as empty. Each waits
-for nothing else, and nothing of MPI is called: for a small message its calls, and the agreement of both ends, take
-longer than both copies, and of a large one MPI makes a copy that is slower than this one. However long the receiver
-keeps what was lent to it, the next message finds room once it has looked at those before.
-
-One end must see what the other has written in the order in which it was written: `open_rings` knows where that is so.
-The memory has no name, and ends with the last of its processes.
+The receiver copies it to where it is wanted, or lets a tensor lie in the block, and marks the slot as empty. However
+long it keeps what was lent to it, the next message finds room once it has looked at those before. One end must see what
+the other has written in the order in which it was written. The memory has no name, and ends with the last process.
 """
 
 from __future__ import annotations
@@ -67,16 +57,7 @@ _ORDERED = ("x86_64", "AMD64")
 
 
 class Shared:
-    """What one rank sees of the memory.
-
-    Args:
-        memory: What both see; zero at first.
-
-    Attributes:
-        process: the number of this process.
-        numbers: all of it as numbers of 8 bytes.
-        address: where it lies here.
-    """
+    """What one rank sees of the memory, which is zero at first: as numbers of 8 bytes, as bytes, and its address."""
 
     def __init__(self, memory: mmap) -> None:
         self.process = os.getpid()
@@ -91,11 +72,7 @@ class Shared:
 
 
 class Blocks:
-    """The blocks of the sender in one part of the memory, from the front on; a block starts with whether it is used.
-
-    Args:
-        start, end: The part, in bytes.
-    """
+    """The blocks of the sender from byte `start` to `end` of the memory; a block starts with whether it is used."""
 
     def __init__(self, shared: Shared, start: int, end: int) -> None:
         self._numbers = shared.numbers
@@ -133,12 +110,7 @@ class _Borrowed(np.ndarray):
 
 
 def borrowed(shared: Shared, block: int, layout: Layout) -> Tensor:
-    """Returns a tensor that lies in a block, which is given back once nothing lies there.
-
-    Args:
-        block: Where the block starts; the tensor's bytes follow its header.
-        layout: How it is to be laid out; not empty.
-    """
+    """Returns a tensor, not empty, that lies in a block behind its header; it is given back once nothing lies there."""
     first = block + HEADER_BYTES
     place = shared.bytes[first : first + layout.num_bytes].view(_Borrowed)
     place.shared, place.block = shared, block
@@ -147,11 +119,7 @@ def borrowed(shared: Shared, block: int, layout: Layout) -> Tensor:
 
 
 class RingSender:
-    """Sends messages, each at once if there is room.
-
-    Args:
-        memory: What both ends see; zero at first.
-    """
+    """Sends messages, each at once if there is room."""
 
     def __init__(self, memory: mmap) -> None:
         self._shared = Shared(memory)
@@ -174,11 +142,9 @@ class RingSender:
         self._left = left
 
     def put(self, tensor: Tensor, key: int) -> bool:
-        """Sends the memory of a dense host tensor at once, if there is room; says whether.
+        """Sends the memory of a dense host tensor of at most `MAX_BYTES` at once, if there is room; says whether.
 
-        Args:
-            tensor: At most `MAX_BYTES`.
-            key: Tells streams of messages apart; each arrives in order.
+        `key` tells streams of messages apart; each arrives in order.
         """
         shared, slot = self._shared, self._slot
         numbers = shared.numbers
@@ -200,24 +166,21 @@ class RingSender:
 
 
 class RingReceiver:
-    """Receives messages, into memory that is posted for them or as new tensors.
-
-    Args:
-        memory: What both ends see; zero at first.
-    """
+    """Receives messages, into memory that is posted for them or as new tensors."""
 
     def __init__(self, memory: mmap, source: int) -> None:
         self.source = source
         self.shared = Shared(memory)
         self._slot = FIRST_SLOT
         self._posted: defaultdict[int, deque[Arrival]] = defaultdict(deque)
-        self._early: defaultdict[int, deque[_Parcel]] = defaultdict(deque)
+        self._early: defaultdict[int, deque[tuple[bytes | int, int, int]]] = defaultdict(deque)
+        """Messages: where each lies or a copy, how many bytes it has, and its block."""
 
     def post(self, tensor: Tensor, key: int) -> Arrival:
         """Posts the receive of the next message under a key into the memory of a dense host tensor."""
         arrival = Arrival(self, self.source, tensor)
         if early := self._early.get(key):
-            self._fill(arrival, early.popleft())
+            self._fill(arrival, *early.popleft())
         else:
             self._posted[key].append(arrival)
         return arrival
@@ -230,16 +193,14 @@ class RingReceiver:
         """
         if early := self._early.get(key):
             return self._as_tensor(*early.popleft(), layout)
-        shared, slot = self.shared, self._slot
-        numbers = shared.numbers
-        while numbers[slot]:
+        numbers = self.shared.numbers
+        while numbers[slot := self._slot]:
             if numbers[slot + KEY] != key:
-                self._put_aside(slot)
-                slot = self._empty(slot)
+                self._put_aside()
                 continue
             block = numbers[slot + BLOCK]
-            place = shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES
-            tensor = self._as_tensor(place, numbers[slot + SIZE], block, layout)
+            address = self.shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES
+            tensor = self._as_tensor(address, numbers[slot + SIZE], block, layout)
             numbers[slot] = 0
             self._slot = NEXT_SLOT[slot]
             return tensor
@@ -247,38 +208,26 @@ class RingReceiver:
 
     def advance(self) -> None:
         """Takes all messages that are there out of their slots."""
+        while self.shared.numbers[self._slot]:
+            self._put_aside()
+
+    def _put_aside(self) -> None:
+        """Takes the next message where it is wanted, if that is known; else keeps it, in its block or as a copy."""
         numbers, slot = self.shared.numbers, self._slot
-        while numbers[slot]:
-            self._put_aside(slot)
-            slot = self._empty(slot)
-
-    def _empty(self, slot: int) -> int:
-        """Gives a slot back to the sender, and returns the next one."""
-        self.shared.numbers[slot] = 0
-        self._slot = NEXT_SLOT[slot]
-        return self._slot
-
-    def _put_aside(self, slot: int) -> None:
-        """Takes a message where it is wanted, if that is known; else keeps it, in its block or as a copy."""
-        parcel, key = self._parcel(slot), self.shared.numbers[slot + KEY]
-        if posted := self._posted.get(key):
-            self._fill(posted.popleft(), parcel)
-        elif LENT_START <= parcel.block < PASSING_START:
-            self._early[key].append(parcel)
-        else:
-            self._early[key].append(_Parcel(ctypes.string_at(parcel.data, parcel.num_bytes), parcel.num_bytes, 0))
-            if parcel.block:
-                self.shared.give_back(parcel.block)
-
-    def _parcel(self, slot: int) -> _Parcel:
-        numbers = self.shared.numbers
-        block = numbers[slot + BLOCK]
+        key, num_bytes, block = numbers[slot + KEY], numbers[slot + SIZE], numbers[slot + BLOCK]
         address = self.shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES
-        return _Parcel(address, numbers[slot + SIZE], block)
+        if posted := self._posted.get(key):
+            self._fill(posted.popleft(), address, num_bytes, block)
+        elif LENT_START <= block < PASSING_START:
+            self._early[key].append((address, num_bytes, block))
+        else:
+            self._early[key].append((ctypes.string_at(address, num_bytes), num_bytes, 0))
+            if block:
+                self.shared.give_back(block)
+        numbers[slot] = 0
+        self._slot = NEXT_SLOT[slot]
 
-    def _fill(self, arrival: Arrival, parcel: _Parcel) -> None:
-        """Copies a message to the memory that was posted for it."""
-        data, num_bytes, block = parcel
+    def _fill(self, arrival: Arrival, data: bytes | int, num_bytes: int, block: int) -> None:
         ctypes.memmove(arrival.tensor.data_ptr(), data, min(num_bytes, arrival.tensor.nbytes))
         arrival.has_come(num_bytes)
         if block:
@@ -295,38 +244,22 @@ class RingReceiver:
         return tensor
 
 
-class _Parcel(NamedTuple):
-    """A message: where it lies or a copy, how many bytes it has, and its block."""
-
-    data: bytes | int
-    num_bytes: int
-    block: int
-
-
-class _Offer(NamedTuple):
-    """Where another process finds memory of this one, and how it knows that it is the right one."""
-
-    path: str
-    token: bytes
+Offer = tuple[str, bytes]
+"""Where another process finds memory of this one, and the token by which it knows that it is the right one."""
 
 
 class _Memory(NamedTuple):
     """Memory that another process may open until its file is closed."""
 
     memory: mmap
-    offer: _Offer
+    offer: Offer
     file: int
 
 
 def open_rings(
     rank: int, hosts: tuple[str, ...], pairs: Iterable[Pair], can_share: bool, gather: Gather
 ) -> tuple[dict[int, RingSender], dict[int, RingReceiver]]:
-    """Opens a ring for each pair of ranks that can share memory. Collective.
-
-    Args:
-        pairs: The same on every rank.
-        can_share: Whether this rank is to share memory.
-        gather: Returns what all ranks pass, by rank.
+    """Opens a ring for each of the pairs, the same on every rank, that can share memory. Collective.
 
     Returns:
         The rings to other ranks, and those from other ranks, by these. Both ends have a ring, or none.
@@ -350,33 +283,19 @@ def _memory() -> _Memory | None:
     """Makes memory for a ring; None where it cannot be shared, or writes may be seen in another order."""
     if platform.machine() not in _ORDERED or sys.platform != "linux":
         return None
-    file = -1
+    make = getattr(ctypes.CDLL(None), "memfd_create", None)  # Python, built for an older system, may lack it
+    file = -1 if make is None else int(make(b"autovaruna", _CLOSED_ON_EXEC))
+    if file < 0:
+        return None
     try:
-        file = _file_in_memory()
         os.ftruncate(file, NUM_BYTES + _TOKEN_BYTES)
         memory = mmap(file, NUM_BYTES + _TOKEN_BYTES)
     except OSError:
-        if file >= 0:
-            os.close(file)
+        os.close(file)
         return None
     token = token_bytes(_TOKEN_BYTES)
     memory[NUM_BYTES:] = token
-    return _Memory(memory, _Offer(_path(file), token), file)
-
-
-def _file_in_memory() -> int:
-    """Opens a new file without a name that lies in memory.
-
-    Raises:
-        OSError: the system has none, or no more.
-    """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("autovaruna")
-    make = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)  # Python was built for an older system
-    file = -1 if make is None else int(make(b"autovaruna", _CLOSED_ON_EXEC))
-    if file < 0:
-        raise OSError(ctypes.get_errno(), "there are no files in memory")
-    return file
+    return _Memory(memory, (_path(file), token), file)
 
 
 def _path(file: int) -> str:
@@ -384,14 +303,15 @@ def _path(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _memory_of(offer: _Offer) -> mmap | None:
+def _memory_of(offer: Offer) -> mmap | None:
     """Returns memory of another process; None: it cannot be reached from here, or something else lies there."""
+    path, token = offer
     try:
-        file = os.open(offer.path, os.O_RDWR)
+        file = os.open(path, os.O_RDWR)
         try:
             memory = mmap(file, NUM_BYTES + _TOKEN_BYTES)
         finally:
             os.close(file)
     except (OSError, ValueError):
         return None
-    return memory if memory[NUM_BYTES:] == offer.token else None
+    return memory if memory[NUM_BYTES:] == token else None

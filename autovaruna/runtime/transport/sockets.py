@@ -1,12 +1,8 @@
 """Defines `SocketTransport`: ranks that a launcher of torch.distributed started (torchrun, accelerate), over TCP.
 
-    store    where the launcher says (MASTER_ADDR); ranks find each other's addresses there, and a secret
-    data     one connection for each pair of ranks; a message is a header and its bytes, in the order sent
-    life     one connection of each rank with rank 0; a thread of each hears there that a rank has ended, which
-             ends all, also while they compute
-
-torch.distributed's own messages between hosts (gloo) cannot be asked whether they have come, and each would need a
-thread that waits for it. On GPUs tensors go through NCCL, as with MPI.
+store    where the launcher says (MASTER_ADDR); ranks find each other's addresses there, and a secret
+data     one connection for each pair of ranks; a message is a header and its bytes, in the order sent
+life     one connection of each rank with rank 0; a thread of each hears there that a rank has ended, and ends all
 """
 
 from __future__ import annotations
@@ -62,17 +58,7 @@ Key = tuple[int, int]
 
 
 class Peer:
-    """The connection with a rank; never blocks.
-
-    Args:
-        outgoing: Where messages go.
-        incoming: Where they come from: the same, but for a rank's connection with itself.
-
-    Attributes:
-        posted: receives that wait for their message.
-        early: messages that came before.
-        notices: those that have come.
-    """
+    """The connection with a rank, whose two ends differ if that is this one; never blocks."""
 
     def __init__(self, outgoing: socket.socket, incoming: socket.socket) -> None:
         outgoing.setblocking(False)
@@ -104,7 +90,6 @@ class Peer:
         self.push()
 
     def push(self) -> None:
-        """Sends what there is room for."""
         while self._out and self._is_open:
             try:
                 num_sent = self.outgoing.sendmsg([self._out[i] for i in range(min(_AT_ONCE, len(self._out)))])
@@ -123,7 +108,6 @@ class Peer:
             self._leaving.popleft()[1].has_left = True
 
     def pull(self) -> None:
-        """Takes what has come."""
         while self._is_open:
             try:
                 num_bytes = self.incoming.recv_into(self._into)
@@ -163,12 +147,9 @@ class Peer:
 
 
 class SocketTransport(ProcessTransport):
-    """The ranks of a launcher of torch.distributed.
+    """The ranks of a launcher of torch.distributed, which all see a store, for this start of them alone.
 
-    Args:
-        store: A store that all ranks see, for this start of them alone.
-        master: Host name and port of the store, which say by which address this host is reached.
-        check: Raises if ranks have ended that would have to come.
+    `check` raises if ranks have ended that would have to come.
     """
 
     def __init__(
@@ -256,55 +237,40 @@ class SocketTransport(ProcessTransport):
         os._exit(status)
 
     def close(self) -> None:
-        """Lets the others know that this rank ends well."""
         self._life.tell(_GOODBYE)
 
     def _forget(self) -> None:
         """Closes what a child process has inherited: its parent's end must show."""
-        for peer in self._peers.values():
-            peer.outgoing.close()
-        self._life.forget()
+        for connection in [*(peer.outgoing for peer in self._peers.values()), *self._life.connections.values()]:
+            connection.close()
 
 
 class Life:
     """Ends this rank with the others, whatever it does, in a thread of its own.
 
-    Args:
-        connections: With rank 0, or, on it, with all others; None of a rank that is alone.
-
-    Attributes:
-        is_ending: whether this rank will end at once.
+    Its connections are with rank 0, or, on it, with all others.
     """
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
-        self._rank = rank
-        self._connections = connections
+        self._rank, self.connections = rank, connections
         self.is_ending = False
         self._selector = selectors.DefaultSelector()
         for other, connection in connections.items():
             self._selector.register(connection, selectors.EVENT_READ, other)
         threading.Thread(target=self._listen, name="autovaruna-life", daemon=True).start()
 
-    def forget(self) -> None:
-        """Closes all in a child process."""
-        for connection in self._connections.values():
-            connection.close()
-
     def tell(self, word: bytes) -> None:
         """Tells the others that this rank may end, or that they are to end with it."""
-        for connection in self._connections.values():
-            try:
+        for connection in self.connections.values():
+            with suppress(OSError):  # it has ended
                 connection.sendall(word)
-            except OSError:  # it has ended
-                continue
 
     def _listen(self) -> None:
         while self._selector.get_map():
             for key, _ in self._selector.select():
-                try:
-                    word = self._connections[key.data].recv(2)
-                except OSError:
-                    word = b""
+                word = b""
+                with suppress(OSError):
+                    word = self.connections[key.data].recv(2)
                 if word[:1] == _GOODBYE:
                     self._selector.unregister(key.fileobj)
                 else:
@@ -350,11 +316,7 @@ def own_address(master: tuple[str, int]) -> tuple[socket.AddressFamily, str]:
 
 
 def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
-    """Returns once every rank has come.
-
-    Raises:
-        RankError: one has not, for half an hour.
-    """
+    """Returns once every rank has come; raises a `RankError` if one has not, for half an hour."""
     began, has_told, checked = time.monotonic(), False, 0.0
     while missing := [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]:
         waited = time.monotonic() - began
@@ -370,7 +332,6 @@ def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
 
 
 def _call(place: list[str], greeting: tuple[bytes, int, bool]) -> socket.socket:
-    """Connects with another rank."""
     _, host, port = place
     connection = socket.create_connection((host, int(port)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -386,10 +347,9 @@ def _answer(
     while expected - found.keys():
         connection, _ = server.accept()
         connection.settimeout(_GREETING_SECONDS)
-        try:
+        given, rank, is_data = b"", -1, False
+        with suppress(OSError, struct.error):
             given, rank, is_data = _GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))
-        except (OSError, struct.error):
-            given, rank, is_data = b"", -1, False
         if not compare_digest(given, token) or (rank, is_data) not in expected:
             connection.close()
             continue

@@ -16,7 +16,7 @@ from autovaruna.runtime.deadlock import Failure, encoded
 from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, check_size, flat, show, status_after
 from autovaruna.runtime.world import World, describe
 
-_of_thread = threading.local()
+of_this_thread = threading.local()
 Address = tuple[int, int, int, int]
 """Source, destination, channel, tag."""
 
@@ -33,13 +33,10 @@ class Delivery(Part):
     """The n-th receive from an address, which takes the n-th message sent to it."""
 
     def __init__(self, mailboxes: Mailboxes, key: tuple[Address, int], buffer: Tensor) -> None:
-        self._mailboxes = mailboxes
-        self._key = key
-        self._buffer = buffer
+        self._mailboxes, self._key, self._buffer = mailboxes, key, buffer
         self.needs_calls = buffer.nbytes > SMALL_BYTES
 
     def is_done(self) -> bool:
-        """Fills the buffer if the message has come."""
         data = self._mailboxes.messages.pop(self._key, None)
         if data is None:
             return False
@@ -60,14 +57,12 @@ class ThreadTransport(Transport):
         self._num_received: Counter[Address] = Counter()
 
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
-        """Puts a copy into the mailbox of the destination."""
         address = self.rank, destination, channel, tag
         self._mailboxes.messages[address, self._num_sent[address]] = flat(tensor).view(torch.uint8).clone()
         self._num_sent[address] += 1
         return DONE
 
     def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
-        """Takes a number in the order of receives from this address."""
         address = source, self.rank, channel, tag
         number = self._num_received[address]
         self._num_received[address] += 1
@@ -91,7 +86,7 @@ class ThreadTransport(Transport):
         raise error
 
     def fail(self, text: str) -> None:
-        """Lets the waits of all ranks end with an error, unless they already do."""
+        """Lets the waits of all ranks end with an error."""
         for rank in range(len(self.hosts)):
             self.send_notice(encoded(Failure(text, is_final=True)), rank)
 
@@ -115,9 +110,4 @@ def single_world() -> World:
 
 def world_of_thread() -> World | None:
     """Returns the world of the rank that this thread is, None if it is none."""
-    return getattr(_of_thread, "world", None)
-
-
-def become_rank(world: World) -> None:
-    """Makes this thread a rank: what asks for the world from here on gets this one."""
-    _of_thread.world = world
+    return getattr(of_this_thread, "world", None)

@@ -1,10 +1,9 @@
 """Carries tensors through torch.distributed: NCCL between GPUs (or gloo, which tests the same code without any).
 
-A send of NCCL waits on its stream until the receiver has come to the matching receive, and two ranks that both send
-first wait for ever. So each direction of each pair of ranks has a process group, and with it a stream, of its own, and
-receives are posted in the order of the sender: a header of each tensor goes ahead through the transport, and the
-receiver, when it sees one, posts the receive at once, into the buffer that waits for this tag or into a spare one. So
-nothing that is sent can be stuck behind something else, whatever the order in which the receiver wants it.
+A send of NCCL waits on its stream for the matching receive, and two ranks that both send first wait for ever. So each
+direction of each pair of ranks has a process group, and with it a stream, of its own. A header of each tensor goes
+ahead through the transport: the receiver posts the receive at once, into the buffer that waits for this tag or into a
+spare one, so that nothing that is sent can be stuck behind something else.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count, pairwise
 from math import lcm
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, on_all
 
 logger = logging.getLogger(__name__)
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
@@ -46,26 +46,22 @@ class Transfer(Part):
         self.tensor = tensor
         self.work: Any = None
         self.spare: Tensor | None = None
-        self._channel = channel
-        self._is_send = is_send
+        self._channel, self._is_send = channel, is_send
 
     def is_done(self) -> bool:
-        """Says whether it may be used: on a GPU a receive may as soon as the stream waits for it."""
         if self.work is None:
             self._channel.advance()
         if self.work is None or not self._is_finished():
             return False
         if self.spare is not None:
-            self._take_spare(self.spare)
+            if self.spare.numel() != self.tensor.nbytes:
+                raise RankError(f"a rank sent {self.spare.numel()} bytes where {self.tensor.nbytes} were expected")
+            flat(self.tensor).view(torch.uint8).copy_(self.spare)
+            self.spare = None
         return True
 
-    def _take_spare(self, spare: Tensor) -> None:
-        if spare.numel() != self.tensor.nbytes:
-            raise RankError(f"a rank sent {spare.numel()} bytes where {self.tensor.nbytes} were expected")
-        flat(self.tensor).view(torch.uint8).copy_(spare)
-        self.spare = None
-
     def _is_finished(self) -> bool:
+        """Says whether it may be used: on a GPU a receive may as soon as the stream waits for it."""
         if self._channel.is_on_host:
             return bool(self.work.done())
         if self._is_send:
@@ -74,60 +70,39 @@ class Transfer(Part):
         return True
 
 
-class Sum(Pending):
-    """A sum over a group on its way."""
+class Sums(Pending):
+    """Sums and copies over a group on their way: the work of each, the tensor it is for, and where it is computed."""
 
-    def __init__(self, channel: TorchChannel, work: Any, tensor: Tensor, result: Tensor) -> None:
-        self._channel = channel
-        self._work = work
-        self._tensor = tensor
-        self._result = result
+    def __init__(self, channel: TorchChannel, every: list[tuple[Any, Tensor, Tensor]]) -> None:
+        self._channel, self._every = channel, every
 
     def is_done(self) -> bool:
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work, _, _ in self._every)
 
     def wait(self) -> None:
         """Waits: the host with gloo, the stream on a GPU."""
         if self._channel.is_on_host:
             self._channel.world.watch.wait_until(self.is_done, lambda: ("for a sum over torch.distributed", ()))
-        self._work.wait()
-        if self._result is not self._tensor:
-            self._tensor.copy_(self._result)
-
-
-class Several(Pending):
-    """Sums and copies on their way, the first one first."""
-
-    def __init__(self, every: Sequence[Pending]) -> None:
-        self._every = deque(every)
-
-    def is_done(self) -> bool:
-        return all(each.is_done() for each in self._every)
-
-    def wait(self) -> None:
-        while self._every:
-            self._every.popleft().wait()
+        every, self._every = self._every, []
+        for work, tensor, result in every:
+            work.wait()
+            if result is not tensor:
+                tensor.copy_(result)
 
 
 _NO_LIMIT = timedelta(days=7)
 """The deadlock detector finds waits that cannot end; how long others may last, a setting says."""
-_HEADER_NUMBERS = 2
 _POOL_THREADS = 32
 
 Ranks = tuple[int, ...]
 
 
 class TorchChannel:
-    """Process groups between pairs of ranks, and among groups. Opening one is collective.
-
-    Args:
-        backend: ``nccl`` or ``gloo``.
-    """
+    """Process groups between pairs of ranks, and among groups, by ``nccl`` or ``gloo``. Opening one is collective."""
 
     def __init__(self, world: World, backend: str, device: torch.device) -> None:
         self.is_on_host = backend == "gloo"
-        self.world = world
-        self._backend = backend
+        self.world, self.backend = world, backend
         self._store = self._open_store()
         self._pool = ThreadPoolExecutor(_POOL_THREADS, "autovaruna-gloo") if self.is_on_host else None
         self.device = device
@@ -138,43 +113,31 @@ class TorchChannel:
         self._early: dict[tuple[int, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)
         self._headers: dict[int, tuple[Tensor, Part]] = {}
 
-    def is_like(self, backend: str, device: torch.device) -> bool:
-        """Whether this is what carries tensors on a device by a backend."""
-        return (backend, device) == (self._backend, self.device)
-
-    def connect(self, pairs: Iterable[Pair], groups: Iterable[Ranks]) -> None:
-        """Makes the process groups that are not there yet. Collective.
-
-        Args:
-            pairs: (sender, receiver) of messages, over all ranks.
-            groups: The ranks of sums.
-        """
+    def connect(self, pairs: Set[Pair], groups: Set[Ranks]) -> None:
+        """Makes the process groups that are not there yet, for messages and sums of any ranks. Collective."""
         rank = self.world.rank
-        new = [ends for ends in sorted(set(pairs)) if rank in ends and ends[0] != ends[1] and not self._connects(ends)]
-        by_ends = {ends: self._group("pair", ends) for ends in new}
-        mine = [ranks for ranks in sorted(set(groups)) if rank in ranks and len(ranks) > 1 and ranks not in self._sums]
-        by_ranks = {ranks: self._group("sum", ranks) for ranks in mine}
-        self._out |= {receiver: group for (sender, receiver), group in by_ends.items() if sender == rank}
-        self._in |= {sender: group for (sender, receiver), group in by_ends.items() if receiver == rank}
-        self._sums |= by_ranks
+        known = {(rank, receiver) for receiver in self._out} | {(sender, rank) for sender in self._in}
+        new = [ends for ends in sorted(pairs - known) if rank in ends and ends[0] != ends[1]]
+        mine = [ranks for ranks in sorted(groups - self._sums.keys()) if rank in ranks and len(ranks) > 1]
+        for sender, receiver in new:
+            group = self._group("pair", (sender, receiver))
+            if sender == rank:
+                self._out[receiver] = group
+            else:
+                self._in[sender] = group
+        self._sums |= {ranks: self._group("sum", ranks) for ranks in mine}
         if not self.is_on_host:
             self._greet(new, mine)
         for source in [sender for sender, receiver in new if receiver == rank]:
             self._await_header(source)
 
-    def _connects(self, ends: Pair) -> bool:
-        sender, receiver = ends
-        return receiver in self._out if sender == self.world.rank else sender in self._in
-
     def sends_to(self, rank: int) -> bool:
-        """Whether messages to a rank go this way; its `receives_from` says the same."""
         return rank in self._out
 
     def receives_from(self, rank: int) -> bool:
         return rank in self._in
 
     def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part:
-        """Starts to send a dense tensor."""
         data = flat(tensor).view(torch.uint8)
         header = torch.tensor([tag, data.numel()], dtype=torch.int64, device="cpu")
         self.world.keep(self.world.transport.post_send(header, destination, HEADER_CHANNEL, 0))
@@ -183,7 +146,6 @@ class TorchChannel:
         return transfer
 
     def post_receive(self, tensor: Tensor, source: int, tag: int) -> Part:
-        """Posts the receive of a dense tensor."""
         transfer = Transfer(self, tensor, is_send=False)
         early = self._early[source, tag]
         if early:
@@ -193,14 +155,12 @@ class TorchChannel:
         return transfer
 
     def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Pending | None:
-        """Starts to sum over a group; None if the group was not opened."""
+        """Starts to sum over a group; None if it was not opened, or for what backends cannot sum."""
         group = self._sums.get(ranks)
-        if group is None:
-            return None
-        if tensor.dtype is torch.bool:
+        if group is None or tensor.dtype is torch.bool:
             return None
         result = tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
-        return Sum(self, group.allreduce([flat(result)]), tensor, result)
+        return Sums(self, [(group.allreduce([flat(result)]), tensor, result)])
 
     def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: Ranks, *, gathers: bool) -> Pending | None:
         """Starts to sum each share on its rank, or to copy it from there to all; None if the group was not opened.
@@ -210,20 +170,15 @@ class TorchChannel:
         group = self._sums.get(ranks)
         if group is None:
             return None
-        every = [(root, tensor) for root, share in enumerate(shares) for tensor in share]
-        start = self._broadcast if gathers else self._reduce
-        return Several([start(group, tensor, root) for root, tensor in every])
-
-    def _broadcast(self, group: Any, tensor: Tensor, root: int) -> Pending:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        return Sum(self, group.broadcast([flat(tensor)], options), tensor, tensor)
-
-    def _reduce(self, group: Any, tensor: Tensor, root: int) -> Pending:
-        options = dist.ReduceOptions()
-        options.rootRank = root
-        result = tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
-        return Sum(self, group.reduce([flat(result)], options), tensor, result)
+        options: Any = dist.BroadcastOptions() if gathers else dist.ReduceOptions()
+        start = group.broadcast if gathers else group.reduce
+        every = []
+        for root, share in enumerate(shares):
+            options.rootRank = root
+            for tensor in share:
+                result = tensor if gathers else tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
+                every.append((start([flat(result)], options), tensor, result))
+        return Sums(self, every)
 
     def advance(self) -> None:
         """Posts the receives of all tensors whose headers have come; never blocks."""
@@ -235,18 +190,17 @@ class TorchChannel:
                 header, pending = self._await_header(source)
 
     def _post(self, source: int, tag: int, num_bytes: int) -> None:
-        waiting = self._waiting[source, tag]
-        if waiting and waiting[0].tensor.nbytes == num_bytes:
-            transfer = waiting.popleft()
-            transfer.work = self._start(self._in[source].recv, [flat(transfer.tensor).view(torch.uint8)], 0)
+        waiting, receive = self._waiting[source, tag], self._in[source].recv
+        transfer = waiting.popleft() if waiting else None
+        if transfer is not None and transfer.tensor.nbytes == num_bytes:
+            transfer.work = self._start(receive, [flat(transfer.tensor).view(torch.uint8)], 0)
             return
         spare = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        work = self._start(self._in[source].recv, [spare], 0)
-        if waiting:
-            waiting[0].work, waiting[0].spare = work, spare  # of another size: its copy says so
-            waiting.popleft()
-        else:
+        work = self._start(receive, [spare], 0)
+        if transfer is None:
             self._early[source, tag].append((work, spare))
+        else:
+            transfer.spare, transfer.work = spare, work  # of another size: its copy says so
 
     def _start(self, act: Any, tensors: list[Tensor], peer: int) -> Any:
         """Starts to send or receive; gloo, whose work cannot be asked whether it has finished, waits in a thread."""
@@ -259,31 +213,24 @@ class TorchChannel:
         return waiting
 
     def _await_header(self, source: int) -> tuple[Tensor, Part]:
-        header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device="cpu")
+        header = torch.empty(2, dtype=torch.int64, device="cpu")
         self._headers[source] = header, self.world.transport.post_receive(header, source, HEADER_CHANNEL, 0)
         return self._headers[source]
 
     def _open_store(self) -> Store:
         """Opens a store on rank 0 that the others find through the world."""
-        error: Exception | None = None
-        store: Any = None
+        world, what = self.world, "opening a channel"
         open_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-        if self.world.rank == 0:
-            try:
-                store = open_store("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-            except Exception as caught:
-                error = caught
-        self.world.agree(error, "opening a channel")
-        place = None if store is None else (store.port, [self.world.hosts[0], *own_addresses()])
-        port, known = self.world.broadcast_object(place, 0, "opening a channel")
+        first = partial(open_store, "0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        store = on_all(world, lambda: None if world.rank else first(), what)
+        place = None if store is None else (store.port, [world.hosts[0], *own_addresses()], next(_numbers))
+        port, known, number = world.broadcast_object(place, 0, what)
         if store is None:
-            is_here = self.world.hosts[0] == self.world.hosts[self.world.rank]
-            host = "127.0.0.1" if is_here else reachable(known, port)
-            store = open_store(host, port, is_master=False)
-        return PrefixStore(self.world.broadcast_object(_next_name(), 0, "naming a channel"), store)
+            is_here = world.hosts[0] == world.hosts[world.rank]
+            store = open_store("127.0.0.1" if is_here else reachable(known, port), port, is_master=False)
+        return PrefixStore(f"autovaruna-{number}", store)
 
     def _group(self, kind: str, ranks: Ranks) -> Any:
-        """Makes a process group of some ranks; all of them make theirs in one order."""
         store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
         place = ranks.index(self.world.rank)
         limit = self.world.watch.stalls.limit_seconds
@@ -311,16 +258,8 @@ class TorchChannel:
 _numbers = count()
 
 
-def _next_name() -> str:
-    return f"autovaruna-{next(_numbers)}"
-
-
 def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:
-    """Opens the channel of a plan. Collective.
-
-    Args:
-        setting: ``auto``, ``mpi``, ``nccl`` or ``gloo``.
-        plan: Says who talks to whom.
+    """Opens the channel of a plan; `setting` is ``auto``, ``mpi``, ``nccl`` or ``gloo``. Collective.
 
     Raises:
         ConfigError: NCCL is asked for where it cannot be; on every rank.
@@ -332,10 +271,7 @@ def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -
 
 
 def open_to_measure(setting: str, world: World, device: torch.device) -> None:
-    """Opens the channel for what is measured before there is a plan: neighbours talk, and all sum. Collective.
-
-    Arguments and errors are those of `open_channel`.
-    """
+    """Opens the channel for what is measured before there is a plan: neighbours talk, and all sum. Collective."""
     pairs = {pair for ends in neighbours(world.hosts) for pair in (ends, ends[::-1])}
     _open_backend(setting, world, device, pairs, {tuple(range(world.num_ranks))})
 
@@ -350,7 +286,7 @@ def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[P
     backend = ("mpi" if lacking else "nccl") if setting == "auto" else setting
     if backend != "mpi":
         carrier = world.carrier
-        if not isinstance(carrier, TorchChannel) or not carrier.is_like(backend, device):
+        if not isinstance(carrier, TorchChannel) or (carrier.backend, carrier.device) != (backend, device):
             carrier = world.carrier = TorchChannel(world, backend, device)
         carrier.connect(pairs, groups)
     elif setting == "auto":
@@ -360,7 +296,8 @@ def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[P
 
 def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
     """Returns in words why NCCL cannot connect the ranks; nothing if it can. Collective."""
-    known = world.gather_objects((device.type, _identity_of(device), dist.is_nccl_available()), "choosing a channel")
+    identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    known = world.gather_objects((device.type, identity, dist.is_nccl_available()), "choosing a channel")
     lacking = [f"rank {rank} computes on {kind}" for rank, (kind, _, _) in enumerate(known) if kind != "cuda"]
     lacking += [f"rank {rank}'s PyTorch has no NCCL" for rank, (_, _, has_nccl) in enumerate(known) if not has_nccl]
     first: dict[str, int] = {}
@@ -368,11 +305,6 @@ def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
         if kind == "cuda" and first.setdefault(identity, rank) != rank:
             lacking.append(f"ranks {first[identity]} and {rank} share a GPU")
     return lacking
-
-
-def _identity_of(device: torch.device) -> str:
-    """Returns a name of this device that no other device of any host has."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def neighbours(hosts: tuple[str, ...]) -> list[Pair]:
@@ -407,10 +339,7 @@ def own_addresses() -> list[str]:
 
 
 def reachable(hosts: Sequence[str], port: int) -> str:
-    """Returns the first of a host's names and addresses at which somebody listens on a port; else the first.
-
-    Where names are not resolved, or a host has networks that this one is not in, not all of them lead there.
-    """
+    """Returns the first of a host's names and addresses at which somebody listens on a port; else the first."""
     for host in hosts:
         with suppress(OSError), socket.create_connection((host, port), _CONNECT_SECONDS):
             return host

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import count
 from threading import Lock, local
 from types import MethodType
 from typing import Any
@@ -84,10 +85,7 @@ def own_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 def with_hooks(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer, which calls hooks from now on if its class, one that steps with another, has left them out.
-
-    The class stays as it is, for the sake of other instances.
-    """
+    """Returns an optimizer, which calls hooks from now on if its class, which steps with another, has left them out."""
     vars(optimizer).setdefault("defaults", {})
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         for name in _HOOKS:
@@ -107,22 +105,16 @@ _on_this_thread = _OnThisThread()
 
 
 class OwnSteps:
-    """Cuts the groups of an optimizer down while its step runs, once it may.
+    """Cuts the groups of an optimizer down while its ``step`` or ``zero_grad`` runs, once it `is_on`.
 
     It is there from the start, for what a step is given to call may be the call of the model that splits it.
-
-    Args:
-        optimizer: The optimizer; its ``step`` and ``zero_grad`` are replaced by ones that do this.
-
-    Attributes:
-        is_on: Whether groups are cut down; until then, and where that is not right, nothing is done.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.is_on = False
-        self._optimizer = optimizer
+        """Whether groups are cut down; until then, and where that is not right, nothing is done."""
+        self._optimizer, self._depth = optimizer, 0
         self._whole: Whole | None = None
-        self._depth = 0
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._leave)
         optimizer.step = _around(optimizer, optimizer.step, self._step)  # type: ignore[method-assign]
@@ -214,66 +206,47 @@ def _around(optimizer: Optimizer, plain: Any, act: Callable[..., Any]) -> Any:
 
 
 class CutOptimizer:
-    """An optimizer of which each rank has the state of its own parameters; schedulers and hooks go on working.
+    """An optimizer, made from all parameters of the model, of which each rank has the state of its own.
 
-    Args:
-        optimizer: The user's optimizer, made from all parameters of the model.
-        names: First name of each parameter, by identity.
-
-    Raises:
-        InputError: none of its parameters is the model's.
+    `names` has the first name of each parameter by identity. Raises an `InputError` if none is the model's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer = optimizer
-        self._groups = [
-            [names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
-        ]
+        self.names = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+        """First names of the parameters of the whole optimizer, group by group."""
         self._is_cut = self._lists_own_alone = False
-        if not any(name for names in self._groups for name in names):
+        if not any(name for names in self.names for name in names):
             self.check()
 
     def adopt(self, names: list[list[str]]) -> None:
         """Takes the names of the whole optimizer, group by group: this one was made from this rank's part."""
-        self._groups, self._is_cut, self._lists_own_alone = names, True, True
+        self.names, self._is_cut, self._lists_own_alone = names, True, True
 
     def follow(self, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]) -> None:
         """Takes groups and parameters that have been added, or taken out.
 
-        Args:
-            names: First name of each parameter, by identity, those included that this rank has let go.
-            parameters: All parameters by first name.
-
-        Raises:
-            InputError: the model has been split, and there are parameters that are not the model's.
+        `names` are by identity, those included that this rank has let go. Raises an `InputError` if the model has been
+        split, and there are parameters that are not the model's.
         """
-        first = len(self._groups) if self._lists_own_alone else 0
+        first = len(self.names) if self._lists_own_alone else 0
         for place, group in enumerate(self.optimizer.param_groups[first:], first):
-            self._groups[place:] = [names.get(id(each), "") for each in group["params"]], *self._groups[place + 1 :]
+            self.names[place:] = [names.get(id(each), "") for each in group["params"]], *self.names[place + 1 :]
             if self._is_cut:
                 self.check()
-                group["params"][:] = [parameters[name] for name in self._groups[place]]
+                group["params"][:] = [parameters[name] for name in self.names[place]]
 
     @property
     def has_changed(self) -> bool:
         """Whether groups have other numbers of parameters than are known."""
-        groups, known = self.optimizer.param_groups, self._groups
+        groups, known = self.optimizer.param_groups, self.names
         if len(groups) != len(known) or self._lists_own_alone:
             return len(groups) > len(known)
         return any(len(group["params"]) != len(names) for group, names in zip(groups, known, strict=True))
 
-    @property
-    def names(self) -> list[list[str]]:
-        """First names of the parameters of the whole optimizer, group by group."""
-        return self._groups
-
     def check(self) -> None:
-        """Makes sure that the optimizer can be cut down.
-
-        Raises:
-            InputError: it has parameters that are not the model's.
-        """
-        names = [name for names in self._groups for name in names]
+        """Raises an `InputError` if the optimizer has parameters that are not the model's."""
+        names = [name for names in self.names for name in names]
         if "" in names:
             raise InputError(
                 f"{names.count('')} of the optimizer's {len(names)} parameters are not the model's, so that no rank "
@@ -283,12 +256,8 @@ class CutOptimizer:
             )
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Takes the parameters as they are now into the groups, and drops the state of those that are elsewhere.
-
-        Args:
-            parameters: All of them by first name; one that was on ``meta`` is another object now.
-        """
-        for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
+        """Takes the parameters as they are now, by first name, and drops the state of those that are elsewhere."""
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
             now = [parameters[name] for name in names]
             for old, new in zip(group["params"], now, strict=True):
                 state = self.optimizer.state.pop(old, None)
@@ -298,12 +267,10 @@ class CutOptimizer:
         self._is_cut = True
 
     def own_state(self) -> dict[str, Any]:
-        """Returns the state of what this rank holds, whatever the optimizer's own ``state_dict()`` shows."""
         with own_state(self.optimizer):
             return type(self.optimizer).state_dict(self.optimizer)
 
     def load_own(self, state: dict[str, Any]) -> None:
-        """Loads the state of what this rank holds."""
         with own_part(self.optimizer):
             type(self.optimizer).load_state_dict(self.optimizer, state)
 
@@ -316,53 +283,38 @@ class CutOptimizer:
         shapes = {name: {key: _on_meta(value) for key, value in state.items()} for name, state in mine.items()}
         known = world.gather_objects(shapes, "optimizer state")
         state: dict[int, dict[str, Any]] = {}
-        for place, name in enumerate(name for names in self._groups for name in names):
+        for place, name in enumerate(name for names in self.names for name in names):
             root = placement.steppers_of(name)[0]
             if known[root].get(name):
                 own_state = mine[name] if world.rank == root else known[root][name]
                 state[place] = {key: from_rank(value, root, world) for key, value in own_state.items()}
-        return {"state": state, "param_groups": self._whole_groups(own["param_groups"])}
+        places, own_groups = count(), zip(own["param_groups"], self.names, strict=True)
+        groups = [{**group, "params": [next(places) for _ in names]} for group, names in own_groups]
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any], placement: Placement, rank: int) -> None:
-        """Loads this rank's part of the state of a whole optimizer.
-
-        Raises:
-            InputError: the state is of an optimizer with other groups.
-        """
+        """Loads this rank's part of the state of a whole optimizer; raises an `InputError` if its groups are others."""
         if not self._is_cut:
             self.load_own(dict(state))
             return
         sizes = [len(group["params"]) for group in state["param_groups"]]
-        expected = [len(names) for names in self._groups]
+        expected = [len(names) for names in self.names]
         if sizes != expected:
             raise InputError(f"The optimizer state has groups of {sizes} parameters; expected groups of {expected}.")
-        places = {name: index for index, name in enumerate(self._own_names(rank, placement))}
         own: dict[int, Any] = {}
-        index = 0
-        for group, names in zip(state["param_groups"], self._groups, strict=True):
-            for place, name in zip(group["params"], names, strict=True):
-                if name in places and place in state["state"]:
-                    own[places[name]] = state["state"][place]
-        groups = []
-        for group, names in zip(state["param_groups"], self._groups, strict=True):
-            count = sum(name in places for name in names)
-            groups.append({**group, "params": list(range(index, index + count))})
-            index += count
+        groups, mine = [], iter(range(sum(sizes)))
+        here = set(self._own_names(rank, placement))
+        for group, names in zip(state["param_groups"], self.names, strict=True):
+            held = {next(mine): place for place, name in zip(group["params"], names, strict=True) if name in here}
+            own |= {index: state["state"][place] for index, place in held.items() if place in state["state"]}
+            groups.append({**group, "params": list(held)})
         self.load_own({"state": own, "param_groups": groups})
 
     def _own_names(self, rank: int, placement: Placement) -> list[str]:
-        return [name for names in self._groups for name in names if not name or rank in placement.steppers_of(name)]
-
-    def _whole_groups(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        groups, start = [], 0
-        for group, names in zip(own, self._groups, strict=True):
-            groups.append({**group, "params": list(range(start, start + len(names)))})
-            start += len(names)
-        return groups
+        return [name for names in self.names for name in names if not name or rank in placement.steppers_of(name)]
 
 
 def _on_meta(value: Any) -> Any:
-    """Returns what is exchanged of an entry of the state before its numbers."""
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
@@ -375,16 +327,10 @@ _one_at_a_time = Lock()
 def step_over_own_part(
     optimizer: Optimizer, own: OwnSteps, num_ranks: int, device: torch.device, *, is_shared: bool
 ) -> None:
-    """Cuts the steps of an optimizer down to this rank's part of its parameters.
-
-    Args:
-        optimizer: The optimizer, some of whose parameters are not on every rank, or shared out.
-        own: What cuts them down.
-        is_shared: Whether state is shared out over the ranks that hold a parameter.
+    """Cuts the steps of an optimizer, some of whose parameters are elsewhere or shared out, down to this rank's part.
 
     Raises:
-        InputError: its steps join numbers of several parameters, or draw random numbers; or that cannot be tried, and
-            parameters are shared out.
+        InputError: its steps join numbers of parameters, draw, or cannot be tried while parameters are shared out.
     """
     steps = steps_of(optimizer, device)
     if steps.kind != "separate" and is_shared:
@@ -403,14 +349,7 @@ def step_over_own_part(
 
 
 def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.device) -> Sharing:
-    """Returns whether replicas share the state of an optimizer, or ``auto``: they may.
-
-    Args:
-        optimizer: The optimizer; None: it is not known yet.
-
-    Raises:
-        InputError: they are to, and its steps are not of each parameter by itself.
-    """
+    """Returns whether replicas share an optimizer's state; ``auto``: they may. Raises if they are to and cannot."""
     if setting is False or optimizer is None:
         return setting is True
     steps = steps_of(optimizer, device)

@@ -1,8 +1,7 @@
 """Works with the loop's ``torch.amp.GradScaler``: its scale is in the stages' backward, and all ranks skip together.
 
 A step has gone backward when ``model(...)`` returns, so the scale must be in its loss gradient before the loop applies
-it: float16 gradients would vanish otherwise. And each rank sees overflow in its own parameters alone, while all must
-skip a step, and change the scale, together.
+it: float16 gradients would vanish otherwise. And each rank sees overflow in its own parameters alone.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.optimizers.optimizer import own_part
+from autovaruna.runtime.optimizer import own_part
 from autovaruna.runtime.world import World, gather_on_all
 
 Unscaled = dict[torch.device, Tensor]
@@ -28,12 +27,7 @@ Unscaled = dict[torch.device, Tensor]
 class LossScale:
     """Says by what factor the caller's loop will multiply the loss, as far as that is known before it does.
 
-    Args:
-        optimizer: The user's optimizer.
-        scaler: The user's scaler; None: the only one that the program has made since this library was imported.
-
-    Raises:
-        InputError: the scaler is none.
+    Without a `scaler` it looks for the only one that the program has made since this library was imported.
     """
 
     def __init__(self, optimizer: Optimizer | None, scaler: GradScaler | None, world: World) -> None:
@@ -41,10 +35,8 @@ class LossScale:
             raise InputError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler.")
         self._optimizer = optimizer
         self._known: ref[GradScaler] | None = None if scaler is None else ref(scaler)
-        self._num_looked_at = 0
-        self._is_ambiguous = False
-        self._world = world
-        self._last = 1.0
+        self._num_looked_at, self._is_ambiguous = 0, False
+        self._world, self._last = world, 1.0
         if optimizer is not None:
             _scale_of[optimizer] = ref(self)
 
@@ -52,12 +44,7 @@ class LossScale:
         """Returns the factor to go backward with.
 
         Without a scaler it is one, or for float16 gradients the factor of the last backward: a loop may scale by hand.
-
-        Args:
-            is_half: Whether gradients are float16, so that it matters.
-
-        Raises:
-            InputError: it matters, and several scalers may be meant.
+        With several, which one is meant matters for these: an `InputError`.
         """
         if self._num_looked_at != _num_made:
             self._search()

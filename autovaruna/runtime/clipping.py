@@ -1,0 +1,187 @@
+"""Clips gradients by the norm of all of them: the same number on every rank, for every plan.
+
+`clip_grad_norm` is the wrapper's own; `join_norms` lets PyTorch's own clipping see the gradients of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import reduce, wraps
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from autovaruna._torch import foreach_mul_, foreach_norm
+from autovaruna.errors import RankError
+from autovaruna.runtime.remote_parameter import RemoteTensor
+from autovaruna.runtime.weights import SplitModel, split_models
+from autovaruna.runtime.world import differences
+
+
+def clip_grad_norm(model: SplitModel, max_norm: float, norm_type: float, error_if_nonfinite: bool, what: str) -> Tensor:
+    """Clips as ``torch.nn.utils.clip_grad_norm_`` does, over the parameters of all ranks. Collective.
+
+    A parameter counts once, whoever holds it. The norms of single parameters are put together in the order of the
+    model's own list, so that no plan changes the sum, which is returned. Errors are those of `total_norm`.
+    """
+    gradients = model.gradients()
+    names = {id(each): name for name, each in gradients.items()}
+    options = {"max_norm": f"{float(max_norm):g}", "norm_type": f"{float(norm_type):g}"}
+    total = total_norm(list(gradients.values()), names, model, norm_type, error_if_nonfinite, options, what)
+    own = [each for each in gradients.values() if not isinstance(each, RemoteTensor)]
+    if own:
+        foreach_mul_(own, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+@torch.no_grad()
+def total_norm(
+    tensors: Sequence[Tensor],
+    names: Mapping[int, str],
+    model: SplitModel,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    options: Mapping[str, str],
+    what: str,
+) -> Tensor:
+    """Returns the norm of tensors, of which each rank knows some, in the order of rank 0's list. Collective.
+
+    As a rule all ranks list the same, and each norm is told by one rank.
+
+    Args:
+        names: The parameter that a tensor is, or is the gradient of, by identity; others count on every rank.
+        options: What the ranks must ask with alike, in words.
+        what: What to call it in errors.
+
+    Raises:
+        RankError: the ranks ask with other options, or one has not listed a tensor that another has.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    listed = _listed(tensors, names)
+    own = _norms({name: each for name, each in listed.items() if not isinstance(each, RemoteTensor)}, norm_type)
+    told = dict(own)
+    for name in own:
+        parameter = names.get(id(listed[name]))
+        if parameter is not None and model.placement.steppers_of(parameter)[0] != model.world.rank:
+            del told[name]
+    digest = crc32("\n".join(listed).encode())
+    parts = model.world.gather_objects((digest, told, options), what)
+    if words := differences([of_rank for _, _, of_rank in parts]):
+        raise RankError(
+            f"The ranks ask for different norms of gradients: {words}. Expected the same options on every rank."
+        )
+    order, known = list(listed), [of_rank for _, of_rank, _ in parts]
+    if len({digest for digest, _, _ in parts}) > 1:
+        of_ranks = model.world.gather_objects((list(listed), own), "comparing lists of gradients")
+        order, known = of_ranks[0][0], [of_rank for _, of_rank in of_ranks]
+        _check_lists([names_there for names_there, _ in of_ranks], known)
+    numbers = {name: norm for of_rank in reversed(known) for name, norm in of_rank.items()}
+    found = [numbers[name] for name in order if name in numbers] or [(0.0, torch.float32)]
+    dtype = reduce(torch.promote_types, [dtype for _, dtype in found])
+    device = tensors[0].device if tensors else None
+    norms = torch.tensor([number for number, _ in found], dtype=torch.float64, device=device).to(dtype)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients is {total.item()}, non-finite, so they cannot be clipped. "
+            "Pass error_if_nonfinite=False to clip nevertheless."
+        )
+    return total
+
+
+def _check_lists(listed: Sequence[Sequence[str]], known: Sequence[Mapping[str, object]]) -> None:
+    for rank, names in enumerate(listed):
+        if missing := set().union(*known) - set(names):
+            raise RankError(
+                f"The ranks ask for the norm of different gradients: got a list on rank {rank} without that of "
+                f"{', '.join(sorted(missing)[:3])}, which another rank has. Expected the same list on every rank, with "
+                "those that are elsewhere (is_meta): parameters(), or the optimizer's groups."
+            )
+
+
+def _listed(tensors: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Returns tensors by parameter, or by place; one that is listed again has a name of its own."""
+    seen, listed = Counter[str](), dict[str, Tensor]()
+    for place, each in enumerate(tensors):
+        name = names.get(id(each), f"tensor {place}")
+        seen[name] += 1
+        listed[name if seen[name] == 1 else f"{name}, again ({seen[name]})"] = each
+    return listed
+
+
+def _norms(tensors: Mapping[str, Tensor], norm_type: float) -> dict[str, tuple[float, torch.dtype]]:
+    """Returns the norm of each tensor and its dtype; all of a device and dtype are computed at once, as torch does."""
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, each in tensors.items():
+        alike.setdefault((each.device, each.dtype), []).append(name)
+    norms: dict[str, Tensor] = {}
+    for names in alike.values():
+        norms |= zip(names, foreach_norm([tensors[name] for name in names], norm_type), strict=True)
+    numbers = torch.stack([norm.double() for norm in norms.values()]).tolist() if norms else []
+    return {name: (number, norms[name].dtype) for name, number in zip(norms, numbers, strict=True)}
+
+
+_OF_MODEL = "_autovaruna_model"
+"""Attribute of the norm of a split model's gradients."""
+
+
+def join_norms() -> None:
+    """Lets ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` join the norms of gradients of a split model.
+
+    That is collective then: every rank asks for the norm of the same gradients, of which some are elsewhere.
+    """
+    module: Any = torch.nn.utils.clip_grad
+    plain = getattr(module, "_get_total_norm", None)
+    if plain is None or hasattr(plain, "joins_norms"):
+        return
+
+    @wraps(plain)
+    def joined(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **options: Any
+    ) -> Any:
+        found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        model = _model_of(found)
+        if model is None:
+            return plain(found, norm_type, error_if_nonfinite, *args, **options)
+        names = {id(each): name for name, each in model.gradients().items()}
+        limit = f"{model.limits[0]:g}" if model.limits else "none"
+        alike = {"norm_type": f"{float(norm_type):g}", "max_norm of the last clipping": limit}
+        what = "the norm of gradients"
+        total = total_norm(found, names, model, float(norm_type), error_if_nonfinite, alike, what)
+        setattr(total, _OF_MODEL, model)
+        return total
+
+    joined.joins_norms = True  # type: ignore[attr-defined]
+    module._get_total_norm = joined
+    _note_limits(module)
+    if hasattr(torch.nn.utils, "get_total_norm"):
+        torch.nn.utils.get_total_norm = joined
+
+
+def _note_limits(module: Any) -> None:
+    """Notes what gradients are clipped to, which ranks compare when they ask for their next norm."""
+    plain = module._clip_grads_with_norm_
+
+    @wraps(plain)
+    def noting(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **options: Any) -> Any:
+        model: SplitModel | None = getattr(total_norm, _OF_MODEL, None)
+        if model is not None:
+            model.limits[:] = [float(max_norm)]
+            listed = [parameters] if isinstance(parameters, Tensor) else parameters
+            parameters = [each for each in listed if not isinstance(each.grad, RemoteTensor)]  # others scale those
+        return plain(parameters, max_norm, total_norm, *args, **options)
+
+    module._clip_grads_with_norm_ = noting
+
+
+def _model_of(tensors: Sequence[Tensor]) -> SplitModel | None:
+    """Returns the split model that tensors are gradients of; None: of none, or something else is elsewhere."""
+    for model in split_models():
+        known = set(map(id, model.gradients().values()))
+        if any(id(each) in known for each in tensors):
+            is_known = all(id(each) in known for each in tensors if isinstance(each, RemoteTensor))
+            return model if is_known else None
+    return None
