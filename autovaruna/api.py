@@ -144,11 +144,7 @@ class AutoVaruna(nn.Module):
         return "loss" if traces.latest.loss is not None else "outputs"
 
     def save_deployment(self, path: str) -> None:
-        """Writes the plan, with what it is valid for, to a file.
-
-        Raises:
-            InputError: there is no plan yet.
-        """
+        """Writes the plan, with what it is valid for, to a file; InputError if there is no plan yet."""
         if self._session.copies.preparation is None:
             raise InputError("There is no plan to save: got no call of the model yet, or one process that needs none.")
         self.preparation.save(path)
@@ -210,8 +206,7 @@ class AutoVaruna(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.
 
-        Returns:
-            The norm before, the same on every rank and for every plan.
+        Returns the norm before, the same on every rank and for every plan.
         """
         wrapped = self._wrapped
         if wrapped.engine is None:
@@ -322,8 +317,6 @@ class AutoVaruna(nn.Module):
                 the files. What goes wrong is raised by the next call of the model, `wait_checkpoint`, or the end of
                 the program.
             shard: Whether the replicas of a stage share the writing; false: the first of them writes all.
-            scaler: A GradScaler.
-            lr_scheduler: A schedule of the learning rate.
 
         Raises:
             CheckpointError: it cannot be saved; the same on every rank. Earlier ones are as they were.
@@ -334,11 +327,7 @@ class AutoVaruna(nn.Module):
         self._wrapped.stopping.number_from(step, self._wrapped.num_steps)
 
     def wait_checkpoint(self) -> None:
-        """Waits until the checkpoint in the background is complete. Collective.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Waits until the checkpoint in the background is complete; CheckpointError if it failed. Collective."""
         self._persistence.wait()
 
     def load_checkpoint(
@@ -357,8 +346,6 @@ class AutoVaruna(nn.Module):
         Args:
             dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
             step: The step, or ``"latest"``: the newest that is intact.
-            scaler: A GradScaler.
-            lr_scheduler: A schedule of the learning rate.
             strict: Whether every name of the model, and no other, must be there.
 
         Returns:
@@ -386,8 +373,6 @@ class AutoVaruna(nn.Module):
         Args:
             dir: A folder of checkpoints, for when no host has the state; None: that of ``autovaruna run
                 --checkpoints``. Without any, the run begins.
-            scaler: A GradScaler.
-            lr_scheduler: A schedule of the learning rate.
             sampler: An `ElasticSampler`: its samples go on, too.
             extra: Returns what else belongs to a state, at the beginning of a call: numbers, texts, tensors, lists,
                 tuples and dicts of them. It comes back as `extra` of what this returns.

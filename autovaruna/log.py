@@ -44,17 +44,12 @@ _LONG_SECONDS = 1.0
 
 
 class RankHandler(logging.Handler):
-    """Writes records to standard error, with the rank in each.
-
-    Attributes:
-        rank: the rank of this process.
-        levels: the level that was set for each room, to tell it from one that the program set.
-    """
+    """Writes records to standard error, with the rank in each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rank = 0
-        self.levels: dict[str, int] = {}
+        self.levels: dict[str, int] = {}  # as set here for each room, to tell them from those that the program set
 
     def emit(self, record: logging.LogRecord) -> None:
         record.rank = self.rank
@@ -66,12 +61,7 @@ class RankHandler(logging.Handler):
 def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
     """Sets format and levels of all rooms; a later call replaces an earlier one.
 
-    Args:
-        rank: rank of this process.
-        environ: variables in place of ``os.environ``.
-
-    Raises:
-        ConfigError: logging.toml has an unknown key, room or level.
+    Raises ConfigError if logging.toml has an unknown key, room or level.
     """
     directory = conf_dir(os.environ if environ is None else environ)
     files = [PACKAGED / "logging.toml", directory / "logging.toml"]
@@ -149,14 +139,9 @@ def phase(logger: logging.Logger, what: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on standard error while the context lasts.
+    """Shows a bar on standard error while the context lasts, if `is_shown` and that is a terminal.
 
-    Args:
-        description: What is being done.
-        is_shown: False shows nothing; neither does a standard error that is not a terminal.
-
-    Yields:
-        What to call with the number of things done and their total: the `on_progress` of `measure`.
+    Yields what to call with the number of things done and their total: the `on_progress` of `measure`.
     """
     if not (is_shown and sys.stderr.isatty()):
         yield lambda done, total: None
@@ -171,8 +156,7 @@ def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[
 def status_bar() -> Iterator[Callable[[str, float], None]]:
     """Shows on standard error what is being done and how far it is; nothing where that is not a terminal.
 
-    Yields:
-        What to call with what is being done and the share of it that is done: the `progress` of the planner.
+    Yields what to call with that and the share of it that is done: the `progress` of the planner.
     """
     if not sys.stderr.isatty():
         yield lambda what, share: None

@@ -32,12 +32,7 @@ _ERRORS = (OSError, EOFError, ValueError)
 
 @dataclass(frozen=True)
 class Pointer:
-    """Where a file is.
-
-    Attributes:
-        host, port: the keeper that has it.
-        path: what the keeper knows it by.
-    """
+    """Where a file is: the keeper that has it, and what that knows it by."""
 
     host: str
     port: int
@@ -76,11 +71,7 @@ class FileElsewhere:
         self._lock = threading.Lock()
 
     def read_into(self, view: memoryview, place: int) -> int:
-        """Reads bytes from `place` on and returns how many.
-
-        Raises:
-            CheckpointError: the keeper does not answer any more.
-        """
+        """Reads bytes from `place` on and returns how many; CheckpointError if the keeper does not answer any more."""
         count = min(len(view), MOST_BYTES)
         request = {"read": self._path, "offset": place, "count": count}
         try:
@@ -100,12 +91,7 @@ def is_elsewhere(path: Path) -> bool:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[ByteFile]:
-    """Opens a file, wherever it is.
-
-    Raises:
-        OSError: it cannot be opened.
-        CheckpointError: its host cannot be reached.
-    """
+    """Opens a file, wherever it is; OSError if it cannot be, CheckpointError if its host cannot be reached."""
     if not is_elsewhere(path):
         with open(path, "rb", buffering=0) as file:
             yield OwnFile(file.fileno())
@@ -124,8 +110,7 @@ def open_bytes(path: Path) -> Iterator[ByteFile]:
 def connect(host: str, port: int, token: bytes) -> Connection:
     """Returns a connection to a keeper; both sides prove that they know the token, which is not sent.
 
-    Raises:
-        OSError: nobody is there, or it is another.
+    Raises OSError if nobody is there, or it is another.
     """
     try:
         connection = Client((host, port), authkey=token)

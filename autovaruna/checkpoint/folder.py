@@ -53,25 +53,16 @@ _claims: dict[tuple[int, str], int] = {}
 
 @dataclass(frozen=True, order=True)
 class Saved:
-    """A complete checkpoint; the last in order was written last.
+    """A complete checkpoint; the last in order was written last."""
 
-    Attributes:
-        branch: how often runs had gone back to an earlier step.
-        edition: how often it had been saved before.
-    """
-
-    branch: int
+    branch: int  # how often runs had gone back to an earlier step
     step: int
-    edition: int
+    edition: int  # how often it had been saved before
     path: Path
 
 
 def saved_in(root: Path) -> list[Saved]:
-    """Returns the complete checkpoints in a folder, the newest first.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Returns the complete checkpoints in a folder, the newest first; OSError if it cannot be read."""
     found = []
     for entry in os.scandir(root):
         match = _COMPLETE.fullmatch(entry.name)
@@ -89,9 +80,7 @@ def has_checkpoints(root: str | os.PathLike[str] | None) -> bool:
 def begin(root: Path, step: int, locks: ExitStack) -> Path:
     """Makes the folder that a checkpoint is written to, and removes what killed runs have left behind.
 
-    Raises:
-        OSError: it cannot be made.
-        CheckpointError: another job saves to `root`.
+    Raises OSError if it cannot be made, CheckpointError if another job saves to `root`.
     """
     root.mkdir(parents=True, exist_ok=True)
     _claim(root)
@@ -106,13 +95,9 @@ def begin(root: Path, step: int, locks: ExitStack) -> Path:
 
 
 def _claim(root: Path) -> None:
-    """Makes this process the only one that saves to a folder, until it ends.
+    """Makes this process the only one that saves to a folder, until it ends; CheckpointError if another is.
 
     The lock is of the kind that processes which were forked from this one do not have.
-
-    Raises:
-        OSError: the claim cannot be written.
-        CheckpointError: another process has it.
     """
     key = os.getpid(), os.path.realpath(root)
     path = root / CLAIM
@@ -237,11 +222,7 @@ def _remove(saved: Saved) -> None:
 
 @contextmanager
 def lock(path: Path, waits: bool = False) -> Iterator[bool]:
-    """Locks a folder, after all others are done if `waits`; else says whether nobody else has it locked.
-
-    Raises:
-        OSError: it is not there.
-    """
+    """Locks a folder, after all others are done if `waits`; else says whether nobody else has it locked."""
     with _opened(path) as descriptor:
         yield _lock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
 
@@ -250,8 +231,7 @@ def lock(path: Path, waits: bool = False) -> Iterator[bool]:
 def lock_to_read(path: Path) -> Iterator[None]:
     """Keeps a folder from being removed while it is read.
 
-    Raises:
-        FileNotFoundError: it is not there, or somebody is just removing it.
+    Raises FileNotFoundError if it is not there, or somebody is just removing it.
     """
     with _opened(path) as descriptor:
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -293,11 +273,7 @@ def together(world: World, act: Callable[[], Result], what: str) -> Result:
 
 
 def as_ours(act: Callable[[], Result], what: str) -> Result:
-    """Returns what `act` returns.
-
-    Raises:
-        AutoVarunaError: it fails, whatever it raises: a script can catch the same on every rank.
-    """
+    """Returns what `act` returns; what it raises becomes an AutoVarunaError, the same to catch on every rank."""
     try:
         return act()
     except AutoVarunaError:
@@ -317,11 +293,7 @@ def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
 
 
 def place_of(given: str | os.PathLike[str]) -> str:
-    """Returns the path that a script gives.
-
-    Raises:
-        InputError: no file can have that path.
-    """
+    """Returns the path that a script gives; InputError if no file can have it."""
     try:
         path = at_home(given)
     except TypeError:

@@ -32,28 +32,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint has beside the state of model and optimizer.
+    """What a checkpoint has beside model and optimizer; most is as it was given to ``save_checkpoint``."""
 
-    Attributes:
-        path: what was loaded.
-        step: its step; None: it was none of ours.
-        data_position: as it was given to ``save_checkpoint``.
-        extra: as it was given to ``save_checkpoint``.
-    """
-
-    path: Path
-    step: int | None = None
+    path: Path  # what was loaded
+    step: int | None = None  # None: it was none of ours
     data_position: Any = None
     extra: Any = None
 
 
 class Loading:
-    """A checkpoint that is being loaded.
-
-    Args:
-        source: The checkpoint.
-        scaler, lr_scheduler: Get the states that it has of such; None: the script has none.
-    """
+    """A checkpoint that is being loaded; `scaler` and `lr_scheduler` get the states that it has of such."""
 
     def __init__(self, source: Source, scaler: Any = None, lr_scheduler: Any = None) -> None:
         self.source = source
@@ -63,8 +51,8 @@ class Loading:
     def check(self, subject: Subject, is_strict: bool) -> None:
         """Makes sure that everything fits, before anything is changed.
 
-        Raises:
-            CheckpointError: names are missing or not expected, shapes or dtypes differ, or the optimizer is another.
+        Raises CheckpointError if names are missing or not expected, shapes or dtypes differ, or the optimizer is
+        another.
         """
         self.source = _by_names_of(self.source, subject)
         problems = self._misfits(subject, is_strict)
@@ -256,18 +244,13 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     strict: bool = True,
 ) -> CheckpointInfo:
-    """Loads a checkpoint into a plain model, on this process alone.
+    """Loads a checkpoint into a plain model, on this process alone; returns what was saved beside the weights.
 
     Args:
         dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
         model: The model; parameters on ``meta`` get memory on the host.
         step: The step, or ``"latest"``: the newest that is intact.
-        scaler: A GradScaler.
-        lr_scheduler: A schedule of the learning rate.
         strict: Whether every name of the model, and no other, must be there.
-
-    Returns:
-        What was saved beside the weights.
 
     Raises:
         CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.

@@ -50,19 +50,12 @@ _UNIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Way:
-    """How a checkpoint is saved.
+    """How a checkpoint is saved."""
 
-    Attributes:
-        keep: how many checkpoints stay in the folder; None: all.
-        tempdir: a local folder where files are written first.
-        is_shared: whether replicas share the writing.
-        in_background: whether training goes on meanwhile.
-    """
-
-    keep: int | None = None
-    tempdir: str | None = None
-    is_shared: bool = True
-    in_background: bool = False
+    keep: int | None = None  # how many checkpoints stay in the folder; None: all
+    tempdir: str | None = None  # a local folder where files are written first
+    is_shared: bool = True  # whether replicas share the writing
+    in_background: bool = False  # whether training goes on meanwhile
 
 
 class Saver:
@@ -83,8 +76,7 @@ class Saver:
     def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
         """Saves a checkpoint. Collective.
 
-        Raises:
-            CheckpointError: it cannot be saved; the same on every rank. What was there before is as it was.
+        Raises CheckpointError, on every rank, if it cannot be saved. What was there before is as it was.
         """
         self.wait()
         place = place_of(root)
@@ -178,10 +170,9 @@ class Saver:
             ) from error
 
     def poll(self) -> None:
-        """Looks how the checkpoint in the background is doing. Collective while `is_busy`; never waits for it.
+        """Looks how the checkpoint in the background is doing, without waiting for it. Collective while `is_busy`.
 
-        Raises:
-            CheckpointError: it failed, on this rank or another.
+        Raises CheckpointError if it failed, on this rank or another.
         """
         if self._job is None:
             return
@@ -234,12 +225,7 @@ class Saver:
 
 
 class BackgroundWrite:
-    """A checkpoint on its way: a thread of this rank writes its part.
-
-    Attributes:
-        folder: where it grows; every rank has its mark in it.
-        error: what went wrong on this rank; None: nothing so far.
-    """
+    """A checkpoint on its way: a thread of this rank writes its part into `folder`, where every rank has its mark."""
 
     def __init__(
         self, folder: Path, world: World, write: Callable[[], Report], complete: Callable[[Sequence[Report]], None]
@@ -312,11 +298,7 @@ def available_bytes() -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has written.
-
-    Attributes:
-        documents: its share of ``state.json``.
-    """
+    """What a rank has written; `documents` are its share of ``state.json``."""
 
     files: Mapping[str, FileRecord]
     documents: Mapping[str, Json]
@@ -364,15 +346,9 @@ def _is_on_cuda(part: Part) -> bool:
 
 
 def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
-    """Writes the files of a rank to the disk.
+    """Writes the files of a rank to the disk, by way of a local folder if there is a `tempdir`.
 
-    Args:
-        part: What it writes.
-        partial: The folder where the checkpoint grows.
-        tempdir: A local folder where files are written first; None: straight to `partial`.
-
-    Raises:
-        CheckpointError: a file cannot be written.
+    Raises CheckpointError if a file cannot be written.
     """
     records = {}
     for name, rows in part.files.items():
@@ -400,9 +376,6 @@ def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: 
     """Writes a file chunk by chunk, and sums each on its way; it is on the disk on return, if `syncs`.
 
     A file that is not new is overwritten in its place: one in memory keeps its pages.
-
-    Raises:
-        OSError: it cannot be written.
     """
     size, checksums = 0, []
     with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
@@ -444,11 +417,7 @@ def mark_of(folder: Path, rank: int) -> Path:
 def commit(
     partial: Path, step: int, reports: Sequence[Report], extra_files: Mapping[str, bytes], keep: int | None
 ) -> Path:
-    """Writes what is still missing, gives the checkpoint its name, and then removes old ones.
-
-    Raises:
-        CheckpointError: something cannot be written.
-    """
+    """Writes what is still missing, gives the checkpoint its name, and then removes old ones."""
     try:
         small = {
             INDEX: _json(_index(partial)),

@@ -45,13 +45,7 @@ class HasPosition(Protocol):
 
 
 class Snapshots:
-    """Takes the snapshots of one rank.
-
-    Args:
-        place: The job's.
-        rank: This rank.
-        reporter: Shows what they are of.
-    """
+    """Takes the snapshots of one rank; `reporter` shows what they are of."""
 
     def __init__(self, place: JobPlace, rank: int, reporter: Reporter) -> None:
         self._place = place

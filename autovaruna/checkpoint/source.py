@@ -44,20 +44,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors that can be read.
-
-    Attributes:
-        weights: where each weight is, by name.
-        others: where all other tensors are.
-        ties: names that are tied to one of `weights`, and to which.
-        state: what ``state.json`` says; None: weights are all there is.
-    """
+    """Tensors that can be read."""
 
     path: Path
-    weights: Mapping[str, Entry]
-    others: Mapping[str, Entry] = field(default_factory=dict)
-    ties: Mapping[str, str] = field(default_factory=dict)
-    state: Mapping[str, Any] | None = None
+    weights: Mapping[str, Entry]  # where each weight is, by name
+    others: Mapping[str, Entry] = field(default_factory=dict)  # where all other tensors are
+    ties: Mapping[str, str] = field(default_factory=dict)  # names that are tied to one of `weights`, and to which
+    state: Mapping[str, Any] | None = None  # what ``state.json`` says; None: weights are all there is
 
 
 def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: ExitStack) -> Source:
@@ -89,11 +82,7 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
 
 
 def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], locks: ExitStack) -> Path | None:
-    """Returns the best checkpoint that is not known to be damaged, locked; None: none is ours.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Returns the best checkpoint that is not known to be damaged, locked; None: none is ours."""
     locks.close()
     while True:
         candidates = _candidates(path, step)
@@ -150,8 +139,7 @@ def _damages(path: Path, world: World) -> list[str]:
 def open_source(path: Path) -> Source:
     """Opens a checkpoint of ours, a Hugging Face folder, or a safetensors file; reads headers alone.
 
-    Raises:
-        CheckpointError: there is none, or its files do not fit together.
+    Raises CheckpointError if there is none, or its files do not fit together.
     """
     if path.is_file():
         return _from_files(path, [path])

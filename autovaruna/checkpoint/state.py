@@ -25,20 +25,14 @@ from autovaruna.runtime.world import World
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in training, as this rank sees it.
-
-    Attributes:
-        placement: who holds which; None while every rank has the whole model as it built it.
-        seed: what random nodes are seeded from; None: not known yet.
-        num_calls: calls of the model so far.
-    """
+    """A model in training, as this rank sees it."""
 
     world: World
     state: OwnedState
-    placement: Placement | None = None
+    placement: Placement | None = None  # who holds which; None while every rank has the whole model as it built it
     optimizer: CutOptimizer | None = None
-    seed: int | None = None
-    num_calls: int = 0
+    seed: int | None = None  # what random nodes are seeded from; None: not known yet
+    num_calls: int = 0  # of the model, so far
 
     @property
     def model(self) -> nn.Module:
@@ -80,45 +74,29 @@ class Subject:
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into a checkpoint beside model and optimizer.
-
-    Attributes:
-        step: number of the checkpoint.
-        data_position: where the data go on.
-        extra: the user's own dict.
-        scaler: a GradScaler.
-        lr_scheduler: a schedule of the learning rate.
-        generators: states of the generators that a plain model draws from; None: those of now.
-    """
+    """What goes into a checkpoint beside model and optimizer."""
 
     step: int
-    data_position: Any = None
-    extra: Any = None
+    data_position: Any = None  # where the data go on
+    extra: Any = None  # the user's own dict
     scaler: Any = None
     lr_scheduler: Any = None
-    generators: Mapping[str, Tensor] | None = None
+    generators: Mapping[str, Tensor] | None = None  # those that a plain model draws from; None: as they are now
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes.
+    """What one rank writes."""
 
-    Attributes:
-        files: the bytes of its files, by name.
-        documents: its share of ``state.json``.
-        weights: the file of each of the model's tensors among them, by name.
-    """
-
-    files: Mapping[str, Rows]
-    documents: Mapping[str, Json]
-    weights: Mapping[str, str]
+    files: Mapping[str, Rows]  # the bytes of its files, by name
+    documents: Mapping[str, Json]  # its share of ``state.json``
+    weights: Mapping[str, str]  # the file of each of the model's tensors among them, by name
 
 
 def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
     """Returns the part of this rank.
 
-    Raises:
-        CheckpointError: something is of a type that no checkpoint can hold, or has no numbers yet.
+    Raises CheckpointError if something is of a type that no checkpoint can hold, or has no numbers yet.
     """
     rank = subject.world.rank
     tensors, module_state = subject.entries()
@@ -155,10 +133,8 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
 def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:
     """Returns the rank that writes each tensor that is saved; the same on every rank.
 
-    Args:
-        tensors: Its `tensors()`.
-        is_shared: Whether the replicas of a parameter's stage divide its stage's parameters among them by bytes, or
-            the first of them writes all. Buffers are always those of the first; what has an owner is the owner's.
+    If `is_shared`, the replicas of a stage divide its parameters among them by bytes; else the first of them writes
+    all. Buffers are always those of the first; what has an owner is the owner's.
     """
     saved = dict.fromkeys(subject.saved_names(tensors).values())
     if subject.placement is None:
@@ -215,11 +191,7 @@ def config_files(model: Any) -> dict[str, bytes]:
 
 
 def encode_groups(optimizer: CutOptimizer, own: Mapping[str, Any], tensors: dict[str, Tensor]) -> Json:
-    """Returns class and groups of an optimizer, whose parameters are names; `own` is its `own_state()`.
-
-    Raises:
-        CheckpointError: an option of a group is of a type that no checkpoint can hold.
-    """
+    """Returns class and groups of an optimizer, whose parameters are names; `own` is its `own_state()`."""
     groups = []
     for index, (group, names) in enumerate(zip(own["param_groups"], optimizer.names, strict=True)):
         options = {key: value for key, value in group.items() if key != "params"}
@@ -234,11 +206,7 @@ def encode_state(
     wanted: Callable[[str], bool],
     tensors: dict[str, Tensor],
 ) -> dict[str, Json]:
-    """Returns the state of the wanted parameters that this rank holds, by first name; `own` is its `own_state()`.
-
-    Raises:
-        CheckpointError: something in it is of a type that no checkpoint can hold.
-    """
+    """Returns the state of the wanted parameters that this rank holds, by first name; `own` is its `own_state()`."""
     optimizer.check()
     places = [place for group in own["param_groups"] for place in group["params"]]
     names = _own_names(optimizer, state)

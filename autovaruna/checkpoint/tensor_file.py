@@ -82,11 +82,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def lay_out(tensors: Mapping[str, Tensor]) -> Rows:
     """Returns the bytes of a file with some tensors: its header, then each of them where it is.
 
-    Args:
-        tensors: By name, anywhere; those of the largest numbers come first, so that all are aligned.
-
-    Raises:
-        CheckpointError: a tensor's dtype is none that such a file can hold.
+    Those of the largest numbers come first, so that all are aligned. Raises CheckpointError for a dtype that such a
+    file cannot hold.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(tuple((name, tensors[name].dtype, tensors[name].shape) for name in names))
@@ -123,8 +120,7 @@ def _described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Returns where each tensor of a file is, and the metadata of its header.
 
-    Raises:
-        CheckpointError: the file is missing, cut off, or no safetensors file.
+    Raises CheckpointError if the file is missing, cut off, or no safetensors file.
     """
     try:
         if not is_elsewhere(path):  # else its host has compared its checksums
@@ -161,8 +157,8 @@ def can_become(dtype: torch.dtype, other: torch.dtype) -> bool:
 def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
     """Overwrites each tensor with what its entry says, rounded to the tensor's dtype; shapes agree.
 
-    Raises:
-        CheckpointError: a file has become shorter, or cannot be read, or has several numbers for one of a tensor's.
+    Raises CheckpointError if a file has become shorter, or cannot be read, or has several numbers for one of a
+    tensor's.
     """
     try:
         with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
@@ -191,10 +187,8 @@ class Reader:
     def tensor(self, name: str, place: Any = None, like: Tensor | None = None) -> Tensor:
         """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype.
 
-        Args:
-            place: Memory for it.
-            like: A tensor whose order of memory a new one of the same shape has: kernels that go through both count
-                on that.
+        A new one has the order of memory of `like`, if that is of its shape: kernels that go through both count on
+        that.
         """
         entry = self._entries[name]
         fits = isinstance(place, Tensor) and (place.shape, place.dtype) == (entry.shape, entry.dtype)
@@ -203,11 +197,7 @@ class Reader:
         return tensor
 
     def fill(self) -> None:
-        """Reads them all.
-
-        Raises:
-            CheckpointError: a file has become shorter, or cannot be read.
-        """
+        """Reads them all."""
         pairs, self._pairs = self._pairs, []
         read_all(pairs)
 

@@ -25,11 +25,7 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def settings_of(options: argparse.Namespace, extra: dict[str, object] | None = None) -> Settings:
-    """Returns the settings: conf.toml, then variables, then options.
-
-    Raises:
-        ConfigError: a value is of the wrong kind, or two contradict each other.
-    """
+    """Returns the settings: conf.toml, then variables, then options."""
     keywords = dict(extra or {})
     for dest, text in vars(options).items():
         if dest.startswith("setting_") and text is not None:

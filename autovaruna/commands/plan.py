@@ -47,12 +47,7 @@ _CPU = torch.device("cpu")
 
 
 class Planning:
-    """One run of the plan command.
-
-    Args:
-        options: Its options.
-        known: Another run of the same model, whose trace and costs are used; None: they are made.
-    """
+    """One run of the plan command, with the trace and costs of `known`, a run of the same model, if it is given."""
 
     target: Target
     traced: TracedModel
@@ -222,14 +217,10 @@ class Planning:
 
 
 def make_optimizer(text: str, parameters: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer | None:
-    """Returns an optimizer, as a run has it.
+    """Returns an optimizer, as a run has it, of one small parameter if it gets none or is not for all of them.
 
-    Args:
-        text: A name of torch.optim in any case, with options behind a colon: ``sgd:momentum=0.9``; ``none``: none.
-        parameters: What it is for; one small parameter if there are none, or if it is not for all of them.
-
-    Raises:
-        ConfigError: there is no such optimizer, or it takes no such options.
+    `text` is a name of torch.optim in any case, with options behind a colon: ``sgd:momentum=0.9``; ``none``: none.
+    Raises ConfigError if there is no such optimizer, or it takes no such options.
     """
     name, _, listed = text.partition(":")
     if name.lower() == "none":
@@ -266,11 +257,7 @@ _MOST_ROWS = 24
 
 
 def report(planning: Planning, options: argparse.Namespace) -> None:
-    """Plans, and shows and saves what the options ask for.
-
-    Raises:
-        AutoVarunaError: there is no plan, or a file cannot be written.
-    """
+    """Plans, and shows and saves what the options ask for."""
     if options.table:
         show(choices_table(planning.choices))
     graph, plan = planning.traced.graph, planning.plan
@@ -419,11 +406,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def num_bytes(text: str) -> int:
-    """Returns the memory of a rank.
-
-    Raises:
-        ConfigError: it is no number of bytes, or 0.
-    """
+    """Returns the memory of a rank; ConfigError if it is no number of bytes, or 0."""
     try:
         value = BYTES.read(text)
     except REFUSALS:

@@ -51,11 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table, and draws the picture if one is wanted.
-
-    Raises:
-        ConfigError: the file is no trace, or has no such step.
-    """
+    """Prints the table, and draws the picture if one is wanted."""
     if options.plot:
         options.plot = checked_plot(options.plot)
     bars = read_bars(Path(options.file))
@@ -72,8 +68,7 @@ def run(options: argparse.Namespace) -> None:
 def read_bars(path: Path) -> list[Bar]:
     """Reads the instructions of a trace, which may have been cut off while it was written.
 
-    Raises:
-        ConfigError: it cannot be read, or a line but the last is not of such a trace.
+    Raises ConfigError if it cannot be read, or a line but the last is not of such a trace.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[1:]

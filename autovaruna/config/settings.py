@@ -25,17 +25,11 @@ REFUSALS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value.
+    """A kind of value; one of `REFUSALS` is raised for a value that it does not accept."""
 
-    Attributes:
-        expected: what is accepted, for messages.
-        read: turns a value from TOML or a keyword into the setting's; one of `REFUSALS` if it cannot.
-        parse: turns the text of a variable into what `read` accepts; likewise.
-    """
-
-    expected: str
-    read: Callable[[object], object]
-    parse: Callable[[str], object] = str
+    expected: str  # what is accepted, for messages
+    read: Callable[[object], object]  # turns a value from TOML or a keyword into the setting's, or raises
+    parse: Callable[[str], object] = str  # turns the text of a variable into what `read` accepts, or raises
 
 
 def is_whole(value: Any) -> bool:
@@ -46,11 +40,7 @@ def is_whole(value: Any) -> bool:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Returns a whole number that a script gives.
-
-    Raises:
-        InputError: it is none, or below `least`.
-    """
+    """Returns a whole number that a script gives; InputError if it is none, or below `least`."""
     if not is_whole(value) or value < least:
         raise InputError(f"{name} is {value!r}; expected a whole number from {least} on.")
     return int(value)
@@ -451,15 +441,10 @@ class _Entry:
 
 
 def resolve(keywords: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """Returns the settings of a run.
+    """Returns the settings of a run, from files, `environ` (``os.environ``) and keywords, by name or alias.
 
-    Args:
-        keywords: settings by name or alias, as a program gives them.
-        environ: variables in place of ``os.environ``.
-
-    Raises:
-        ConfigError: a name is unknown or given twice in one source, a value is of the wrong kind, or two settings
-            contradict each other.
+    Raises ConfigError if a name is unknown or given twice in one source, a value is of the wrong kind, or two settings
+    contradict each other.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}

@@ -1,8 +1,6 @@
 """Describes a call of the model on all ranks, which must agree on everything but the number of samples.
 
-Ranks that are to pass the same mini-batch are compared in a few calls: each stage takes what it needs from its own
-rank's copy, and with other samples there a step would join the inputs of some samples with the labels of others. What
-the script does on a rank between calls must be the same on every rank, too, and is kept account of.
+What the script does on a rank between calls must be the same on every rank, too, and is kept account of.
 """
 
 from __future__ import annotations
@@ -59,11 +57,7 @@ class ScriptActions:
         return self._counts[_STEP]
 
     def watch(self, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
-        """Counts what is done with an optimizer from now on, and reads its options.
-
-        Args:
-            groups: First names of the parameters of each group of the whole optimizer.
-        """
+        """Counts what is done with an optimizer from now on; `groups` are names of the whole optimizer's parameters."""
         self._optimizer = optimizer
         self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
         optimizer.register_step_post_hook(self._note_step)
@@ -142,19 +136,14 @@ its mini-batch (None: the graph is not known yet)."""
 
 @dataclass(frozen=True)
 class SharedCall:
-    """One call of the model, of which every rank has its own samples.
-
-    Attributes:
-        groups: the ranks that pass the same mini-batch.
-        totals: those of each rank's mini-batch; None: not known yet.
-    """
+    """One call of the model, of which every rank has its own samples."""
 
     call: CallSpec
     tensors: Sequence[Tensor]
     sizes: tuple[int, ...]
     number: int
-    groups: tuple[tuple[int, ...], ...]
-    totals: tuple[Totals | None, ...]
+    groups: tuple[tuple[int, ...], ...]  # the ranks that pass the same mini-batch
+    totals: tuple[Totals | None, ...]  # those of each rank's mini-batch; None: not known yet
 
     @property
     def global_batch_size(self) -> int:
@@ -182,11 +171,7 @@ def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], .
 
 
 def compare_settings(settings: Settings, world: World) -> None:
-    """Makes sure that the ranks were given the same settings. Collective.
-
-    Raises:
-        RankError: a setting differs.
-    """
+    """Raises RankError unless the ranks were given the same settings. Collective."""
     own = {name: repr(value) for name, value in settings.as_dict().items() if name not in _OF_ONE_RANK}
     own["micro_batch_weight"] = "None" if settings.micro_batch_weight is None else "a function"
     found = differences(world.gather_objects(own, "comparing settings"))
@@ -205,10 +190,7 @@ def share_call(
 ) -> SharedCall:
     """Joins the calls of all ranks to one. Collective if they do not fit together.
 
-    Args:
-        groups: The ranks that pass the same mini-batch.
-        reports: What each rank says of its call.
-        doings: Returns in words what this rank's script has done since the start.
+    `groups` pass the same mini-batch; `doings` returns in words what this rank's script has done since the start.
 
     Raises:
         InputError: no rank passed a sample.
@@ -277,10 +259,10 @@ logger = logging.getLogger(__name__)
 
 
 class SameInputs:
-    """What the ranks of each group have passed, in a few of their calls.
+    """What the ranks of each group, which are to pass the same mini-batch, have passed in a few of their calls.
 
-    Args:
-        groups: The ranks that pass the same mini-batch.
+    Each stage takes what it needs from its own rank's copy: with other samples there, a step would join the inputs of
+    some samples with the labels of others.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
@@ -293,11 +275,7 @@ class SameInputs:
         return tuple(map(_digest, tensors)) if self._groups and is_due and not self._has_told else ()
 
     def compare(self, call: CallSpec, digests: Sequence[tuple[int, ...]]) -> None:
-        """Warns, once, of inputs that differ.
-
-        Args:
-            digests: What `digests` returned on each rank.
-        """
+        """Warns, once, of inputs that differ by what `digests` returned on each rank."""
         for ranks in self._groups:
             odd = {
                 spec.name
@@ -325,11 +303,7 @@ def _digest(tensor: Tensor) -> int:
 def micro_batch_weights(
     weigh: Callable[..., float] | None, model: nn.Module, shared: SharedCall, batch: GlobalBatch, world: World
 ) -> tuple[float, ...]:
-    """Returns a weight for each micro-batch, in order; empty without a function. Collective.
-
-    Args:
-        weigh: The user's ``micro_batch_weight``: gets the arguments of the model by name, cut to one micro-batch.
-    """
+    """Returns a weight for each micro-batch, in order; empty without a function of the user's. Collective."""
     if weigh is None:
         return ()
 

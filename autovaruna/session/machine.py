@@ -37,8 +37,7 @@ _FIRST = torch.device("cuda", 0)
 def find_device(model: nn.Module, settings: Settings) -> torch.device:
     """Returns where this rank computes: where the setting says or the model is, or a GPU for one on ``meta``.
 
-    Raises:
-        ConfigError: the setting names no device that can be used here.
+    Raises ConfigError if the setting names no device that can be used here.
     """
     if settings.device != "auto":
         return _named(settings.device)
@@ -54,9 +53,6 @@ def bring_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     """Moves what is elsewhere of a model, and of its optimizer's state, to where this rank computes; returns that.
 
     Parameters stay the same objects, so the optimizer's are the model's. What is on ``meta`` stays there.
-
-    Raises:
-        ConfigError: as `find_device`.
     """
     device = find_device(model, settings)
     if device.type == "cuda":
@@ -268,7 +264,6 @@ def describe_cluster(
     A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
 
     Args:
-        watch: Of the ranks' speeds.
         graph: The model's, whose gradients are summed.
         resident_before: What `resident_bytes` said before the model was traced; None: not known.
         batch_bytes: What the caller's mini-batch takes on the device.
@@ -313,8 +308,7 @@ def _fragmentation(device: torch.device) -> float:
 def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings) -> float:
     """Returns the bytes of optimizer state for each byte of a trained parameter, by trying the optimizer out.
 
-    Raises:
-        PlanError: the optimizer cannot be tried out.
+    Raises PlanError if it cannot be tried out.
     """
     if settings.optimizer_bytes_factor != "auto":
         return float(settings.optimizer_bytes_factor)
@@ -385,9 +379,8 @@ LINK_ATTEMPTS = 3
 def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:
     """Measures messages between neighbouring ranks, from where this rank computes. Collective.
 
-    Returns:
-        The link within a host, and the link between hosts. A kind of link that does not exist here costs what the
-        other kind does; a single rank has nobody to talk to, so that all is free: no latency, infinite bandwidth.
+    Returns the link within a host, and that between hosts. A kind of link that does not exist here costs what the other
+    does; a single rank has nobody to talk to: no latency, infinite bandwidth.
     """
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf)
@@ -493,17 +486,13 @@ SUM_TIMES = 3
 
 
 def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
-    """Measures sums over all ranks the way that gradients are summed. Collective.
+    """Measures sums over all ranks the way that gradients, of `sizes` bytes each, are summed. Collective.
 
-    Small gradients travel together and are copied for it, large ones lie where they are, so a byte of the one costs
-    more than a byte of the other; what counts is the model's own mixture.
+    Small gradients travel together and are copied for it, large ones lie where they are; what counts is the model's own
+    mixture. The first 32 MiB are summed, and all again where they are less than 4 MiB.
 
-    Args:
-        sizes: Bytes of each gradient; the first 32 MiB are summed, and all again where they are less than 4 MiB.
-
-    Returns:
-        The seconds of a sum of next to nothing for each rank that takes part, and the bytes that each rank of a ring
-        sends in a second. A single rank sums nothing: no latency, infinite bandwidth.
+    Returns the seconds of a sum of next to nothing for each rank that takes part, and the bytes that each rank of a
+    ring sends in a second. A single rank sums nothing: no latency, infinite bandwidth.
     """
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf)

@@ -56,19 +56,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is measured by all ranks.
-
-    Attributes:
-        traced: Its graph.
-        tensors: Tensors of a sample call.
-        watch: Of the ranks' speeds; looks before each turn of measuring and after the last.
-    """
+    """A model that is measured by all ranks."""
 
     model: nn.Module
     traced: TracedModel
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Tensor]  # of a sample call
     settings: Settings
-    watch: SpeedWatch
+    watch: SpeedWatch  # looks at the ranks' speeds before each turn of measuring and after the last
 
     def measure(
         self,
@@ -181,11 +175,7 @@ def constraints_of(settings: Settings, traced: TracedModel) -> Constraints:
 
 
 def splits_backward(settings: Settings, num_ranks: int) -> bool:
-    """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little.
-
-    Args:
-        num_ranks: Ranks of the job.
-    """
+    """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little."""
     is_wanted = settings.schedule == SPLIT_SCHEDULE or (settings.schedule == "auto" and num_ranks >= _SPLIT_RANKS)
     return is_wanted and settings.compile_stages is False
 
@@ -193,7 +183,7 @@ def splits_backward(settings: Settings, num_ranks: int) -> bool:
 def sizes_to_measure(
     settings: Settings, traced: TracedModel, global_batch_size: int, num_mini_batches: int
 ) -> list[int]:
-    """Returns micro-batch sizes that span those a plan may choose; arguments as above."""
+    """Returns micro-batch sizes that span those a plan may choose."""
     if traced.sizes.symbol is None:
         return [traced.sizes.batch_size]
     if settings.micro_batch_size:
@@ -211,13 +201,7 @@ def measured_problem(
     optimizer_bytes_factor: float,
     resident_before: float | None,
 ) -> Problem:
-    """Measures model, machine and optimizer. Collective.
-
-    Args:
-        shared: The first call.
-        optimizer_bytes_factor: Bytes of optimizer state for each byte of a trained parameter.
-        resident_before: What this process held before the model was traced, in bytes; None: not known.
-    """
+    """Measures model, machine and optimizer for the first call. Collective."""
     traced, settings, watch = subject.traced, subject.settings, subject.watch
     fewest = len(shared.groups)  # every mini-batch is at least one micro-batch
     sizes = sizes_to_measure(settings, traced, shared.global_batch_size, fewest)

@@ -38,12 +38,7 @@ def _reporter(place: JobPlace, rank: int) -> Reporter:
 
 
 class Morphing:
-    """A model's part in a job that a manager looks after.
-
-    Args:
-        place: Where what outlives this rank is kept.
-        world: The ranks.
-    """
+    """What one rank does for the manager of its job."""
 
     def __init__(self, place: JobPlace, world: World) -> None:
         self.place = place
@@ -66,12 +61,9 @@ class Morphing:
         sampler: HasPosition | None = None,
         extra: Callable[[], Any] | None = None,
     ) -> None:
-        """Takes snapshots from now on.
+        """Takes snapshots from now on; the run's state has the number `step` now, the rest is as for ``resume``.
 
-        Args:
-            step: The number of the state that the run has now.
-            optimizer: At its steps, generators are where the next step's draws begin.
-            scaler, lr_scheduler, sampler, extra: As for ``resume``.
+        At the optimizer's steps, generators are where the next step's draws begin.
         """
         listen()
         self._first_step = step
@@ -107,13 +99,7 @@ class Morphing:
         self._leaves |= any(leaves for _, leaves in every)
 
     def begin_call(self, num_steps: int, work_seconds: float, plan: Plan | None) -> None:
-        """Tells the host's keeper that a call begins.
-
-        Args:
-            num_steps: Steps of the optimizer so far.
-            work_seconds: What this rank's stages have computed for so far.
-            plan: The plan; None: there is none yet.
-        """
+        """Tells the host's keeper that a call begins, after so many steps and seconds of computing here."""
         if plan is not None and self._world.rank == 0:
             self._reporter.predict(partial(predicted_seconds, plan))
         self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
@@ -131,10 +117,7 @@ class Morphing:
     def at_border(self, subject: Callable[[], Subject], num_steps: int, step: int) -> None:
         """Takes a snapshot and ends this rank, if all ranks have agreed to, and the optimizer has stepped. Collective.
 
-        Args:
-            subject: Returns the model in training.
-            num_steps: Steps of the optimizer so far.
-            step: The number that the script gives the state after them.
+        `step` is the number that the script gives the state after `num_steps` steps of the optimizer.
         """
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
         if self._snapshots is None or not has_stepped:
@@ -156,11 +139,7 @@ def find_morphing(world: World) -> Morphing | None:
 
 
 def refuse_several(num_models: int) -> None:
-    """Makes sure that a script trains one model.
-
-    Raises:
-        ConfigError: it has several, whose states of one step no snapshot of one of them is.
-    """
+    """Raises ConfigError for a script with several models, whose states of one step no snapshot of one of them is."""
     if num_models > 1:
         raise ConfigError(
             f"resume() is of a script with one model: got {num_models}, whose states belong together. Save all of them "

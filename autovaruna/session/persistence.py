@@ -26,17 +26,11 @@ from autovaruna.session.wrapped import Wrapped
 
 @dataclass
 class Pending:
-    """A checkpoint whose tensors are read once this rank knows its part.
-
-    Attributes:
-        loading: the checkpoint.
-        weights: whether weights are still to be read.
-        optimizer: whether the optimizer's state is.
-    """
+    """A checkpoint that is read once this rank knows its part."""
 
     loading: Loading
-    weights: bool
-    optimizer: bool
+    weights: bool  # whether they are still to be read
+    optimizer: bool  # whether its state is
 
 
 class Persistence:
@@ -88,7 +82,6 @@ class Persistence:
         """Loads a checkpoint. Collective.
 
         Args:
-            subject: What is loaded into.
             find: Returns what is loaded; what it enters keeps that there, until it is read.
             is_strict: Whether every name, and no other, must be there.
             find_device: Returns where a whole model on ``meta`` goes, on one process.
@@ -148,11 +141,7 @@ def _read_part(loading: Loading, subject: Subject, weights: bool, optimizer: boo
 
 
 class State:
-    """The state of a wrapped model under its own names.
-
-    Args:
-        persistence: Its checkpoints, one of which may be waiting to be read.
-    """
+    """The state of a wrapped model under its own names; one of its checkpoints may be waiting to be read."""
 
     def __init__(self, wrapped: Wrapped, persistence: Persistence) -> None:
         self._wrapped = wrapped

@@ -65,12 +65,7 @@ logger = logging.getLogger(__name__)
 def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Plan | None:
     """Returns the plan of the deployment file; None: plan again. One line in the log says which, and why.
 
-    Args:
-        settings: Names the file, and says whether it must be used.
-        graph: The graph that the cuts of the file are found in.
-
-    Raises:
-        DeploymentError: ``load_deployment`` is true, and the file is missing, damaged or stale.
+    Raises DeploymentError if ``load_deployment`` is true, and the file is missing, damaged or stale.
     """
     path = Path(settings.deployment_file)
     is_required = settings.load_deployment is True
@@ -114,11 +109,7 @@ def _keep_copy(path: Path) -> str:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Makes sure that no file is replaced that nobody could read: it may be a plan that somebody has edited.
-
-    Raises:
-        DeploymentError: there is such a file.
-    """
+    """Raises DeploymentError for a file that nobody can read: it may be a plan that somebody has edited."""
     if path.is_file():
         try:
             path.open("rb").close()
@@ -154,11 +145,7 @@ Result = TypeVar("Result")
 class Preparation:
     """The plan of a model, and all that the engine needs to run it. Making one is collective.
 
-    Args:
-        resident_before: What this process held before the model was traced, in bytes; None: not known.
-
-    Raises:
-        AutoVarunaError: measuring or planning failed on a rank, or a deployment does not fit; on every rank.
+    Raises AutoVarunaError, on every rank, if measuring or planning failed on one, or a deployment does not fit.
     """
 
     def __init__(
@@ -191,8 +178,7 @@ class Preparation:
     def _try_sharing(self) -> Sharing:
         """Returns whether replicas share the optimizer's state, or may. Collective, unless there are none.
 
-        Raises:
-            InputError: they are to, and it cannot step over some of its parameters alone.
+        Raises InputError if they are to, and it cannot step over some of its parameters alone.
         """
         setting = self._world.num_ranks > 1 and self._settings.shard_optimizer
         if setting is False:
@@ -244,11 +230,7 @@ class Preparation:
             logger.info("wrote the graph to %s", path)
 
     def save(self, path: str) -> None:
-        """Writes the deployment to a file.
-
-        Raises:
-            DeploymentError: it cannot be written.
-        """
+        """Writes the deployment to a file; raises DeploymentError if it cannot."""
         save(path, deployment_of(self.plan, self._traced.graph, self._fingerprint))
 
     def _describe_run(self) -> Fingerprint:

@@ -61,14 +61,10 @@ class Copies:
     """A wrapped model and its deep copies, which are all split in the same way at the same time.
 
     So averages of weights, teachers and target networks stay alike in what each rank holds of them.
-
-    Attributes:
-        preparation: their common plan; None before the first call of any of them.
-        num_made: how many there have been.
     """
 
     def __init__(self) -> None:
-        self.preparation: Preparation | None = None
+        self.preparation: Preparation | None = None  # their common plan; None before the first call of any
         self.num_made = 0
         self._members: list[ref[Session]] = []
 
@@ -83,11 +79,7 @@ class Copies:
         return [session for each in self._members if (session := each()) is not None]
 
     def compare(self, world: World) -> None:
-        """Makes sure that all ranks have made the same copies. Collective.
-
-        Raises:
-            RankError: they have not.
-        """
+        """Raises RankError unless all ranks have made the same copies. Collective."""
         numbers = world.gather_objects(len(self.members()), "counting copies of the model")
         if len(set(numbers)) > 1:
             raise RankError(
@@ -99,16 +91,7 @@ class Copies:
 class Session:
     """The calls of one wrapped model, which is whole on every rank until its first one, or that of one of its copies.
 
-    Args:
-        wrapped: The model.
-        state: Its state, which the optimizer's own methods show once it is split.
-        persistence: Its checkpoints.
-        scaler: The loop's GradScaler; None: the program's own, if there is one.
-        copies: It and its deep copies.
-
-    Attributes:
-        copies: the same.
-        traces: the graphs; None: there was no call yet.
+    `scaler` is the loop's GradScaler; None: the program's own, if there is one.
     """
 
     def __init__(
@@ -120,7 +103,7 @@ class Session:
         copies: Copies,
     ) -> None:
         self.copies = copies
-        self.traces: Traces | None = None
+        self.traces: Traces | None = None  # None: there was no call yet
         self._wrapped = wrapped
         self._state = state
         self._persistence = persistence
@@ -153,11 +136,7 @@ class Session:
         return not any(asks)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> Any:
-        """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective.
-
-        Returns:
-            What the model returns, for the global batch.
-        """
+        """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective."""
         with self.reported():
             return self._call(args, kwargs, method)
 
@@ -230,11 +209,7 @@ class Session:
         return self._wrapped.subject()
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Plans and splits the model now, from a sample of the calls to come. Collective.
-
-        Args:
-            args, kwargs: Arguments of a call; no number of theirs goes through the model.
-        """
+        """Plans and splits the model now, from a sample of the calls to come: no number of it is used. Collective."""
         if self._wrapped.engine is None:
             self._start(self._agree(args, kwargs))
 
@@ -289,10 +264,9 @@ class Session:
         return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
-        """Looks, where a call is new, for attributes that the script has set and no trace depends on. Collective then.
+        """Makes attributes that the script has set and no trace depends on count no more; says whether there were any.
 
-        Returns:
-            Whether there are any; they do not count any more.
+        It looks where a call is new. Collective then.
         """
         world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
         keys = {key for key, *_ in reports}

@@ -47,14 +47,10 @@ def has_heard() -> bool:
 
 
 class Stopping:
-    """Whether the run is to end, as one model's calls make it known.
-
-    Attributes:
-        is_agreed: whether all ranks know, since the same call, that it is.
-    """
+    """Whether the run is to end, as one model's calls make it known."""
 
     def __init__(self) -> None:
-        self.is_agreed = False
+        self.is_agreed = False  # whether all ranks know, since the same call, that it is
         self._is_wanted = False
         self._first_step = 0
         self._num_before = 0
@@ -77,21 +73,12 @@ class Stopping:
         return self._first_step + num_steps
 
     def is_due(self, num_steps: int) -> bool:
-        """Says, once a call, whether this is where to save: the optimizer has stepped since the call before.
-
-        Args:
-            num_steps: Steps of the optimizer so far.
-        """
+        """Says, once a call, whether this is where to save: the optimizer has stepped since the call before."""
         has_stepped, self._num_before = num_steps != self._num_before, num_steps
         return has_stepped and self.is_agreed
 
     def save_and_end(self, save: Callable[[int], None], num_steps: int) -> NoReturn:
-        """Saves the state under its number, and ends this rank with `STATUS`; every rank does.
-
-        Args:
-            save: Saves under a number; collective.
-            num_steps: Steps of the optimizer so far.
-        """
+        """Saves the state under its number, and ends this rank with `STATUS`; every rank does."""
         step = self.step_after(num_steps)
         save(step)
         names = ", ".join(sorted(each.name for each in _heard)) or "a signal on another rank"

@@ -65,8 +65,7 @@ def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
 def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[int]) -> set[Key]:
     """Returns the measurements of the parts with some numbers; part p lies between the cut points p - 1 and p.
 
-    Raises:
-        InputError: there is no such part.
+    Raises InputError if there is no such part.
     """
     starts = [0, *cut_point_blocks(traced.graph), len(traced.graph.blocks)]
     unknown = sorted(place for place in wanted if not 0 <= place < len(starts) - 1)
@@ -84,8 +83,7 @@ def find_grid(
 
     Args:
         model: The model, in the mode and precision that it will be trained in.
-        sample: A batch of all samples of a step.
-        batch_size: Their number.
+        sample: A batch of all `batch_size` samples of a step.
         chunk_size: Samples of a micro-batch, if the user has said them.
         settings: As for `AutoVaruna`, without the map.
 
@@ -132,15 +130,10 @@ def find_grid(
 
 @dataclass(frozen=True)
 class Facts:
-    """What a profile says besides graph, costs and cluster.
+    """What a profile says besides graph, costs and cluster."""
 
-    Attributes:
-        gpus_per_node: ranks on a host.
-        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
-    """
-
-    gpus_per_node: Count
-    optimizer_bytes_factor: Amount
+    gpus_per_node: Count  # ranks on a host
+    optimizer_bytes_factor: Amount  # bytes of optimizer state for each byte of a trained parameter
 
 
 class ProfileFolder:
@@ -151,20 +144,12 @@ class ProfileFolder:
         self.measurements = self.path / "measurements"
 
     def write(self, **records: Graph | Cluster | Facts | Profile) -> None:
-        """Writes records: ``graph``, ``cluster`` and ``facts``, and the costs as ``profile``.
-
-        Raises:
-            MeasureError: they cannot be written.
-        """
+        """Writes records: ``graph``, ``cluster`` and ``facts``, the costs as ``profile``; MeasureError if it cannot."""
         for name, record in records.items():
             save_measured(self._file(name), record)
 
     def read(self) -> tuple[Graph, Profile, Cluster, Facts]:
-        """Reads everything.
-
-        Raises:
-            MeasureError: a file is missing or damaged, or they do not belong together; says which.
-        """
+        """Reads everything; MeasureError if a file is missing or damaged, or they do not belong together."""
         profile = load_measured(self._file("profile"), Profile)
         graph = load_measured(self._file("graph"), Graph)
         cluster = load_measured(self._file("cluster"), Cluster)
@@ -260,10 +245,7 @@ class Profiler:
         self._optimizer = optimizer
 
     def profile_all(self, microbatches_to_profile: Sequence[int]) -> Profile | None:
-        """Measures and writes the folder. Collective.
-
-        Returns:
-            The costs of all blocks; None if parts are still to be measured.
+        """Measures and writes the folder; returns the costs of all blocks, None if some are still missing. Collective.
 
         Raises:
             InputError: there is no size, or one below 1.
@@ -360,11 +342,7 @@ class AutoConfig:
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """The best plan of each number of stages that fits, the fastest first.
-
-        Raises:
-            PlanError: none fits; says why for each.
-        """
+        """The best plan of each number of stages that fits, the fastest first; PlanError if none does."""
         return choices(self._problem, self._chunk_size)
 
     @property
@@ -378,29 +356,17 @@ class AutoConfig:
         return {each.num_stages: each.seconds for each in self.choices}
 
     def get_min(self) -> tuple[int, int, float]:
-        """Returns stages, micro-batch size and predicted seconds of the fastest.
-
-        Raises:
-            PlanError: none fits.
-        """
+        """Returns stages, micro-batch size and predicted seconds of the fastest."""
         return self.best.num_stages, self.best.micro_batch_size, self.best.seconds
 
     def info(self, stages: int, micro_batch_size: int = 0) -> Choice:
-        """Returns what some stages and micro-batch size would cost.
-
-        Raises:
-            PlanError: it does not fit; says what is missing.
-        """
+        """Returns what some stages and micro-batch size would cost; PlanError if they do not fit."""
         size = whole_number("micro_batch_size", micro_batch_size) if micro_batch_size else self._chunk_size
         return choice_at(self._problem, whole_number("stages", stages), size)
 
 
 def cluster_for(known: Cluster, num_ranks: int, gpus_per_node: int, memory_bytes: float | None) -> Cluster:
-    """Returns a cluster of other ranks like those that were measured.
-
-    Raises:
-        MeasureError: links are needed that were not measured.
-    """
+    """Returns a cluster of other ranks like those that were measured; MeasureError for links that were not measured."""
     hosts = tuple(f"host{rank // gpus_per_node}" for rank in range(num_ranks))
     if num_ranks > 1 and known.num_ranks == 1:
         raise MeasureError(
