@@ -22,7 +22,7 @@ from autovaruna.config.settings import BYTES, REFUSALS, Sharing
 from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar, status_bar
-from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts, save
+from autovaruna.planner.deployment import Deployment, deployment_of, save
 from autovaruna.planner.grids import Choice
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
@@ -39,9 +39,9 @@ from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
 from autovaruna.session.calls import input_groups
-from autovaruna.session.machine import host_memory, keep_freed_memory, optimizer_factor
-from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, sizes_to_measure
-from autovaruna.session.preparation import GLOBAL_BATCH
+from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
+from autovaruna.session.memory import host_memory, keep_freed_memory
+from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")
 
@@ -172,16 +172,16 @@ class Planning:
     @cached_property
     def deployment(self) -> Deployment:
         """The plan with what it is valid for: a run with these settings loads it, if all of that is the same."""
-        fingerprint = Fingerprint(
-            graph=self.traced.graph.fingerprint,
-            shapes={f"input {spec.name}": spec.words() for spec in self.traced.call.inputs}
-            | {GLOBAL_BATCH: str(self.global_batch_size)},
-            num_ranks=self.cluster.num_ranks,
-            hosts=host_counts(self.cluster.hosts),
-            device=self.device.name if self.device else self.profile.device,
-            memory_bytes=self.cluster.memory_bytes,
-            settings={name: getattr(self.settings, name) for name in SHAPING}
-            | {"optimizer_bytes_factor": self.optimizer_bytes_factor, "shard_optimizer": self.sharing},
+        cluster, device = self.cluster, self.device.name if self.device else self.profile.device
+        fingerprint = fingerprint_of(
+            self.traced,
+            self.settings,
+            self.global_batch_size,
+            cluster.hosts,
+            device,
+            cluster.memory_bytes,
+            self.optimizer_bytes_factor,
+            self.sharing,
         )
         return deployment_of(self.plan, self.traced.graph, fingerprint)
 

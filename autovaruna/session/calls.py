@@ -27,7 +27,7 @@ from autovaruna.graph.guards import is_plain
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.batch_values import Totals
-from autovaruna.session.morphing import Wishes
+from autovaruna.session.borders import Wishes
 
 Digest = tuple[Hashable, ...]
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"

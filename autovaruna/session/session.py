@@ -36,6 +36,7 @@ from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
+from autovaruna.session.borders import NO_WISHES, refuse_several
 from autovaruna.session.calls import (
     Report,
     SameInputs,
@@ -45,9 +46,9 @@ from autovaruna.session.calls import (
     micro_batch_weights,
     share_call,
 )
-from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
-from autovaruna.session.morphing import NO_WISHES, refuse_several
-from autovaruna.session.persistence import Persistence, State
+from autovaruna.session.device import on_own_gpu
+from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.traces import Traces
 from autovaruna.session.wrapped import Wrapped
@@ -97,7 +98,6 @@ class Session:
     def __init__(
         self,
         wrapped: Wrapped,
-        state: State,
         persistence: Persistence,
         scaler: torch.amp.GradScaler | None,
         copies: Copies,
@@ -105,7 +105,6 @@ class Session:
         self.copies = copies
         self.traces: Traces | None = None  # None: there was no call yet
         self._wrapped = wrapped
-        self._state = state
         self._persistence = persistence
         self._scaler = scaler
         self._number_of_copy = copies.add(self)
@@ -165,7 +164,9 @@ class Session:
         wrapped.num_calls += 1
         lengths = traced.lengths_of(shared.call) or ()
         values = self._values_of_batch(traced, shared, batch, lengths)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.asks_for_sums, lengths)
+        returned = engine.run(
+            traced, shared.tensors, shared.number, batch, values, lambda: wrapped.is_synchronising, lengths
+        )
         is_new = self.traces.num_traced > num_known
         for key in self.traces.forget_oldest():
             engine.forget(key)
@@ -199,7 +200,7 @@ class Session:
         if wrapped.stopping.is_due(num_steps):
 
             def save(step: int) -> None:
-                self._persistence.save(wrapped.subject(), folder, Content(step, scaler=self._scaler), Way())
+                self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
 
             wrapped.stopping.save_and_end(save, num_steps)
 
@@ -355,8 +356,7 @@ class Session:
         self.traces = Traces(wrapped.module, settings, world, device)
         traced = self.traces.first(shared)
         wrapped.take_state()
-        raw = None if optimizer is None else optimizer.optimizer
-        preparation = Preparation(traced, wrapped.module, raw, shared, settings, world, device, resident)
+        preparation = Preparation(traced, wrapped, shared, resident)
         open_channel(settings.channel, preparation.plan, world, device)
         if optimizer is not None and wrapped.own_steps is not None:
             self._check_steps(optimizer, wrapped.own_steps, preparation)
@@ -383,14 +383,14 @@ class Session:
     def _take_part(self) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
         wrapped, preparation = self._wrapped, self.preparation
-        given = self._persistence.given(wrapped.subject())
+        given = self._persistence.given()
         seed = self._seed(0)
         wrapped.state.distribute(preparation.placement, wrapped.world, preparation.device, seed, given)
         self.run_part()
         if wrapped.optimizer is not None:
             wrapped.optimizer.cut(wrapped.state.parameters())
-        self._state.show_whole_optimizer()
-        self._persistence.fill(wrapped.subject())
+        self._persistence.show_whole_optimizer()
+        self._persistence.fill()
 
     def run_part(self) -> None:
         """Makes what runs this rank's part, of a model that has been split."""
@@ -403,7 +403,6 @@ class Session:
             join_norms()
             watch_later_optimizers()
         self.traces = self.traces or Traces(wrapped.module, settings, world, device)
-        optimizer = None if wrapped.optimizer is None else wrapped.optimizer.optimizer
         orders, assignment = preparation.orders, preparation.assignment
         wrapped.engine = Engine(
             wrapped.state,
@@ -415,7 +414,7 @@ class Session:
             world,
             device,
             self._seed(self._number_of_copy),
-            LossScale(optimizer, self._scaler, world),
+            LossScale(wrapped.raw_optimizer, self._scaler, world),
             wrapped.of_model,
             None if self._number_of_copy else preparation.event_trace(),
         )

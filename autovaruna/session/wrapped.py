@@ -21,10 +21,9 @@ from autovaruna.runtime.environment import get_world, is_alone
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
+from autovaruna.session.borders import Morphing, Stopping, find_morphing, listen
 from autovaruna.session.calls import Digest, ScriptActions
-from autovaruna.session.machine import bring_to_own_device
-from autovaruna.session.morphing import Morphing, find_morphing
-from autovaruna.session.stopping import Stopping, listen
+from autovaruna.session.device import bring_to_own_device
 
 
 class Wrapped:
@@ -113,9 +112,7 @@ class Wrapped:
 
     def settle(self) -> None:
         """Brings the model, wherever a script has put it, to where this rank computes; before the split only."""
-        self.device = bring_to_own_device(
-            self.module, None if self.optimizer is None else self.optimizer.optimizer, self.settings
-        )
+        self.device = bring_to_own_device(self.module, self.raw_optimizer, self.settings)
 
     def check_parameters(self) -> None:
         """Takes the parameters as they are, before the split; refuses others later.
@@ -194,10 +191,6 @@ class Wrapped:
         order = {name: place for place, name in enumerate(self.parameter_names)}
         cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
         return cut
-
-    def asks_for_sums(self) -> bool:
-        """Whether gradients are to be summed over ranks now."""
-        return self.is_synchronising
 
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks whose scripts have done the same since the start."""

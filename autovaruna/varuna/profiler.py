@@ -30,8 +30,8 @@ from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts, distinct
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World, on_all
-from autovaruna.session.machine import SpeedWatch, describe_cluster, find_device, optimizer_factor
-from autovaruna.session.measuring import Subject
+from autovaruna.session.device import find_device
+from autovaruna.session.measuring import SpeedWatch, Subject, describe_cluster, optimizer_factor
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Choice, Grid, choice_at, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
