@@ -99,7 +99,6 @@ try:
     IncompatibleKeys = nn.modules.module._IncompatibleKeys  # what ``load_state_dict`` returns
     NormBase = torch.nn.modules.batchnorm._NormBase
     parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``
-    foreach_mul_ = torch._foreach_mul_  # of many tensors at once
 
     # Sizes that are symbols.
     check = torch._check  # adds what must hold

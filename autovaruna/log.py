@@ -16,23 +16,12 @@ from pathlib import Path
 from threading import Timer
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from autovaruna.config.files import PACKAGED, conf_dir, read_toml
 from autovaruna.errors import AutoVarunaError, ConfigError
 
-ROOMS = (
-    "config",
-    "graph",
-    "profiler",
-    "schedule",
-    "planner",
-    "stage",
-    "runtime",
-    "checkpoint",
-    "session",
-    "varuna",
-)
+ROOMS = ("config", "graph", "profiler", "schedule", "planner", "stage", "runtime", "checkpoint", "session", "varuna")
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -69,28 +58,16 @@ def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
     levels = {room: level for table in tables for room, level in table["levels"].items()}
     merged = {key: value for table in tables for key, value in table["global"].items()}
     floor = 0 if rank == 0 else LEVELS[merged["other_ranks"]]
-    handler = _handler()
+    root = logging.getLogger("autovaruna")
+    handler = next((each for each in root.handlers if isinstance(each, RankHandler)), None) or RankHandler()
+    root.addHandler(handler)
     handler.rank = rank
     handler.setFormatter(logging.Formatter(merged["format"], merged["date_format"]))
     for room in ROOMS:
-        _set_level(handler, room, max(floor, LEVELS[levels[room]]))
-
-
-def _handler() -> RankHandler:
-    root = logging.getLogger("autovaruna")
-    for handler in root.handlers:
-        if isinstance(handler, RankHandler):
-            return handler
-    handler = RankHandler()
-    root.addHandler(handler)
-    return handler
-
-
-def _set_level(handler: RankHandler, room: str, level: int) -> None:
-    logger = logging.getLogger(f"autovaruna.{room}")
-    if logger.level == handler.levels.get(room, logging.NOTSET):
-        logger.setLevel(level)
-        handler.levels[room] = level
+        logger = logging.getLogger(f"autovaruna.{room}")
+        if logger.level == handler.levels.get(room, logging.NOTSET):
+            handler.levels[room] = max(floor, LEVELS[levels[room]])
+            logger.setLevel(handler.levels[room])
 
 
 def _checked(content: dict[str, object], file: str) -> dict[str, dict[str, str]]:
@@ -146,8 +123,7 @@ def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[
     if not (is_shown and sys.stderr.isatty()):
         yield lambda done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -161,9 +137,14 @@ def status_bar() -> Iterator[Callable[[str, float], None]]:
     if not sys.stderr.isatty():
         yield lambda what, share: None
         return
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)
+    with _bar() as progress:
+        task = progress.add_task("planning", total=1.0)
+        yield lambda what, share: progress.update(task, description=what, completed=share)
+
+
+def _bar(*more: ProgressColumn) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), *more)
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 ALL_FRAMES_VARIABLE = "AUTOVARUNA_FULL_TRACEBACKS"

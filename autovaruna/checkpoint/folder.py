@@ -47,8 +47,7 @@ _COMPLETE = re.compile(r"step-(\d{8,})(?:\.branch(\d+))?(?:\.(\d+))?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 _PATIENCE_SECONDS = 5.0
 CLAIM = ".claim"
-_claims: dict[tuple[int, str], int] = {}
-"""The open claims of a process, by its number and the folder."""
+_claims: dict[tuple[int, str], int] = {}  # the open claims of a process, by its number and the folder
 
 
 @dataclass(frozen=True, order=True)
@@ -124,13 +123,10 @@ def other_job(root: Path) -> str:
     if (os.getpid(), os.path.realpath(root)) in _claims:  # to close the file would give the claim up
         return ""
     try:
-        descriptor = os.open(root / CLAIM, os.O_RDWR | os.O_NOFOLLOW)
+        with open(os.open(root / CLAIM, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
+            return "" if _locks(file.fileno()) else _words_of(file.fileno())
     except OSError:
         return ""
-    try:
-        return "" if _locks(descriptor) else _words_of(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _locks(descriptor: int) -> bool:
@@ -173,11 +169,8 @@ def finish(partial: Path, step: int) -> Path:
 
 def sync_folder(path: Path) -> None:
     """Makes sure that the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _next(root: Path, step: int) -> Path:
@@ -193,10 +186,9 @@ def _next(root: Path, step: int) -> Path:
 
 def remove_old(newest: Path, keep: int | None) -> None:
     """Removes what else there is of the newest step, and all but the last `keep` checkpoints."""
-    every = [saved for saved in saved_in(newest.parent) if saved.path != newest]
     step = int(_COMPLETE.fullmatch(newest.name)[1])  # type: ignore[index]
-    others = [saved for saved in every if saved.step != step]
-    doomed = [saved for saved in every if saved.step == step]
+    others = [saved for saved in saved_in(newest.parent) if saved.step != step]
+    doomed = [saved for saved in saved_in(newest.parent) if saved.step == step and saved.path != newest]
     for saved in doomed + (others[keep - 1 :] if keep else []):
         _remove(saved)
 
@@ -294,10 +286,7 @@ def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
 
 def place_of(given: str | os.PathLike[str]) -> str:
     """Returns the path that a script gives; InputError if no file can have it."""
-    try:
-        path = at_home(given)
-    except TypeError:
-        path = ""
+    path = at_home(given) if isinstance(given, str | os.PathLike) else ""
     if not isinstance(path, str) or not path or "\0" in path:
         raise InputError(f"The folder of checkpoints is {given!r}; expected a path, as 'checkpoints'.")
     return path
@@ -305,14 +294,9 @@ def place_of(given: str | os.PathLike[str]) -> str:
 
 def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
     """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective."""
-    every = world.gather_objects((dict(own), place, _real(place)), what)
+    real = place
+    with suppress(OSError):  # the folder that the script is in may have gone
+        real = os.path.realpath(place)
+    every = world.gather_objects((dict(own), place, real), what)
     is_one = len({given for _, given, _ in every}) == 1
-    return differences([mine if is_one else {**mine, "dir": real} for mine, _, real in every])
-
-
-def _real(path: str) -> str:
-    """Returns the one path of a folder that may have several."""
-    try:
-        return os.path.realpath(path)
-    except OSError:  # the folder that the script is in has gone
-        return path
+    return differences([mine if is_one else {**mine, "dir": its} for mine, _, its in every])

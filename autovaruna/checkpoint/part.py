@@ -16,8 +16,7 @@ from autovaruna.config.files import read_record
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"
-PER_RANK = ("optimizer_state", "generators")
-"""What ``state.json`` has from every rank."""
+PER_RANK = ("optimizer_state", "generators")  # what ``state.json`` has from every rank
 LEAVE, HOLD, COPIED = "leave", "hold", "copied"
 """Files by which a keeper tells its ranks to end at a step's border, to write nothing now, and what step others have
 copies of."""

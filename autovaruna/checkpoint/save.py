@@ -42,8 +42,7 @@ from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
-_MARK = ".rank-"
-"""What names of files begin with that ranks have in the folder of a checkpoint while they write."""
+_MARK = ".rank-"  # what names of files begin with that ranks have in the folder of a checkpoint while they write
 _LOCAL = "autovaruna-checkpoint-"
 _UNIT_BYTES = 1 << 20
 
@@ -82,8 +81,8 @@ class Saver:
         place = place_of(root)
         self._compare(place, content, way)
         way = replace(way, tempdir=way.tempdir and os.path.abspath(at_home(way.tempdir)))  # the script may go elsewhere
-        part, needs = self._compose(subject, content, way)
-        copies = way.in_background and self._has_room(needs)
+        part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
+        copies = way.in_background and self._has_room(part)
         extra_files, partial = on_first(
             self._world,
             lambda: (config_files(subject.model), self._begin(Path(place), content.step)),
@@ -108,13 +107,21 @@ class Saver:
         """Writes this rank's part, or has a thread write a copy; rank 0 completes the checkpoint. Collective."""
 
         def get_ready() -> Part:
-            self._mark(partial)
+            try:
+                mark_of(partial, self._world.rank).touch()
+            except OSError as error:
+                raise CheckpointError(
+                    f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. "
+                    "Expected a folder on a file system that all ranks share."
+                ) from error
             return replace(part, files=self._memory.copy(part)) if copies else part
 
         ready = together(self._world, get_ready, "copying a checkpoint")
         act = functools.partial(write_part, ready, partial, tempdir)
         if copies:
-            self._watch_the_end()
+            if not self._is_watching_the_end:
+                self._is_watching_the_end = True
+                atexit.register(self._at_end, os.getpid())
             self._job = BackgroundWrite(partial, self._world, act, complete)
         else:
             reports = gather(self._world, act, "writing a checkpoint")
@@ -122,24 +129,16 @@ class Saver:
 
     def _compare(self, place: str, content: Content, way: Way) -> None:
         """Makes sure that the ranks save the same. Collective."""
-        own = {"step": str(content.step), "background": str(way.in_background), "shard": str(way.is_shared)}
-        own["keep"] = str(way.keep)
-        if found := different_requests(self._world, place, own, "saving a checkpoint"):
+        own = {"step": content.step, "background": way.in_background, "shard": way.is_shared, "keep": way.keep}
+        asked = {name: str(value) for name, value in own.items()}
+        if found := different_requests(self._world, place, asked, "saving a checkpoint"):
             raise CheckpointError(f"The ranks save different checkpoints: {found}. Expected the same on every rank.")
 
-    def _compose(self, subject: Subject, content: Content, way: Way) -> tuple[Part, list[tuple[int, float]]]:
-        """Returns this rank's part, and what each rank needs and has of memory for a copy. Collective."""
-        parts: list[Part] = []
-
-        def act() -> tuple[int, float]:
-            parts.append(compose(subject, content, way.is_shared))
-            return self._memory.missing_bytes(parts[0]), available_bytes()
-
-        needs = gather(self._world, act, "composing a checkpoint")
-        return parts[0], needs
-
-    def _has_room(self, needs: Sequence[tuple[int, float]]) -> bool:
-        """Says whether each host has memory for the copies of its ranks; the same on every rank."""
+    def _has_room(self, part: Part) -> bool:
+        """Says whether each host has memory for the copies of its ranks; the same on every rank. Collective."""
+        needs = self._world.gather_objects(
+            (self._memory.missing_bytes(part), available_bytes()), "composing a checkpoint"
+        )
         missing: Counter[str] = Counter()
         for host, (num_bytes, _) in zip(self._world.hosts, needs, strict=True):
             missing[host] += num_bytes
@@ -159,15 +158,6 @@ class Saver:
             return folder.begin(root.absolute(), step, self._locks)  # the script may go to another folder
         except OSError as error:
             raise cannot_write(root, error) from error
-
-    def _mark(self, partial: Path) -> None:
-        try:
-            mark_of(partial, self._world.rank).touch()
-        except OSError as error:
-            raise CheckpointError(
-                f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. Expected "
-                "a folder on a file system that all ranks share."
-            ) from error
 
     def poll(self) -> None:
         """Looks how the checkpoint in the background is doing, without waiting for it. Collective while `is_busy`.
@@ -204,11 +194,6 @@ class Saver:
         if self._world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         self._locks.close()
-
-    def _watch_the_end(self) -> None:
-        if not self._is_watching_the_end:
-            self._is_watching_the_end = True
-            atexit.register(self._at_end, os.getpid())
 
     def _at_end(self, process: int) -> None:
         """Ends the program with an error if a checkpoint in the background failed and nobody has heard of it."""

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autovaruna.checkpoint.document import dtype_of
-from autovaruna.checkpoint.elsewhere import ByteFile, is_elsewhere, open_bytes
+from autovaruna.checkpoint.elsewhere import ReadInto, is_elsewhere, open_bytes
 from autovaruna.checkpoint.manifest import Bytes, num_threads
 from autovaruna.config.files import parse
 from autovaruna.errors import CheckpointError
@@ -44,19 +44,15 @@ NAMES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-}
-"""What safetensors calls the dtypes that every version of it has; others are kept as their bytes."""
+}  # what safetensors calls the dtypes that every version of it has; others are kept as their bytes
 DTYPES = {name: dtype for dtype, name in NAMES.items()} | {"C64": torch.complex64}
-NOTE = "autovaruna.dtypes"
-"""Where the header notes the dtypes of tensors that are kept as bytes, as JSON by name."""
-METADATA = {"format": "pt"}
-"""What the library transformers wants to read in the header of a file."""
+NOTE = "autovaruna.dtypes"  # where the header notes the dtypes of tensors that are kept as bytes, as JSON by name
+METADATA = {"format": "pt"}  # what the library transformers wants to read in the header of a file
 
 PIECE_BYTES = 16 << 20
 """Most bytes that are read at once; tensors that are not on the host go through as much memory of it."""
 
-Rows = Sequence[Tensor]
-"""The bytes of a file, in order: tensors of uint8 with one dimension, anywhere."""
+Rows = Sequence[Tensor]  # the bytes of a file, in order: tensors of uint8 with one dimension, anywhere
 
 
 @dataclass(frozen=True)
@@ -215,7 +211,7 @@ def _empty(entry: Entry, like: Tensor | None = None) -> Tensor:
     return torch.empty_like(like, dtype=entry.dtype, device="cpu", requires_grad=False)
 
 
-def _read_piece(file: ByteFile, entry: Entry, tensor: Tensor, start: int) -> None:
+def _read_piece(file: ReadInto, entry: Entry, tensor: Tensor, start: int) -> None:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # other bytes, or not in one row: all at once
         if start == 0:
             _overwrite(tensor, _read_numbers(file, entry, 0, entry.num_bytes).reshape(entry.shape), entry)
@@ -224,7 +220,7 @@ def _read_piece(file: ByteFile, entry: Entry, tensor: Tensor, start: int) -> Non
     first, last = start // entry.dtype.itemsize, (start + count) // entry.dtype.itemsize
     target = tensor.detach().reshape(-1)[first:last]
     if tensor.device.type == "cpu" and tensor.dtype == entry.dtype:
-        _read_into(file, entry, target.view(torch.uint8), start)
+        _fill(file, entry.path, target.view(torch.uint8).numpy().data, entry.offset + start)
     else:
         target.copy_(_read_numbers(file, entry, start, count))
 
@@ -241,24 +237,21 @@ def _overwrite(tensor: Tensor, numbers: Tensor, entry: Entry) -> None:
     tensor.detach()[first].copy_(numbers[first])
 
 
-def _read_numbers(file: ByteFile, entry: Entry, start: int, count: int) -> Tensor:
-    return _read_into(file, entry, torch.empty(count, dtype=torch.uint8), start).view(entry.dtype)
+def _read_numbers(file: ReadInto, entry: Entry, start: int, count: int) -> Tensor:
+    numbers = torch.empty(count, dtype=torch.uint8)
+    _fill(file, entry.path, numbers.numpy().data, entry.offset + start)
+    return numbers.view(entry.dtype)
 
 
-def _read_into(file: ByteFile, entry: Entry, target: Tensor, start: int) -> Tensor:
-    _fill(file, entry.path, target.numpy().data, entry.offset + start)
-    return target
-
-
-def _read(file: ByteFile, path: Path, place: int, count: int) -> bytes:
+def _read(file: ReadInto, path: Path, place: int, count: int) -> bytes:
     data = bytearray(count)
     _fill(file, path, memoryview(data), place)
     return bytes(data)
 
 
-def _fill(file: ByteFile, path: Path, view: memoryview, place: int) -> None:
+def _fill(file: ReadInto, path: Path, view: memoryview, place: int) -> None:
     while view:
-        count = file.read_into(view, place)
+        count = file(view, place)
         if count == 0:
             raise CheckpointError(f"{path} ends at byte {place}; expected more. It has been cut off.")
         view, place = view[count:], place + count

@@ -149,15 +149,11 @@ class Planning:
     @property
     def plan(self) -> Plan:
         """The plan."""
-        return self._found[0]
-
-    @property
-    def choices(self) -> list[Choice]:
-        """The best plan of every regular grid, fastest first."""
-        return self._found[1]
+        return self.plan_and_choices[0]
 
     @cached_property
-    def _found(self) -> tuple[Plan, list[Choice]]:
+    def plan_and_choices(self) -> tuple[Plan, list[Choice]]:
+        """The plan, and the best plan of every regular grid, fastest first."""
         choices: dict[bool, list[Choice]] = {}
 
         def make(problem: Problem) -> Plan:
@@ -200,9 +196,7 @@ class Planning:
 
     def _find_memory(self) -> float:
         """Returns what each rank may use."""
-        total = float(self.settings.memory_limit_bytes)
-        if not total and self.device is not None:
-            total = float(self.device.memory_bytes)
+        total = float(self.settings.memory_limit_bytes or (self.device.memory_bytes if self.device else 0))
         if not total and self.device is not None:
             raise ConfigError(f"The device file {self.options.device} does not say its memory; pass --memory, as 80GiB")
         per_host = self.options.ranks_per_host or self.options.ranks
@@ -258,9 +252,9 @@ _MOST_ROWS = 24
 
 def report(planning: Planning, options: argparse.Namespace) -> None:
     """Plans, and shows and saves what the options ask for."""
+    graph, (plan, choices) = planning.traced.graph, planning.plan_and_choices
     if options.table:
-        show(choices_table(planning.choices))
-    graph, plan = planning.traced.graph, planning.plan
+        show(choices_table(choices))
     table = plan_table(plan, graph)
     if not plan.is_measured:
         table.title = f"{table.title} (roofline)"
@@ -282,23 +276,11 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         show(f"drew {options.plot}")
 
 
-_COLUMNS = (
-    "stages",
-    "replicas",
-    "micro-batch",
-    "micro-batches",
-    "schedule",
-    "step",
-    "samples/s",
-    "memory",
-    "recompute",
-)
-
-
 def choices_table(choices: Sequence[Choice]) -> Table:
     """Returns choices as a table, in their order."""
     table = Table(title="choices, fastest first", box=box.SIMPLE_HEAD)
-    for name in _COLUMNS:
+    sizes = ("stages", "replicas", "micro-batch", "micro-batches")
+    for name in (*sizes, "schedule", "step", "samples/s", "memory", "recompute"):
         table.add_column(name, justify="right")
     for choice in choices:
         stages = choice.plan.stages

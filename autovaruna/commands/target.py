@@ -7,8 +7,8 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -75,7 +75,10 @@ def load_target(
         TraceError: the model cannot be traced.
     """
     with nullcontext() if has_weights else _WithoutRandomNumbers():
-        model, args, kwargs = _returned(name, _call(name, _find(name)))
+        function = _find(name)
+        with _running(f"{name} failed"):
+            made = function()
+        model, args, kwargs = _returned(name, made)
     tensors, call = describe(model, args, kwargs, settings.batch_inputs, batch_dims=settings.batch_dims)
     if call.batch_size < 1:
         raise InputError(f"{name} returned a call of no samples. Expected a batch of one or more. {_EXPECTED}.")
@@ -99,10 +102,8 @@ def _find(name: str) -> Callable[[], Any]:
 def _of_module(name: str, place: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
+    with _running(f"The module of {name} cannot be imported"):
         return importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"The module of {name} cannot be imported: {_said(error)}. {_EXPECTED}.") from error
 
 
 def _of_file(name: str, path: Path) -> ModuleType:
@@ -115,18 +116,18 @@ def _of_file(name: str, path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    try:
+    with _running(f"The file of {name} cannot be run"):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"The file of {name} cannot be run: {_said(error)}. {_EXPECTED}.") from error
     return module
 
 
-def _call(name: str, function: Callable[[], Any]) -> Any:
+@contextmanager
+def _running(failure: str) -> Iterator[None]:
+    """Names what an error of the user's code makes impossible."""
     try:
-        return function()
+        yield
     except (Exception, SystemExit) as error:
-        raise InputError(f"{name} failed: {_said(error)}. {_EXPECTED}.") from error
+        raise InputError(f"{failure}: {_said(error)}. {_EXPECTED}.") from error
 
 
 def _returned(name: str, value: Any) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:

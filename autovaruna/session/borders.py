@@ -28,8 +28,7 @@ from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
-STATUS = 75
-"""What a run ends with after it has saved because of a signal; the system's EX_TEMPFAIL: start it again."""
+STATUS = 75  # what a run ends with after it has saved because of a signal; the system's EX_TEMPFAIL: start it again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _heard: set[signal.Signals] = set()
@@ -98,8 +97,7 @@ class Stopping:
         raise SystemExit(STATUS)
 
 
-Wishes = tuple[bool, bool]
-"""Whether a rank can take the next snapshot, and whether it is to leave."""
+Wishes = tuple[bool, bool]  # whether a rank can take the next snapshot, and whether it is to leave
 NO_WISHES: Wishes = False, False
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -60,11 +60,15 @@ class ScriptActions:
         """Counts what is done with an optimizer from now on; `groups` are names of the whole optimizer's parameters."""
         self._optimizer = optimizer
         self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
-        optimizer.register_step_post_hook(self._note_step)
-        optimizer.zero_grad = self._counted(optimizer.zero_grad, _ZERO)  # type: ignore[method-assign]
+        optimizer.register_step_post_hook(lambda *_: self.note(_STEP))
+        zero_grad = optimizer.zero_grad
 
-    def _note_step(self, *_: object) -> None:
-        self._counts[_STEP] += 1
+        @wraps(zero_grad)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.note(_ZERO)
+            zero_grad(*args, **kwargs)
+
+        optimizer.zero_grad = counted  # type: ignore[method-assign]
 
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks that have done the same."""
@@ -93,14 +97,6 @@ class ScriptActions:
                 for name in self._optimizer.defaults:
                     yield place, name, _plain(group.get(name))
 
-    def _counted(self, act: Callable[..., None], what: str) -> Callable[..., None]:
-        @wraps(act)
-        def counted(*args: Any, **kwargs: Any) -> None:
-            self.note(what)
-            act(*args, **kwargs)
-
-        return counted
-
 
 def _plain(value: object) -> object:
     """Returns an option as a number or a text; what is neither says nothing, for it may differ between processes."""
@@ -111,19 +107,8 @@ def _plain(value: object) -> object:
     return value if is_plain(value) else None
 
 
-_OF_ONE_RANK = {
-    "memory_limit_bytes",
-    "memory_margin",
-    "device",
-    "deployment_file",
-    "profile_cache",
-    "dump_graph",
-    "trace_events_file",
-    "progress",
-    "full_tracebacks",
-    "show_settings",
-    "seed",
-}
+_OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
+_OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
@@ -265,18 +250,19 @@ class SameInputs:
     some samples with the labels of others.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._groups = [ranks for ranks in groups if len(ranks) > 1]
+    def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        self.groups = groups
         self._has_told = False
 
     def digests(self, number: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Returns a digest of some numbers of each tensor; nothing in most calls."""
         is_due = number < _NUM_FIRST_CALLS or (number % _CALLS_BETWEEN == 0 and all(each.is_cpu for each in tensors))
-        return tuple(map(_digest, tensors)) if self._groups and is_due and not self._has_told else ()
+        is_shared = any(len(ranks) > 1 for ranks in self.groups)
+        return tuple(map(_digest, tensors)) if is_shared and is_due and not self._has_told else ()
 
     def compare(self, call: CallSpec, digests: Sequence[tuple[int, ...]]) -> None:
         """Warns, once, of inputs that differ by what `digests` returned on each rank."""
-        for ranks in self._groups:
+        for ranks in self.groups:
             odd = {
                 spec.name
                 for rank in ranks
@@ -307,19 +293,17 @@ def micro_batch_weights(
     if weigh is None:
         return ()
 
+    signature = inspect.signature(getattr(model, shared.call.method))
+
+    def weight_of(part: MicroBatch) -> float:
+        args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
+        weight: Any = weigh(dict(signature.bind(*args, **kwargs).arguments))
+        if not float(weight) >= 0:
+            raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
+        return float(weight)
+
     def weights_of_own() -> dict[int, float]:
-        return {part.index: _weight(weigh, model, shared, part) for part in batch.owned_by(world.rank)}
+        return {part.index: weight_of(part) for part in batch.owned_by(world.rank)}
 
-    known: dict[int, float] = {}
-    for found in gather_on_all(world, weights_of_own, "weighing micro-batches"):
-        known |= found
+    known = dict(ChainMap(*gather_on_all(world, weights_of_own, "weighing micro-batches")))
     return tuple(known[index] for index in batch.micro_batches)
-
-
-def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
-    args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
-    weight: Any = weigh(dict(inspect.signature(getattr(model, shared.call.method)).bind(*args, **kwargs).arguments))
-    number = float(weight)
-    if not number >= 0:
-        raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
-    return number

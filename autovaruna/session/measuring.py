@@ -50,8 +50,7 @@ logger = logging.getLogger(__name__)
 _MOST_TURNS = 2
 _BUDGET_SECONDS = 10.0
 _SPLIT_RANKS = 4
-_NOISE = 1.25
-"""Speeds whose ratio is less than this count as equal."""
+_NOISE = 1.25  # speeds whose ratio is less than this count as equal
 _CALLS_OF_AN_INSTRUCTION = 10.0
 """What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
 
@@ -205,8 +204,7 @@ SHAPING = (
     "shard_optimizer",
     "inputs",
     "dynamic_batch",
-)
-"""The settings that shape a plan; a saved one is valid for their values."""
+)  # the settings that shape a plan; a saved one is valid for their values
 
 
 def needs_gradient(traced: TracedModel) -> bool:

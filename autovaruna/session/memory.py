@@ -26,8 +26,7 @@ The first two are of the C library's heap, found from the settings of `benchmark
 between holes. That of CUDA's caching allocator was 1.1 for gigabytes of them and up to 2 for a hundred megabytes."""
 MAPPED_BYTES = 32 << 20
 """Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
-_SMALL_BYTES = 1 << 16
-"""Tensors of less than this are few bytes beside others."""
+_SMALL_BYTES = 1 << 16  # tensors of less than this are few bytes beside others
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
 """What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
 

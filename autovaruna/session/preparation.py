@@ -54,8 +54,7 @@ from autovaruna.session.memory import rank_memory
 from autovaruna.session.wrapped import Wrapped
 from autovaruna.stage.split import Assignment, assign
 
-_GLOBAL_BATCH = "global batch"
-"""Where a fingerprint's shapes have the number of samples of all ranks."""
+_GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
 
 logger = logging.getLogger(__name__)
 

@@ -35,17 +35,10 @@ from autovaruna.runtime.optimizers.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
+from autovaruna.session import calls
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.borders import NO_WISHES, refuse_several
-from autovaruna.session.calls import (
-    Report,
-    SameInputs,
-    SharedCall,
-    compare_settings,
-    input_groups,
-    micro_batch_weights,
-    share_call,
-)
+from autovaruna.session.calls import Report, SharedCall
 from autovaruna.session.device import on_own_gpu
 from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
 from autovaruna.session.persistence import Persistence
@@ -123,16 +116,9 @@ class Session:
         if self._wrapped.world.num_ranks > 1:
             return False
         settings = self._wrapped.settings
-        asks = (
-            settings.num_micro_batches,
-            settings.micro_batch_size,
-            settings.num_stages > 1,
-            settings.recompute == "all",
-            settings.memory_limit_bytes,
-            settings.cuts,
-            settings.stage_ranks,
-        )
-        return not any(asks)
+        asks_for_stages = settings.num_stages > 1 or settings.cuts or settings.stage_ranks
+        asks_for_memory = settings.recompute == "all" or settings.memory_limit_bytes
+        return not (asks_for_stages or asks_for_memory or settings.num_micro_batches or settings.micro_batch_size)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> Any:
         """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective."""
@@ -147,7 +133,7 @@ class Session:
             yield
             return
         engine = wrapped.engine
-        work, plan = (0.0, None) if engine is None else (engine.metrics.work_seconds, engine.plan)
+        work, plan = (engine.metrics.work_seconds, engine.plan) if engine else (0.0, None)
         morphing.begin_call(wrapped.num_steps, work, plan)
         yield
         morphing.end_call()
@@ -234,7 +220,7 @@ class Session:
         """Tells all ranks of this rank's call. Collective."""
         wrapped, world = self._wrapped, self._wrapped.world
         if wrapped.engine is None:
-            compare_settings(wrapped.settings, world)
+            calls.compare_settings(wrapped.settings, world)
         error: Exception | None = None
         report = None
         try:
@@ -255,7 +241,9 @@ class Session:
         if self._leave_out(call, reports):
             return self._agree(args, kwargs, method)
         try:
-            shared = share_call(call, tensors, wrapped.num_calls, self._groups, world, reports, wrapped.doings)
+            shared = calls.share_call(
+                call, tensors, wrapped.num_calls, self._same_inputs.groups, world, reports, wrapped.doings
+            )
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
                 raise
@@ -286,18 +274,13 @@ class Session:
         return bool(unread)
 
     @cached_property
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that pass the same mini-batch."""
-        return input_groups(self._wrapped.settings, self._wrapped.world.num_ranks)
-
-    @cached_property
-    def _same_inputs(self) -> SameInputs:
-        return SameInputs(self._groups)
+    def _same_inputs(self) -> calls.SameInputs:
+        return calls.SameInputs(calls.input_groups(self._wrapped.settings, self._wrapped.world.num_ranks))
 
     def _cut(self, shared: SharedCall, plan: Plan) -> GlobalBatch:
         settings, world = self._wrapped.settings, self._wrapped.world
         batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)
-        weights = micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
+        weights = calls.micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
         return weigh(batch, weights, settings.reduction == "sum")
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:

@@ -30,16 +30,11 @@ from autovaruna.runtime.world import World, differences, on_all
 from autovaruna.session.calls import SharedCall
 
 logger = logging.getLogger(__name__)
-_OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)
-"""What is put in the place of an attribute."""
-_MOST_SAMPLES = 4
-"""Samples on which a graph is compared with its model."""
-_MOST_GRAPHS = 32
-"""Graphs that are kept."""
-_MOST_TRIED = 2
-"""Traces that try to leave a dimension free."""
-_MOST_IN_PARTS = 16
-"""Samples of which two parts are compared with all of them."""
+_OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # what is put in the place of an attribute
+_MOST_SAMPLES = 4  # samples on which a graph is compared with its model
+_MOST_GRAPHS = 32  # graphs that are kept
+_MOST_TRIED = 2  # traces that try to leave a dimension free
+_MOST_IN_PARTS = 16  # samples of which two parts are compared with all of them
 
 
 class Traces:
@@ -338,10 +333,9 @@ class Traces:
 
     def _is_whole(self) -> bool:
         """Whether this rank has all numbers of the model where it computes."""
-        state = [*self._model.parameters(), *self._model.buffers()]
-        return not any(isinstance(each, RemoteTensor) or each.is_meta for each in state) and all(
-            each.device.type == self._device.type for each in state
-        )
+        state = (*self._model.parameters(), *self._model.buffers())
+        is_away = any(isinstance(each, RemoteTensor) or each.device.type != self._device.type for each in state)
+        return not is_away
 
     def _compare(self, traced: TracedModel) -> None:
         """Makes sure that every rank traced the same model."""

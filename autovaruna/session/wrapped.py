@@ -53,22 +53,19 @@ class Wrapped:
         self.stopping = Stopping()
         if settings.save_on_signal:
             listen()
-        self._known_world: World | None = None
         self._number = 0
 
-    @property
+    @cached_property
     def world(self) -> World:
         """The ranks; the first use starts MPI."""
-        if self._known_world is None:
-            self._known_world = get_world()
-            configure(self._known_world.rank)
-            show_all_frames(self.settings.full_tracebacks)
-            stalls = self._known_world.watch.stalls
-            stalls.report_seconds = self.settings.stall_report_seconds
-            stalls.limit_seconds = self.settings.stall_limit_seconds
-            if self.settings.show_settings:
-                log_settings(self.settings)
-        return self._known_world
+        world = get_world()
+        configure(world.rank)
+        show_all_frames(self.settings.full_tracebacks)
+        world.watch.stalls.report_seconds = self.settings.stall_report_seconds
+        world.watch.stalls.limit_seconds = self.settings.stall_limit_seconds
+        if self.settings.show_settings:
+            log_settings(self.settings)
+        return world
 
     @cached_property
     def morphing(self) -> Morphing | None:

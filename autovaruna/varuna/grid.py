@@ -19,11 +19,9 @@ from autovaruna.profiler.records import Cluster
 from autovaruna.runtime.environment import local_rank_in
 from autovaruna.runtime.world import World
 
-AUTO = "auto"
-"""What the launcher passes on in place of a map that is still to be found."""
+AUTO = "auto"  # what the launcher passes on in place of a map that is still to be found
 
-Grid = tuple[tuple[int, ...], ...]
-"""The ranks of each stage."""
+Grid = tuple[tuple[int, ...], ...]  # the ranks of each stage
 StageMap = Mapping[int, Sequence[int]] | Sequence[Sequence[int]] | str | None
 
 
@@ -83,8 +81,7 @@ def _complaint(grid: Grid, num_ranks: int) -> str:
     return f"rank {missing[0]} is in no stage; name it, or start {len(named)} ranks" if missing else ""
 
 
-_ALL_DEPTHS = 16
-"""Up to so many ranks every number of stages is tried; beyond, those that leave the fewest ranks over."""
+_ALL_DEPTHS = 16  # up to so many ranks every number of stages is tried; beyond, those that leave the fewest ranks over
 
 
 @dataclass(frozen=True)

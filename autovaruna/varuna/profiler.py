@@ -118,13 +118,8 @@ def find_grid(
 
     found = on_all(world, search, "finding stages and replicas")
     best = world.broadcast_object(found[0] if found else None, 0, "sharing stages and replicas")
-    logger.info(
-        "found %d stages of %d replicas, micro-batches of %d samples: %.6g s a step",
-        best.num_stages,
-        best.num_replicas,
-        best.micro_batch_size,
-        best.seconds,
-    )
+    text = "found %d stages of %d replicas, micro-batches of %d samples: %.6g s a step"
+    logger.info(text, best.num_stages, best.num_replicas, best.micro_batch_size, best.seconds)
     return best.grid, best.micro_batch_size
 
 
@@ -258,7 +253,12 @@ class Profiler:
             raise InputError("microbatches_to_profile is empty; expected at least one micro-batch size.")
         traced = self._subject.traced
         cluster = describe_cluster(self._subject.watch, traced.graph, self.settings)
-        facts = Facts(self.gpus_per_node, self._optimizer_factor())
+        factor = 2.0  # not known; AdamW's is as large as any
+        if self._optimizer is not None:
+            factor = on_all(
+                self.world, lambda: optimizer_factor(self._optimizer, self.settings), "trying the optimizer"
+            )
+        facts = Facts(self.gpus_per_node, factor)
         self._on_first(lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts))
         costs = read_costs(self.world, self._caches, keys_of(traced, sizes))
         for size in sizes:
@@ -276,19 +276,14 @@ class Profiler:
         skipped = set(keys_of(self._subject.traced, [size]))
         skipped -= skipped if self._wanted is None else keys_between(self._subject.traced, [size], self._wanted)
         fresh = self._subject.measure([size], known.keys() | skipped)
-        of_size = {key: cost for key, cost in {**known, **fresh}.items() if key[1] == size}
-        self._on_first(lambda: self._save(of_size, fresh))
+
+        def save() -> None:
+            self._own.write({key: cost for key, cost in {**known, **fresh}.items() if key[1] == size})
+            if self._others:
+                self._others.write(fresh)
+
+        self._on_first(save)
         return fresh
-
-    def _save(self, of_size: dict[Key, PartCost], fresh: dict[Key, PartCost]) -> None:
-        self._own.write(of_size)
-        if self._others:
-            self._others.write(fresh)
-
-    def _optimizer_factor(self) -> float:
-        if self._optimizer is None:
-            return 2.0  # not known; AdamW's is as large as any
-        return on_all(self.world, lambda: optimizer_factor(self._optimizer, self.settings), "trying the optimizer")
 
     def _on_first(self, act: Callable[[], None]) -> None:
         """Writes on rank 0; an error there is an error on all. Collective."""
