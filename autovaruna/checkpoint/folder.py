@@ -1,19 +1,13 @@
 """The folder of a run's checkpoints: each step has a folder of its own, which appears when it is complete.
 
-root/
-  step-00000300/       complete: it has a manifest
-  step-00000300.1/     the same step, saved again; it replaces the one above
+  step-00000300/          complete: it has a manifest
+  step-00000300.1/        the same step, saved again; it replaces the one above
   step-00000200.branch1/  saved after them, by a run that went back; so are all that follow, until one goes back again
-  .step-00000400.x7ab/ on its way, or left behind by a run that was killed
-  .claim               names the job that saves here; only one does
+  .step-00000400.x7ab/    on its way, or left behind by a run that was killed: no process has it locked
+  .claim                  names the job that saves here, which has it locked; only one does
 
-So names alone say which is the newest, whatever clocks say, and a damaged file changes nothing about that.
-
-A job locks the claim, the folder that it writes and, with a lock that many may have, the one that it loads from. The
-system takes locks away when a job dies: a folder on its way without a lock has been left behind. Where a file system
-has no locks, folders count as left behind, and claims as free.
-
-Ranks that save or load act together, and make sure that they ask for the same.
+Names alone say which is the newest, whatever clocks say. A checkpoint that is loaded has a lock that many may have. The
+system takes locks away when a job dies; where a file system has none, folders count as left behind, claims as free.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ class Loading:
         problems = self._misfits(subject, is_strict)
         optimizer = self.state.get("optimizer")
         if subject.optimizer is not None and optimizer is not None:
-            subject.optimizer.check()
-            problems += check_optimizer(subject.optimizer, optimizer, subject.first)
+            problems += check_optimizer(subject, subject.optimizer, optimizer)
         for name, part in self._parts.items():
             if part is not None and name not in self.state:
                 problems.append(f"it was saved without {name}=")
@@ -74,18 +73,20 @@ class Loading:
             logger.warning("loading %s: %s", self.source.path, text)
 
     def _remarks(self, subject: Subject) -> list[str]:
-        tensors = subject.tensors()
-        others = {
-            entry.dtype for name in tensors if (entry := self._entry(name)) and entry.dtype != tensors[name].dtype
-        }
+        pairs = [(self._entry(name), tensor.dtype) for name, tensor in subject.tensors().items()]
+        others = {entry.dtype for entry, dtype in pairs if entry and entry.dtype != dtype}
         found = [f"weights of {dtype} become those of the model's own dtype" for dtype in sorted(others, key=str)]
         for name, part in self._parts.items():
             if part is None and name in self.state:
                 found.append(f"it holds the state of a {name}, which load_checkpoint got none for: give it {name}=")
-        found += [
-            f"{name} and {first} have other numbers there, but are one tensor of the model: those of {first} are taken"
-            for name, first in self._tied_apart(subject)
-        ]
+        chosen = self.names(subject)
+        for name, first in subject.state.first_name.items():
+            entry, taken = self.source.weights.get(name), chosen.get(first)
+            if entry and taken and not _is_same(entry, taken):
+                found.append(
+                    f"{name} and {taken.name} have other numbers there, but are one tensor of the model: those of "
+                    f"{taken.name} are taken"
+                )
         if self.state and subject.optimizer is not None and "optimizer" not in self.state:
             found.append("it was saved without an optimizer: the optimizer goes on with what state it has")
         return found
@@ -98,19 +99,6 @@ class Loading:
             first = subject.state.first_name[name]
             if entry is not None and (first not in found or name == first):
                 found[first] = entry
-        return found
-
-    def _tied_apart(self, subject: Subject) -> list[tuple[str, str]]:
-        """Returns names of one tensor of the model that are several ones there, with the name that counts."""
-        chosen = self.names(subject)
-        found = []
-        for name, first in subject.state.first_name.items():
-            entry, taken = self.source.weights.get(name), chosen.get(first)
-            if entry is None or taken is None or entry == taken:
-                continue
-            if entry.dtype == taken.dtype and torch.equal(read_new(entry), read_new(taken)):
-                continue
-            found.append((name, taken.name))
         return found
 
     def load_weights(self, subject: Subject) -> None:
@@ -131,7 +119,7 @@ class Loading:
             dtypes = {name: entry.dtype for name, entry in self.names(subject).items()}
             reader = Reader(self.source.others)
             with self._taking("optimizer"):
-                load_optimizer(subject.optimizer, subject.state, known, state, subject.first, reader, dtypes)
+                load_optimizer(subject, subject.optimizer, known, state, reader, dtypes)
 
     def load_rest(self, rank: int) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""
@@ -190,6 +178,10 @@ class Loading:
         if is_strict and unexpected:
             problems.append(f"not expected: {_some(unexpected)}{_hint(missing, unexpected)}")
         return problems
+
+
+def _is_same(one: Entry, other: Entry) -> bool:
+    return one == other or (one.dtype == other.dtype and torch.equal(read_new(one), read_new(other)))
 
 
 def _some(names: Iterable[str], between: str = ", ") -> str:

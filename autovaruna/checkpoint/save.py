@@ -209,19 +209,18 @@ class Saver:
                 os._exit(1)
 
 
+@dataclass
 class BackgroundWrite:
     """A checkpoint on its way: a thread of this rank writes its part into `folder`, where every rank has its mark."""
 
-    def __init__(
-        self, folder: Path, world: World, write: Callable[[], Report], complete: Callable[[Sequence[Report]], None]
-    ) -> None:
-        self.folder = folder
-        self.error: BaseException | None = None
-        self._rank = world.rank
-        self._num_ranks = world.num_ranks
-        self._write = write
-        self._complete = complete
-        self._thread = threading.Thread(target=self._run, name=f"autovaruna checkpoint {folder.name}")
+    folder: Path
+    world: World
+    write: Callable[[], Report]
+    complete: Callable[[Sequence[Report]], None]
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"autovaruna checkpoint {self.folder.name}")
         try:
             self._thread.start()
         except RuntimeError as error:  # the system gives no more threads: the other ranks must hear of it, too
@@ -239,20 +238,20 @@ class BackgroundWrite:
 
     def _run(self) -> None:
         try:
-            self._leave(self._write())
-            if self._rank == 0:
-                self._complete([self._report_of(rank) for rank in range(self._num_ranks)])
+            self._leave(self.write())
+            if self.world.rank == 0:
+                self.complete([self._report_of(rank) for rank in range(self.world.num_ranks)])
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
         logger.error("the checkpoint %s failed: %s", self.folder, error)
-        mark_of(self.folder, self._rank).unlink(missing_ok=True)
+        mark_of(self.folder, self.world.rank).unlink(missing_ok=True)
 
     def _leave(self, report: Report) -> None:
         """Puts this rank's report into its mark, whole or not at all."""
-        mark = mark_of(self.folder, self._rank)
+        mark = mark_of(self.folder, self.world.rank)
         try:
             mark.with_suffix(".part").write_text(json.dumps(asdict(report)))
             os.replace(mark.with_suffix(".part"), mark)

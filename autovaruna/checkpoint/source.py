@@ -16,18 +16,9 @@ from typing import Any
 import msgspec
 import torch
 
+from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.folder import (
-    Saved,
-    different_requests,
-    gather,
-    lock_to_read,
-    on_first,
-    other_job,
-    place_of,
-    saved_in,
-    together,
-)
+from autovaruna.checkpoint.folder import Saved
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.checkpoint.tensor_file import Entry, read_header
@@ -64,21 +55,21 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
     Raises:
         CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
     """
-    path = Path(place_of(root))
+    path = Path(folder.place_of(root))
     step = int(step) if is_whole(step) else step
-    if found := different_requests(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
+    if found := folder.different_requests(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
         raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same on every rank.")
-    if world.rank == 0 and (other := other_job(path)):
+    if world.rank == 0 and (other := folder.other_job(path)):
         logger.info("another job saves to %s (%s): this one can load from there, but not save", path, other)
     known: dict[Path, list[str]] = {}
     while True:
-        chosen = on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
+        chosen = folder.on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
         if chosen is None:
-            return together(world, lambda: open_source(path), "opening a checkpoint")
-        every = gather(world, partial(_damages, chosen, world), "checking a checkpoint")
+            return folder.together(world, lambda: open_source(path), "opening a checkpoint")
+        every = folder.gather(world, partial(_damages, chosen, world), "checking a checkpoint")
         known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not known[chosen]:
-            return together(world, partial(open_source, chosen), "opening a checkpoint")
+            return folder.together(world, partial(open_source, chosen), "opening a checkpoint")
 
 
 def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], locks: ExitStack) -> Path | None:
@@ -95,7 +86,7 @@ def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]],
                 "been changed; load an earlier step, or copy the damaged file again from where it is intact."
             )
         try:
-            locks.enter_context(lock_to_read(left[0]))
+            locks.enter_context(folder.lock_to_read(left[0]))
         except FileNotFoundError:
             continue  # another job has just saved a newer one, and removed this
         except OSError as error:
@@ -115,7 +106,7 @@ def _candidates(path: Path, step: int | str) -> list[Saved] | None:
             raise CheckpointError(f"{path} is of step {own.step}; got a request for step {step}.")
         return [own]
     try:
-        every = saved_in(path) if path.is_dir() else []
+        every = folder.saved_in(path) if path.is_dir() else []
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Expected a folder of checkpoints.") from error
     if step == "latest":

@@ -310,18 +310,19 @@ def shown_ranks(plan: Plan | Pipeline) -> list[int]:
 
 
 def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
-    """Returns some rows of a drawing, with its legend, and what was left out."""
+    """Returns some rows of a drawing, with its legend, and what was left out.
+
+    `names` are the plan's ranks for each row of the drawing; empty: they are those of the rows.
+    """
     lines = drawing.splitlines()
-    kept = [_named(lines[row], names[row] if names else row, max(names, default=0)) for row in rows]
+    kept = [lines[row] for row in rows]
+    if names:
+        width = len(f"rank {max(names)}")
+        kept = [f"{f'rank {names[row]}':<{width}} |{lines[row].split('|', 1)[1]}" for row in rows]
     kept += lines[len(names) or num_ranks :]
     if len(rows) < num_ranks:
         kept.append(f"{len(rows)} of {num_ranks} ranks are drawn: the first replicas of stages")
     return "\n".join(kept)
-
-
-def _named(line: str, rank: int, greatest: int) -> str:
-    """Returns a row of a drawing with the rank's own name."""
-    return f"{f'rank {rank}':<{len(f'rank {greatest}')}} |{line.split('|', 1)[1]}" if greatest else line
 
 
 def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
