@@ -85,7 +85,13 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
     """
     named = environ.get(CONF_DIR_VARIABLE)
     if not named:
-        return _at_home()
+        try:
+            return Path("~/.autovaruna").expanduser()
+        except RuntimeError as error:
+            raise ConfigError(
+                "This user has no home directory: HOME is not set, and the system knows none. Set HOME, or set "
+                f"{CONF_DIR_VARIABLE} to a directory for settings and measurements."
+            ) from error
     path, why = Path(at_home(named)), "it is a file"
     try:
         if stat.S_ISDIR(path.stat().st_mode):
@@ -95,16 +101,6 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
     raise ConfigError(
         f"{CONF_DIR_VARIABLE}={named} is no directory that can be read: {why}; create it or unset the variable"
     )
-
-
-def _at_home() -> Path:
-    try:
-        return Path("~/.autovaruna").expanduser()
-    except RuntimeError as error:
-        raise ConfigError(
-            "This user has no home directory: HOME is not set, and the system knows none. Set HOME, or set "
-            f"{CONF_DIR_VARIABLE} to a directory for settings and measurements."
-        ) from error
 
 
 def read_toml(path: Path) -> dict[str, object]:

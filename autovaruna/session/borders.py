@@ -23,7 +23,7 @@ from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, Subject, generator_states
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.progress import JobPlace, Reporter, job_place
+from autovaruna.runtime.progress import JobPlace, Reporter
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ class Stopping:
         self.is_agreed = False  # whether all ranks know, since the same call, that it is
         self._is_wanted = False
         self._first_step = 0
-        self._num_before = 0
 
     @property
     def own(self) -> bool:
@@ -83,15 +82,8 @@ class Stopping:
         """Returns the number that the script gives the state after so many steps of its optimizer."""
         return self._first_step + num_steps
 
-    def is_due(self, num_steps: int) -> bool:
-        """Says, once a call, whether this is where to save: the optimizer has stepped since the call before."""
-        has_stepped, self._num_before = num_steps != self._num_before, num_steps
-        return has_stepped and self.is_agreed
-
-    def save_and_end(self, save: Callable[[int], None], num_steps: int) -> NoReturn:
-        """Saves the state under its number, and ends this rank with `STATUS`; every rank does."""
-        step = self.step_after(num_steps)
-        save(step)
+    def end(self, step: int) -> NoReturn:
+        """Ends this rank with `STATUS`, once the state is saved under its number; every rank does."""
         names = ", ".join(sorted(each.name for each in _heard)) or "a signal on another rank"
         logger.warning("got %s: saved step %d, and end with status %d", names, step, STATUS)
         raise SystemExit(STATUS)
@@ -119,7 +111,6 @@ class Morphing:
         self._content: Callable[[int], Content] = Content
         self._generators: Mapping[str, Tensor] | None = None
         self._takes, self._leaves = NO_WISHES
-        self._num_steps = 0
         self._first_step = 0
 
     def hold(
@@ -185,12 +176,11 @@ class Morphing:
         self._reporter.end_call()
 
     def at_border(self, subject: Callable[[], Subject], num_steps: int, step: int) -> None:
-        """Takes a snapshot and ends this rank, if all ranks have agreed to, and the optimizer has stepped. Collective.
+        """Takes a snapshot and ends this rank, if all ranks have agreed to; the optimizer has stepped. Collective.
 
         `step` is the number that the script gives the state after `num_steps` steps of the optimizer.
         """
-        has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
-        if self._snapshots is None or not has_stepped:
+        if self._snapshots is None:
             return
         self._snapshots.begin_border(num_steps)
         if self._takes or self._leaves:
@@ -200,12 +190,6 @@ class Morphing:
             self._world.barrier("leaving together")
             logger.info("step %d is in memory of the hosts: this rank leaves, to be started again", step)
             raise SystemExit(STATUS)
-
-
-def find_morphing(world: World) -> Morphing | None:
-    """Returns what a rank does for the manager of its job; None: there is no manager."""
-    place = job_place()
-    return None if place is None else Morphing(place, world)
 
 
 def refuse_several(num_models: int) -> None:

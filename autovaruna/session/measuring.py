@@ -253,7 +253,7 @@ def measured_problem(
     fewest = len(shared.groups)  # every mini-batch is at least one micro-batch
     sizes = sizes_to_measure(settings, traced, shared.global_batch_size, fewest)
     with phase(logger, "measuring the parts of the model"):
-        profile = _measure(subject, sizes)
+        profile = measured_profile(subject, sizes, splits_backward(settings, watch.world.num_ranks))
     batch_bytes = sum(each.nbytes for each in shared.tensors if each.device.type == watch.device.type)
     with phase(logger, "measuring links, memory and speeds of the ranks"):
         cluster = describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes)
@@ -275,10 +275,9 @@ def measured_problem(
     )
 
 
-def _measure(subject: Subject, sizes: list[int]) -> Profile:
-    """Measures what no rank knows already."""
+def measured_profile(subject: Subject, sizes: list[int], splits: bool) -> Profile:
+    """Measures what no rank knows already, weight gradients apart, too, if it `splits`. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
-    splits = splits_backward(settings, world.num_ranks)
     cache = cache_of(settings, device, world.hosts.count(world.hosts[world.rank]), splits=splits)
     lasting = lasting_keys(subject.traced, sizes)
     is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import os
-import stat
+import shutil
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -92,29 +92,13 @@ def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) 
 
 def _keep_copy(path: Path) -> str:
     """Keeps what would be lost when a new plan is saved, in a new file; returns in words how that went."""
+    names = (f"{path}.damaged{number or ''}" for number in count())
+    copy = next(name for name in names if not os.path.lexists(name))
     try:
-        content = path.read_bytes()
-        for number in count():
-            copy = f"{path}.damaged{number or ''}"
-            with suppress(FileExistsError), open(copy, "xb") as file:
-                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
-                file.write(content)
-                return f"a copy is kept as {copy}"
+        shutil.copy(path, copy)
+        return f"a copy is kept as {copy}"
     except OSError as error:
         return f"no copy of it can be kept: {error.strerror}"
-    raise AssertionError  # there is always another number
-
-
-def _check_replaceable(path: Path) -> None:
-    """Raises DeploymentError for a file that nobody can read: it may be a plan that somebody has edited."""
-    if path.is_file():
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise DeploymentError(
-                f"{path} is there, but cannot be read ({error.strerror}), so that it is not replaced; make it "
-                "readable, remove it, or name another deployment_file"
-            ) from error
 
 
 def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
@@ -268,8 +252,7 @@ class Preparation:
             is_first = self._world.rank == 0
             return read_saved_plan(self._settings, self._fingerprint, self._traced.graph) if is_first else None
 
-        plan = on_all(self._world, read, "loading the deployment")
-        return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
+        return gather_on_all(self._world, read, "loading the deployment")[0]
 
     def measured_again(self) -> Plan:
         """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
@@ -283,8 +266,9 @@ class Preparation:
             return plan_with_sharing(problem, self._sharing, make_plan) if self._world.rank == 0 else None
 
         with phase(logger, "searching for a plan"):
-            plan = on_all(self._world, search, "planning")
-        self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
+            found = gather_on_all(self._world, search, "planning")
+        assert found[0] is not None
+        self.plan = found[0]
         if self._settings.save_deployment:
             on_all(self._world, self._save_on_first, "saving the deployment")
             self._ask_for_fewer(problem)
@@ -303,15 +287,23 @@ class Preparation:
     def _save_on_first(self) -> None:
         if self._world.rank > 0:
             return
+        file = self._settings.deployment_file
+        path = Path(at_home(file))
         try:
-            _check_replaceable(Path(at_home(self._settings.deployment_file)))
-            self.save(self._settings.deployment_file)
-            logger.info("saved the deployment to %s", self._settings.deployment_file)
+            if path.is_file():
+                path.open("rb").close()  # what nobody can read may be a plan that somebody has edited
+            self.save(file)
+            logger.info("saved the deployment to %s", file)
         except DeploymentError as error:  # to plan again next time is better than to give up what was planned
             logger.warning("the plan is not kept: %s", error)
+        except OSError as error:
+            text = (
+                "the plan is not kept: %s is there, but cannot be read (%s), so that it is not replaced; make it "
+                "readable, remove it, or name another deployment_file"
+            )
+            logger.warning(text, path, error.strerror)
 
     def _measured_problem(self) -> Problem:
-        """Measures model, machine and optimizer. Collective."""
         watch = SpeedWatch(self._world, self.device)
         subject = Subject(self._model, self._traced, self._shared.tensors, self._settings, watch)
         factor = float(self._fingerprint.settings["optimizer_bytes_factor"])

@@ -100,6 +100,7 @@ class Session:
         self._wrapped = wrapped
         self._persistence = persistence
         self._scaler = scaler
+        self._num_steps = 0  # of the optimizer, at the call before
         self._number_of_copy = copies.add(self)
         self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs, wrapped.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
@@ -168,12 +169,15 @@ class Session:
 
         Collective, if it is due.
         """
-        wrapped = self._wrapped
-        folder, num_steps, morphing = wrapped.settings.save_on_signal, wrapped.num_steps, wrapped.morphing
+        wrapped, stopping = self._wrapped, self._wrapped.stopping
+        folder, morphing, num_steps = wrapped.settings.save_on_signal, wrapped.morphing, wrapped.num_steps
+        has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
+        step = stopping.step_after(num_steps)
         if morphing is not None:
             if wrapped.world.num_ranks == 1:
                 morphing.agree([morphing.wishes])
-            morphing.at_border(self._only_subject, num_steps, wrapped.stopping.step_after(num_steps))
+            if has_stepped:
+                morphing.at_border(self._only_subject, num_steps, step)
         if not folder:
             return
         if wrapped.of_model or wrapped.world.num_models > 1:
@@ -182,13 +186,10 @@ class Session:
                 "one; expected one model. Leave the setting out, and save all of them once model.should_stop() is true."
             )
         if wrapped.world.num_ranks == 1:
-            wrapped.stopping.is_agreed = wrapped.stopping.own
-        if wrapped.stopping.is_due(num_steps):
-
-            def save(step: int) -> None:
-                self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
-
-            wrapped.stopping.save_and_end(save, num_steps)
+            stopping.is_agreed = stopping.own
+        if has_stepped and stopping.is_agreed:
+            self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
+            stopping.end(step)
 
     def _only_subject(self) -> Subject:
         """Returns what a snapshot is of, if that is all there is."""

@@ -19,9 +19,10 @@ from autovaruna.runtime.autograd import DirectCalls
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world, is_alone
 from autovaruna.runtime.optimizers.optimizer import CutOptimizer, OwnSteps, with_hooks
+from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import Morphing, Stopping, find_morphing, listen
+from autovaruna.session.borders import Morphing, Stopping, listen
 from autovaruna.session.calls import Digest, ScriptActions
 from autovaruna.session.device import bring_to_own_device
 
@@ -70,7 +71,8 @@ class Wrapped:
     @cached_property
     def morphing(self) -> Morphing | None:
         """What this rank does for the manager of its job; None: there is none."""
-        return find_morphing(self.world)
+        place = job_place()
+        return None if place is None else Morphing(place, self.world)
 
     @property
     def num_steps(self) -> int:

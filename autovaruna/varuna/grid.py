@@ -125,16 +125,9 @@ def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
         raise PlanError(f"{num_stages} stages need as many ranks: there are {problem.cluster.num_ranks}")
     share = math.ceil(batch_size / replicas)
     count = replicas * math.ceil(share / chunk_size) if chunk_size else 0
-    plan = make_plan(
-        replace(
-            problem,
-            cluster=_first_ranks(problem.cluster, num_stages * replicas),
-            min_micro_batches_for_inputs=replicas,
-            constraints=replace(
-                problem.constraints, num_micro_batches=min(count, batch_size), stage_ranks=grid_of(num_stages, replicas)
-            ),
-        )
-    )
+    grid, cluster = grid_of(num_stages, replicas), _first_ranks(problem.cluster, num_stages * replicas)
+    forced = replace(problem.constraints, num_micro_batches=min(count, batch_size), stage_ranks=grid)
+    plan = make_plan(replace(problem, cluster=cluster, min_micro_batches_for_inputs=replicas, constraints=forced))
     size = chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
     memory = max(plan.rank_bytes())
     return Choice(num_stages, replicas, size, plan.num_micro_batches, plan.predicted_seconds, memory, plan)

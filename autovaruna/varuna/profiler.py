@@ -29,9 +29,9 @@ from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts, distinct
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.world import World, on_all
+from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.device import find_device
-from autovaruna.session.measuring import SpeedWatch, Subject, describe_cluster, optimizer_factor
+from autovaruna.session.measuring import SpeedWatch, Subject, describe_cluster, measured_profile, optimizer_factor
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Choice, Grid, choice_at, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
@@ -48,13 +48,6 @@ def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings:
         return Subject(model, traced, tensors, settings, SpeedWatch(world, device))
 
     return on_all(world, act, "tracing")
-
-
-def read_costs(world: World, caches: Sequence[ProfileCache], keys: Collection[Key]) -> dict[Key, PartCost]:
-    """Returns what rank 0 finds on disk, on every rank. Collective."""
-    found = merge([cache.read(keys) for cache in caches]) if world.rank == 0 else {}
-    costs: dict[Key, PartCost] = world.broadcast_object(found, 0, "reading saved measurements")
-    return costs
 
 
 def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
@@ -96,28 +89,22 @@ def find_grid(
     device = find_device(model, known)
     subject = subject_of(model, sample, device, known, world)
     sizes = [chunk_size] if chunk_size else sorted({1, max(1, batch_size // world.num_ranks), max(1, batch_size // 4)})
-    cache = cache_of(known, device, world.hosts.count(world.hosts[world.rank]))
-    costs = read_costs(world, [cache] if cache else [], keys_of(subject.traced, sizes))
-    for size in sizes:
-        fresh = subject.measure([size], costs)
-        costs |= fresh
-        if cache and world.rank == 0:
-            cache.write(fresh)
+    profile = measured_profile(subject, sizes, splits=False)
     cluster = describe_cluster(subject.watch, subject.traced.graph, known)
     problem = Problem(
         subject.traced.graph,
-        to_profile(subject.traced, costs, device),
+        profile,
         cluster,
         batch_size,
         2.0 if known.optimizer_bytes_factor == "auto" else float(known.optimizer_bytes_factor),
         constraints=Constraints(cutpoints=known.cutpoints),
     )
 
-    def search() -> list[Choice]:
-        return choices(problem, chunk_size or 0, uses_all_ranks=True) if world.rank == 0 else []
+    def search() -> Choice | None:
+        return choices(problem, chunk_size or 0, uses_all_ranks=True)[0] if world.rank == 0 else None
 
-    found = on_all(world, search, "finding stages and replicas")
-    best = world.broadcast_object(found[0] if found else None, 0, "sharing stages and replicas")
+    best = gather_on_all(world, search, "finding stages and replicas")[0]
+    assert best is not None
     text = "found %d stages of %d replicas, micro-batches of %d samples: %.6g s a step"
     logger.info(text, best.num_stages, best.num_replicas, best.micro_batch_size, best.seconds)
     return best.grid, best.micro_batch_size
@@ -260,10 +247,11 @@ class Profiler:
             )
         facts = Facts(self.gpus_per_node, factor)
         self._on_first(lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts))
-        costs = read_costs(self.world, self._caches, keys_of(traced, sizes))
+        wanted = set(keys_of(traced, sizes))
+        found = merge([cache.read(wanted) for cache in self._caches]) if self.rank == 0 else {}
+        costs: dict[Key, PartCost] = self.world.broadcast_object(found, 0, "reading saved measurements")
         for size in sizes:
             costs |= self._measure(size, costs)
-        wanted = set(keys_of(traced, sizes))
         if not wanted <= costs.keys():
             logger.info("%d of %d measurements are still to be made", len(wanted - costs.keys()), len(wanted))
             return None
