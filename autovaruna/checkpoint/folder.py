@@ -98,7 +98,7 @@ def _claim(root: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not _locks(descriptor):
+    while not _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.lockf):
         if time.monotonic() > deadline:
             other = _words_of(descriptor)
             os.close(descriptor)
@@ -118,18 +118,10 @@ def other_job(root: Path) -> str:
         return ""
     try:
         with open(os.open(root / CLAIM, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
-            return "" if _locks(file.fileno()) else _words_of(file.fileno())
+            is_free = _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.lockf)
+            return "" if is_free else _words_of(file.fileno())
     except OSError:
         return ""
-
-
-def _locks(descriptor: int) -> bool:
-    """Locks an open file for this process; returns False if another has it locked."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
-    return True
 
 
 def _words_of(descriptor: int) -> str:
@@ -239,14 +231,12 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, how: int) -> bool:
-    """Locks an open folder; returns False if another has it locked."""
+def _lock(descriptor: int, how: int, call: Callable[[int, int], object] = fcntl.flock) -> bool:
+    """Locks an open file or folder; returns False if another has it locked."""
     try:
-        fcntl.flock(descriptor, how)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # no locks here
+        call(descriptor, how)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
     return True
 
 

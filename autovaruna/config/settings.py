@@ -211,10 +211,7 @@ class Settings:
     )
     min_micro_batches: int = _setting(count(1), 1, "Fewest micro-batches the planner may choose.", "min_pipeline")
     max_micro_batches: int = _setting(
-        count(),
-        0,
-        "Most micro-batches the planner may choose; 0: no limit.",
-        "max_pipeline",
+        count(), 0, "Most micro-batches the planner may choose; 0: no limit.", "max_pipeline"
     )
     memory_limit_bytes: int = _setting(
         BYTES,

@@ -294,11 +294,7 @@ def measured_profile(subject: Subject, sizes: list[int], splits: bool) -> Profil
 
 
 def describe_cluster(
-    watch: SpeedWatch,
-    graph: Graph,
-    settings: Settings,
-    resident_before: float | None = None,
-    batch_bytes: float = 0.0,
+    watch: SpeedWatch, graph: Graph, settings: Settings, resident_before: float | None = None, batch_bytes: float = 0.0
 ) -> Cluster:
     """Measures links, the way that tensors will take, and speeds. Collective.
 

@@ -89,11 +89,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        wrapped: Wrapped,
-        persistence: Persistence,
-        scaler: torch.amp.GradScaler | None,
-        copies: Copies,
+        self, wrapped: Wrapped, persistence: Persistence, scaler: torch.amp.GradScaler | None, copies: Copies
     ) -> None:
         self.copies = copies
         self.traces: Traces | None = None  # None: there was no call yet
