@@ -60,7 +60,7 @@ def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
     floor = 0 if rank == 0 else LEVELS[merged["other_ranks"]]
     root = logging.getLogger("autovaruna")
     handler = next((each for each in root.handlers if isinstance(each, RankHandler)), None) or RankHandler()
-    root.addHandler(handler)
+    root.addHandler(handler)  # which does nothing if it is there
     handler.rank = rank
     handler.setFormatter(logging.Formatter(merged["format"], merged["date_format"]))
     for room in ROOMS:

@@ -105,8 +105,9 @@ def _boolean(value: object) -> bool:
 def _bytes(value: Any) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([a-zA-Z]*)\s*", value)
-        number, unit = _checked(match, match).groups()  # type: ignore[union-attr]
-        return int(float(number) * _UNITS[unit.upper()])
+        if not match:
+            raise ValueError
+        return int(float(match[1]) * _UNITS[match[2].upper()])
     if isinstance(value, float) and value.is_integer():  # TOML's 2e9
         value = int(value)
     return int(_checked(value, _is_count(value)))
