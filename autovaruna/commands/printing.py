@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -89,6 +89,13 @@ def draw_bars(
         raise ConfigError(f"--plot cannot draw {path}: {error}") from error
 
 
+class _Console(Console):
+    """A console that leaves it to the caller what becomes of a closed pipe."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
+
 def show(content: Table | str) -> None:
     """Prints a table in the width of the terminal, or a text as it is; 160 columns where there is no terminal.
 
@@ -97,12 +104,11 @@ def show(content: Table | str) -> None:
     """
     if sys.stdout is None:
         return
-    console = Console(width=columns())
-    with console.capture() as drawn:
-        if isinstance(content, Table):
-            console.print(content)
     try:
-        sys.stdout.write(f"{content}\n" if isinstance(content, str) else drawn.get())
+        if isinstance(content, str):
+            sys.stdout.write(content + "\n")
+        else:
+            _Console(width=columns()).print(content)
         sys.stdout.flush()
     except BrokenPipeError:
         hush()
