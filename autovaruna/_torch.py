@@ -101,7 +101,6 @@ try:
     IncompatibleKeys = nn.modules.module._IncompatibleKeys  # what ``load_state_dict`` returns
     NormBase = torch.nn.modules.batchnorm._NormBase
     parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``
-    foreach_mul_ = torch._foreach_mul_  # of many tensors at once
 
     # Sizes that are symbols.
     check = torch._check  # adds what must hold
@@ -147,20 +146,12 @@ def current_fake_mode() -> FakeTensorMode | None:
 
 
 def mark_static(tensor: Tensor, dimension: int) -> None:
-    """Tells torch.compile that a dimension of a tensor never changes; later calls do not change what it knows.
-
-    Raises:
-        ImportError: torch has no such function.
-    """
+    """Tells torch.compile that a dimension of a tensor never changes; later calls do not change what it knows."""
     _later("torch._dynamo", "mark_static")(tensor, dimension)
 
 
 def passes_of_export() -> Any:
-    """Returns the module in which torch.export finds ``replace_set_grad_with_hop_pass``, its first pass.
-
-    Raises:
-        ImportError: torch has no such module.
-    """
+    """Returns the module in which torch.export finds ``replace_set_grad_with_hop_pass``, its first pass."""
     name = "torch._export.passes.replace_set_grad_with_hop_pass"
     _later(name, "replace_set_grad_with_hop_pass")
     return import_module(name)
@@ -168,11 +159,7 @@ def passes_of_export() -> Any:
 
 @cache
 def mend_lstm() -> None:
-    """Gives the last states of an LSTM on fake tensors the shape of real ones; torch 2.11 has a dimension too many.
-
-    Raises:
-        ImportError: torch has no such function.
-    """
+    """Gives the last states of an LSTM on fake tensors the shape of real ones; torch 2.11 has a dimension too many."""
     name = "torch._decomp.decompositions"
     one_layer = _later(name, "one_layer_lstm")
 

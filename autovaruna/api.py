@@ -1,14 +1,14 @@
 """Defines `AutoVaruna`: the one line that turns a training script into a pipeline- and data-parallel one.
 
 The wrapper shows the modules, parameters and attributes of the model as its own, and hands the work on: calls to
-`Session`, states to `State`, checkpoints to `Persistence`. What these share is in `Wrapped`.
+`Session`, states and checkpoints to `Persistence`. What these share is in `Wrapped`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -23,10 +23,10 @@ from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.snapshot import HasPosition
-from autovaruna.checkpoint.source import Source, choose, open_source
+from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
-from autovaruna.errors import InputError, OrderError
+from autovaruna.errors import InputError
 from autovaruna.graph.export.fakes import OwnMethods, method_of
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.autograd import own_code
@@ -36,12 +36,10 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
-from autovaruna.session.machine import find_device
-from autovaruna.session.morphing import refuse_several
-from autovaruna.session.persistence import Persistence, State
+from autovaruna.session.borders import listen, refuse_several
+from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
-from autovaruna.session.stopping import listen
 from autovaruna.session.wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -105,9 +103,8 @@ class AutoVaruna(nn.Module):
         self.training = module.training
         self._wrapped = Wrapped(module, optimizer, settings)
         self._methods = OwnMethods(module, self._wrapped.guards)
-        self._persistence = Persistence()
-        self._state = State(self._wrapped, self._persistence)
-        self._session = Session(self._wrapped, self._state, self._persistence, scaler, copies)
+        self._persistence = Persistence(self._wrapped)
+        self._session = Session(self._wrapped, self._persistence, scaler, copies)
 
     # what it is
 
@@ -146,11 +143,7 @@ class AutoVaruna(nn.Module):
         return "loss" if traces.latest.loss is not None else "outputs"
 
     def save_deployment(self, path: str) -> None:
-        """Writes the plan, with what it is valid for, to a file.
-
-        Raises:
-            InputError: there is no plan yet.
-        """
+        """Writes the plan, with what it is valid for, to a file; InputError if there is no plan yet."""
         if self._session.copies.preparation is None:
             raise InputError("There is no plan to save: got no call of the model yet, or one process that needs none.")
         self.preparation.save(path)
@@ -212,8 +205,7 @@ class AutoVaruna(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.
 
-        Returns:
-            The norm before, the same on every rank and for every plan.
+        Returns the norm before, the same on every rank and for every plan.
         """
         wrapped = self._wrapped
         if wrapped.engine is None:
@@ -248,11 +240,11 @@ class AutoVaruna(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
-        return self._state.state_dict(*args, **kwargs)
+        return self._persistence.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a whole model's state, of which this rank takes its part; `assign` is as in plain PyTorch."""
-        return self._state.load_state_dict(state_dict, strict, assign)
+        return self._persistence.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
         self,
@@ -278,11 +270,11 @@ class AutoVaruna(nn.Module):
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
-        return self._state.optimizer_state_dict()
+        return self._persistence.optimizer_state_dict()
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a whole optimizer, of which this rank takes its part."""
-        self._state.load_optimizer_state_dict(state_dict)
+        self._persistence.load_optimizer_state_dict(state_dict)
 
     # checkpoints
 
@@ -317,23 +309,17 @@ class AutoVaruna(nn.Module):
                 the files. What goes wrong is raised by the next call of the model, `wait_checkpoint`, or the end of
                 the program.
             shard: Whether the replicas of a stage share the writing; false: the first of them writes all.
-            scaler: A GradScaler.
-            lr_scheduler: A schedule of the learning rate.
 
         Raises:
             CheckpointError: it cannot be saved; the same on every rank. Earlier ones are as they were.
         """
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
-        self._persistence.save(self._wrapped.subject(), dir, content, Way(keep, tempdir, shard, background))
+        self._persistence.save(dir, content, Way(keep, tempdir, shard, background))
         self._wrapped.stopping.number_from(step, self._wrapped.num_steps)
 
     def wait_checkpoint(self) -> None:
-        """Waits until the checkpoint in the background is complete. Collective.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Waits until the checkpoint in the background is complete; CheckpointError if it failed. Collective."""
         self._persistence.wait()
 
     def load_checkpoint(
@@ -352,8 +338,6 @@ class AutoVaruna(nn.Module):
         Args:
             dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
             step: The step, or ``"latest"``: the newest that is intact.
-            scaler: A GradScaler.
-            lr_scheduler: A schedule of the learning rate.
             strict: Whether every name of the model, and no other, must be there.
 
         Returns:
@@ -362,7 +346,7 @@ class AutoVaruna(nn.Module):
         Raises:
             CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.
         """
-        return self._load(partial(choose, self._wrapped.world, dir, step), strict, scaler, lr_scheduler)
+        return self._persistence.load(partial(choose, self.world, dir, step), strict, scaler, lr_scheduler)
 
     def resume(
         self,
@@ -381,8 +365,6 @@ class AutoVaruna(nn.Module):
         Args:
             dir: A folder of checkpoints, for when no host has the state; None: that of ``autovaruna run
                 --checkpoints``. Without any, the run begins.
-            scaler: A GradScaler.
-            lr_scheduler: A schedule of the learning rate.
             sampler: An `ElasticSampler`: its samples go on, too.
             extra: Returns what else belongs to a state, at the beginning of a call: numbers, texts, tensors, lists,
                 tuples and dicts of them. It comes back as `extra` of what this returns.
@@ -415,20 +397,7 @@ class AutoVaruna(nn.Module):
         if morphing is None or morphing.place.step is None or step not in (None, morphing.place.step):
             return None
         place = morphing.place.restore
-        return self._load(lambda _: open_source(place), True, scaler, lr_scheduler)
-
-    def _load(
-        self, find: Callable[[ExitStack], Source], strict: bool, scaler: Any, lr_scheduler: Any
-    ) -> CheckpointInfo:
-        wrapped = self._wrapped
-        device = partial(find_device, self.module, wrapped.settings)
-        parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
-        info = self._persistence.load(wrapped.subject(), find, strict, device, **parts)
-        wrapped.num_calls = self._persistence.num_calls
-        wrapped.stopping.number_from(info.step or 0, wrapped.num_steps)
-        if wrapped.engine is not None and self._persistence.seed is not None:
-            wrapped.engine.seed = self._persistence.seed
-        return info
+        return self._persistence.load(lambda _: open_source(place), True, scaler, lr_scheduler)
 
     # the module that it shows
 
@@ -491,10 +460,7 @@ class AutoVaruna(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoVaruna:
         """Returns a model of its own, without an optimizer, of which each rank holds what it holds of this one."""
         if self._persistence.pending is not None and self._persistence.pending.weights:
-            raise OrderError(
-                "A checkpoint has been loaded, but not yet into the parts of the ranks, which the first call makes: "
-                "got a copy of the model before it. Call the model first."
-            )
+            raise self._persistence.too_early("a copy of the model")
         made = type(self).__new__(type(self))
         made._wrap(copy.deepcopy(self.module, memo), None, None, self.settings, self._session.copies)
         memo[id(self)] = made

@@ -22,13 +22,9 @@ SUPPORTED_TORCH = "torch>=2.11,<2.15"
 
 
 class AutoVarunaError(Exception):
-    """Is the base of every error that a user can cause.
+    """Is the base of every error that a user can cause."""
 
-    Attributes:
-        is_second_hand: whether it only passes on what went wrong on another rank.
-    """
-
-    is_second_hand = False
+    is_second_hand = False  # whether it only passes on what went wrong on another rank
 
 
 class ConfigError(AutoVarunaError, ValueError):

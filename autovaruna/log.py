@@ -16,23 +16,12 @@ from pathlib import Path
 from threading import Timer
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from autovaruna.config.files import PACKAGED, conf_dir, read_toml
 from autovaruna.errors import AutoVarunaError, ConfigError
 
-ROOMS = (
-    "config",
-    "graph",
-    "profiler",
-    "schedule",
-    "planner",
-    "stage",
-    "runtime",
-    "checkpoint",
-    "session",
-    "varuna",
-)
+ROOMS = ("config", "graph", "profiler", "schedule", "planner", "stage", "runtime", "checkpoint", "session", "varuna")
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -44,17 +33,12 @@ _LONG_SECONDS = 1.0
 
 
 class RankHandler(logging.Handler):
-    """Writes records to standard error, with the rank in each.
-
-    Attributes:
-        rank: the rank of this process.
-        levels: the level that was set for each room, to tell it from one that the program set.
-    """
+    """Writes records to standard error, with the rank in each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rank = 0
-        self.levels: dict[str, int] = {}
+        self.levels: dict[str, int] = {}  # as set here for each room, to tell them from those that the program set
 
     def emit(self, record: logging.LogRecord) -> None:
         record.rank = self.rank
@@ -66,12 +50,7 @@ class RankHandler(logging.Handler):
 def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
     """Sets format and levels of all rooms; a later call replaces an earlier one.
 
-    Args:
-        rank: rank of this process.
-        environ: variables in place of ``os.environ``.
-
-    Raises:
-        ConfigError: logging.toml has an unknown key, room or level.
+    Raises ConfigError if logging.toml has an unknown key, room or level.
     """
     directory = conf_dir(os.environ if environ is None else environ)
     files = [PACKAGED / "logging.toml", directory / "logging.toml"]
@@ -79,28 +58,16 @@ def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
     levels = {room: level for table in tables for room, level in table["levels"].items()}
     merged = {key: value for table in tables for key, value in table["global"].items()}
     floor = 0 if rank == 0 else LEVELS[merged["other_ranks"]]
-    handler = _handler()
+    root = logging.getLogger("autovaruna")
+    handler = next((each for each in root.handlers if isinstance(each, RankHandler)), None) or RankHandler()
+    root.addHandler(handler)  # which does nothing if it is there
     handler.rank = rank
     handler.setFormatter(logging.Formatter(merged["format"], merged["date_format"]))
     for room in ROOMS:
-        _set_level(handler, room, max(floor, LEVELS[levels[room]]))
-
-
-def _handler() -> RankHandler:
-    root = logging.getLogger("autovaruna")
-    for handler in root.handlers:
-        if isinstance(handler, RankHandler):
-            return handler
-    handler = RankHandler()
-    root.addHandler(handler)
-    return handler
-
-
-def _set_level(handler: RankHandler, room: str, level: int) -> None:
-    logger = logging.getLogger(f"autovaruna.{room}")
-    if logger.level == handler.levels.get(room, logging.NOTSET):
-        logger.setLevel(level)
-        handler.levels[room] = level
+        logger = logging.getLogger(f"autovaruna.{room}")
+        if logger.level == handler.levels.get(room, logging.NOTSET):
+            handler.levels[room] = max(floor, LEVELS[levels[room]])
+            logger.setLevel(handler.levels[room])
 
 
 def _checked(content: dict[str, object], file: str) -> dict[str, dict[str, str]]:
@@ -149,20 +116,14 @@ def phase(logger: logging.Logger, what: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on standard error while the context lasts.
+    """Shows a bar on standard error while the context lasts, if `is_shown` and that is a terminal.
 
-    Args:
-        description: What is being done.
-        is_shown: False shows nothing; neither does a standard error that is not a terminal.
-
-    Yields:
-        What to call with the number of things done and their total: the `on_progress` of `measure`.
+    Yields what to call with the number of things done and their total: the `on_progress` of `measure`.
     """
     if not (is_shown and sys.stderr.isatty()):
         yield lambda done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -171,15 +132,19 @@ def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[
 def status_bar() -> Iterator[Callable[[str, float], None]]:
     """Shows on standard error what is being done and how far it is; nothing where that is not a terminal.
 
-    Yields:
-        What to call with what is being done and the share of it that is done: the `progress` of the planner.
+    Yields what to call with that and the share of it that is done: the `progress` of the planner.
     """
     if not sys.stderr.isatty():
         yield lambda what, share: None
         return
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)
+    with _bar() as progress:
+        task = progress.add_task("planning", total=1.0)
+        yield lambda what, share: progress.update(task, description=what, completed=share)
+
+
+def _bar(*more: ProgressColumn) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), *more)
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 ALL_FRAMES_VARIABLE = "AUTOVARUNA_FULL_TRACEBACKS"

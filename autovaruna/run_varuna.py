@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def choose(options: Options) -> tuple[Options, Grid | None]:
     """Returns the options with stages and micro-batch size, and the ranks of each stage; None: the script finds them.
 
-    Raises:
-        ConfigError: a profile needs the batch size, too.
-        PlanError: nothing fits.
+    Raises ConfigError if a profile needs the batch size, too, PlanError if nothing fits.
     """
     if not options.num_stages and options.profile_folder:
         if options.batch_size is None:

@@ -26,16 +26,11 @@ _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor], inside: tuple[int, ...] = ()) -> Json:
-    """Returns the JSON of a value.
+    """Returns the JSON of a value, and puts the tensors in it into `tensors`, by path.
 
-    Args:
-        value: Numbers, texts, bytes, tensors, arrays, and lists, tuples and dicts of them.
-        path: Where the value is, for names of tensors and errors.
-        tensors: Gets the tensors in it, by path.
-        inside: Identities of the containers that it is in.
-
-    Raises:
-        CheckpointError: something in it is of another type, or holds itself.
+    `path` says where the value is; `inside` are identities of the containers that it is in. Raises CheckpointError if
+    something in it is of another type than numbers, texts, bytes, tensors, arrays and containers of them, or holds
+    itself.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -99,8 +94,7 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]
 def decode(given: Json, read: Callable[[str], Tensor]) -> Any:
     """Returns the value that `encode` was given; sizes and ordered dicts come back as tuples and dicts.
 
-    Raises:
-        ValueError: `encode` makes no such JSON.
+    Raises ValueError for JSON that `encode` does not make.
     """
     if isinstance(given, list):
         return [decode(item, read) for item in given]
@@ -116,11 +110,7 @@ def decode(given: Json, read: Callable[[str], Tensor]) -> Any:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Returns the dtype of a name, as ``float32``; no other attribute of torch.
-
-    Raises:
-        ValueError: there is no such dtype.
-    """
+    """Returns the dtype of a name, as ``float32``; ValueError if there is none."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{shown(name)} is no dtype of torch")

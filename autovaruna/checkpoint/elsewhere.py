@@ -10,34 +10,26 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Protocol
 
 from autovaruna.config.files import read_record, write_whole
 from autovaruna.errors import CheckpointError
 
-TOKEN = "token"
-"""The file in a job's folder with what only the job's user can read."""
-MOST_BYTES = 8 << 20
-"""Of one answer."""
+TOKEN = "token"  # the file in a job's folder with what only the job's user can read
+MOST_BYTES = 8 << 20  # of one answer
 _SUFFIX = ".elsewhere"
-_SILENT_SECONDS = 10
-"""After so long without a sign of life of the other host, whoever reads or writes gets an error."""
+_SILENT_SECONDS = 10  # after so long without a sign of life of the other host, whoever reads or writes gets an error
 _ERRORS = (OSError, EOFError, ValueError)
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """Where a file is.
-
-    Attributes:
-        host, port: the keeper that has it.
-        path: what the keeper knows it by.
-    """
+    """Where a file is: the keeper that has it, and what that knows it by."""
 
     host: str
     port: int
@@ -48,49 +40,8 @@ class Pointer:
         write_whole(_pointer_of(place), json.dumps(asdict(self)), is_synced=False)
 
 
-class ByteFile(Protocol):
-    """A file whose bytes can be read."""
-
-    def read_into(self, view: memoryview, place: int) -> int:
-        """Reads bytes from `place` on and returns how many; 0: the file ends there."""
-        ...
-
-
-class OwnFile:
-    """A file of this host."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def read_into(self, view: memoryview, place: int) -> int:
-        """Reads bytes from `place` on and returns how many."""
-        return os.preadv(self._descriptor, [view], place)
-
-
-class FileElsewhere:
-    """A file that another host's keeper has in memory; several threads may read it."""
-
-    def __init__(self, connection: Connection, path: str) -> None:
-        self._connection = connection
-        self._path = path
-        self._lock = threading.Lock()
-
-    def read_into(self, view: memoryview, place: int) -> int:
-        """Reads bytes from `place` on and returns how many.
-
-        Raises:
-            CheckpointError: the keeper does not answer any more.
-        """
-        count = min(len(view), MOST_BYTES)
-        request = {"read": self._path, "offset": place, "count": count}
-        try:
-            with self._lock:
-                self._connection.send_bytes(json.dumps(request).encode())
-                data = self._connection.recv_bytes(MOST_BYTES)
-        except _ERRORS as error:
-            raise CheckpointError(f"{self._path} cannot be read from memory of its host: {error}") from error
-        view[: len(data)] = data
-        return len(data)
+ReadInto = Callable[[memoryview, int], int]
+"""Reads bytes of a file from a place on and returns how many; 0: the file ends there."""
 
 
 def is_elsewhere(path: Path) -> bool:
@@ -99,16 +50,11 @@ def is_elsewhere(path: Path) -> bool:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[ByteFile]:
-    """Opens a file, wherever it is.
-
-    Raises:
-        OSError: it cannot be opened.
-        CheckpointError: its host cannot be reached.
-    """
+def open_bytes(path: Path) -> Iterator[ReadInto]:
+    """Opens a file, wherever it is; OSError if it cannot be, CheckpointError if its host cannot be reached."""
     if not is_elsewhere(path):
         with open(path, "rb", buffering=0) as file:
-            yield OwnFile(file.fileno())
+            yield lambda view, place: os.preadv(file.fileno(), [view], place)
         return
     try:
         pointer = read_record(json.loads(_pointer_of(path).read_bytes()), Pointer)
@@ -118,14 +64,26 @@ def open_bytes(path: Path) -> Iterator[ByteFile]:
             f"{path.name} lies in memory of another host, which cannot be reached: {error}"
         ) from error
     with connection:
-        yield FileElsewhere(connection, pointer.path)
+        yield partial(_read_over, connection, threading.Lock(), pointer.path)
+
+
+def _read_over(connection: Connection, lock: threading.Lock, path: str, view: memoryview, place: int) -> int:
+    """Reads bytes that a keeper has in memory; several threads may. CheckpointError if it does not answer any more."""
+    request = {"read": path, "offset": place, "count": min(len(view), MOST_BYTES)}
+    try:
+        with lock:
+            connection.send_bytes(json.dumps(request).encode())
+            data = connection.recv_bytes(MOST_BYTES)
+    except _ERRORS as error:
+        raise CheckpointError(f"{path} cannot be read from memory of its host: {error}") from error
+    view[: len(data)] = data
+    return len(data)
 
 
 def connect(host: str, port: int, token: bytes) -> Connection:
     """Returns a connection to a keeper; both sides prove that they know the token, which is not sent.
 
-    Raises:
-        OSError: nobody is there, or it is another.
+    Raises OSError if nobody is there, or it is another.
     """
     try:
         connection = Client((host, port), authkey=token)

@@ -1,19 +1,13 @@
 """The folder of a run's checkpoints: each step has a folder of its own, which appears when it is complete.
 
-root/
-  step-00000300/       complete: it has a manifest
-  step-00000300.1/     the same step, saved again; it replaces the one above
+  step-00000300/          complete: it has a manifest
+  step-00000300.1/        the same step, saved again; it replaces the one above
   step-00000200.branch1/  saved after them, by a run that went back; so are all that follow, until one goes back again
-  .step-00000400.x7ab/ on its way, or left behind by a run that was killed
-  .claim               names the job that saves here; only one does
+  .step-00000400.x7ab/    on its way, or left behind by a run that was killed: no process has it locked
+  .claim                  names the job that saves here, which has it locked; only one does
 
-So names alone say which is the newest, whatever clocks say, and a damaged file changes nothing about that.
-
-A job locks the claim, the folder that it writes and, with a lock that many may have, the one that it loads from. The
-system takes locks away when a job dies: a folder on its way without a lock has been left behind. Where a file system
-has no locks, folders count as left behind, and claims as free.
-
-Ranks that save or load act together, and make sure that they ask for the same.
+Names alone say which is the newest, whatever clocks say. A checkpoint that is loaded has a lock that many may have. The
+system takes locks away when a job dies; where a file system has none, folders count as left behind, claims as free.
 """
 
 from __future__ import annotations
@@ -47,31 +41,21 @@ _COMPLETE = re.compile(r"step-(\d{8,})(?:\.branch(\d+))?(?:\.(\d+))?")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
 _PATIENCE_SECONDS = 5.0
 CLAIM = ".claim"
-_claims: dict[tuple[int, str], int] = {}
-"""The open claims of a process, by its number and the folder."""
+_claims: dict[tuple[int, str], int] = {}  # the open claims of a process, by its number and the folder
 
 
 @dataclass(frozen=True, order=True)
 class Saved:
-    """A complete checkpoint; the last in order was written last.
+    """A complete checkpoint; the last in order was written last."""
 
-    Attributes:
-        branch: how often runs had gone back to an earlier step.
-        edition: how often it had been saved before.
-    """
-
-    branch: int
+    branch: int  # how often runs had gone back to an earlier step
     step: int
-    edition: int
+    edition: int  # how often it had been saved before
     path: Path
 
 
 def saved_in(root: Path) -> list[Saved]:
-    """Returns the complete checkpoints in a folder, the newest first.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Returns the complete checkpoints in a folder, the newest first; OSError if it cannot be read."""
     found = []
     for entry in os.scandir(root):
         match = _COMPLETE.fullmatch(entry.name)
@@ -89,9 +73,7 @@ def has_checkpoints(root: str | os.PathLike[str] | None) -> bool:
 def begin(root: Path, step: int, locks: ExitStack) -> Path:
     """Makes the folder that a checkpoint is written to, and removes what killed runs have left behind.
 
-    Raises:
-        OSError: it cannot be made.
-        CheckpointError: another job saves to `root`.
+    Raises OSError if it cannot be made, CheckpointError if another job saves to `root`.
     """
     root.mkdir(parents=True, exist_ok=True)
     _claim(root)
@@ -106,13 +88,9 @@ def begin(root: Path, step: int, locks: ExitStack) -> Path:
 
 
 def _claim(root: Path) -> None:
-    """Makes this process the only one that saves to a folder, until it ends.
+    """Makes this process the only one that saves to a folder, until it ends; CheckpointError if another is.
 
     The lock is of the kind that processes which were forked from this one do not have.
-
-    Raises:
-        OSError: the claim cannot be written.
-        CheckpointError: another process has it.
     """
     key = os.getpid(), os.path.realpath(root)
     path = root / CLAIM
@@ -120,7 +98,7 @@ def _claim(root: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not _locks(descriptor):
+    while not _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.lockf):
         if time.monotonic() > deadline:
             other = _words_of(descriptor)
             os.close(descriptor)
@@ -139,22 +117,11 @@ def other_job(root: Path) -> str:
     if (os.getpid(), os.path.realpath(root)) in _claims:  # to close the file would give the claim up
         return ""
     try:
-        descriptor = os.open(root / CLAIM, os.O_RDWR | os.O_NOFOLLOW)
+        with open(os.open(root / CLAIM, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
+            is_free = _lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.lockf)
+            return "" if is_free else _words_of(file.fileno())
     except OSError:
         return ""
-    try:
-        return "" if _locks(descriptor) else _words_of(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _locks(descriptor: int) -> bool:
-    """Locks an open file for this process; returns False if another has it locked."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
-    return True
 
 
 def _words_of(descriptor: int) -> str:
@@ -188,11 +155,8 @@ def finish(partial: Path, step: int) -> Path:
 
 def sync_folder(path: Path) -> None:
     """Makes sure that the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _next(root: Path, step: int) -> Path:
@@ -208,10 +172,9 @@ def _next(root: Path, step: int) -> Path:
 
 def remove_old(newest: Path, keep: int | None) -> None:
     """Removes what else there is of the newest step, and all but the last `keep` checkpoints."""
-    every = [saved for saved in saved_in(newest.parent) if saved.path != newest]
     step = int(_COMPLETE.fullmatch(newest.name)[1])  # type: ignore[index]
-    others = [saved for saved in every if saved.step != step]
-    doomed = [saved for saved in every if saved.step == step]
+    others = [saved for saved in saved_in(newest.parent) if saved.step != step]
+    doomed = [saved for saved in saved_in(newest.parent) if saved.step == step and saved.path != newest]
     for saved in doomed + (others[keep - 1 :] if keep else []):
         _remove(saved)
 
@@ -237,11 +200,7 @@ def _remove(saved: Saved) -> None:
 
 @contextmanager
 def lock(path: Path, waits: bool = False) -> Iterator[bool]:
-    """Locks a folder, after all others are done if `waits`; else says whether nobody else has it locked.
-
-    Raises:
-        OSError: it is not there.
-    """
+    """Locks a folder, after all others are done if `waits`; else says whether nobody else has it locked."""
     with _opened(path) as descriptor:
         yield _lock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
 
@@ -250,8 +209,7 @@ def lock(path: Path, waits: bool = False) -> Iterator[bool]:
 def lock_to_read(path: Path) -> Iterator[None]:
     """Keeps a folder from being removed while it is read.
 
-    Raises:
-        FileNotFoundError: it is not there, or somebody is just removing it.
+    Raises FileNotFoundError if it is not there, or somebody is just removing it.
     """
     with _opened(path) as descriptor:
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -273,14 +231,12 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, how: int) -> bool:
-    """Locks an open folder; returns False if another has it locked."""
+def _lock(descriptor: int, how: int, call: Callable[[int, int], object] = fcntl.flock) -> bool:
+    """Locks an open file or folder; returns False if another has it locked."""
     try:
-        fcntl.flock(descriptor, how)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # no locks here
+        call(descriptor, how)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else there are no locks here
     return True
 
 
@@ -293,11 +249,7 @@ def together(world: World, act: Callable[[], Result], what: str) -> Result:
 
 
 def as_ours(act: Callable[[], Result], what: str) -> Result:
-    """Returns what `act` returns.
-
-    Raises:
-        AutoVarunaError: it fails, whatever it raises: a script can catch the same on every rank.
-    """
+    """Returns what `act` returns; what it raises becomes an AutoVarunaError, the same to catch on every rank."""
     try:
         return act()
     except AutoVarunaError:
@@ -317,15 +269,8 @@ def gather(world: World, act: Callable[[], Result], what: str) -> list[Result]:
 
 
 def place_of(given: str | os.PathLike[str]) -> str:
-    """Returns the path that a script gives.
-
-    Raises:
-        InputError: no file can have that path.
-    """
-    try:
-        path = at_home(given)
-    except TypeError:
-        path = ""
+    """Returns the path that a script gives; InputError if no file can have it."""
+    path = at_home(given) if isinstance(given, str | os.PathLike) else ""
     if not isinstance(path, str) or not path or "\0" in path:
         raise InputError(f"The folder of checkpoints is {given!r}; expected a path, as 'checkpoints'.")
     return path
@@ -333,14 +278,9 @@ def place_of(given: str | os.PathLike[str]) -> str:
 
 def different_requests(world: World, place: str, own: Mapping[str, str], what: str) -> str:
     """Returns in words what ranks ask for in another way than rank 0; empty: nothing. Collective."""
-    every = world.gather_objects((dict(own), place, _real(place)), what)
+    real = place
+    with suppress(OSError):  # the folder that the script is in may have gone
+        real = os.path.realpath(place)
+    every = world.gather_objects((dict(own), place, real), what)
     is_one = len({given for _, given, _ in every}) == 1
-    return differences([mine if is_one else {**mine, "dir": real} for mine, _, real in every])
-
-
-def _real(path: str) -> str:
-    """Returns the one path of a folder that may have several."""
-    try:
-        return os.path.realpath(path)
-    except OSError:  # the folder that the script is in has gone
-        return path
+    return differences([mine if is_one else {**mine, "dir": its} for mine, _, its in every])

@@ -32,28 +32,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint has beside the state of model and optimizer.
+    """What a checkpoint has beside model and optimizer; most is as it was given to ``save_checkpoint``."""
 
-    Attributes:
-        path: what was loaded.
-        step: its step; None: it was none of ours.
-        data_position: as it was given to ``save_checkpoint``.
-        extra: as it was given to ``save_checkpoint``.
-    """
-
-    path: Path
-    step: int | None = None
+    path: Path  # what was loaded
+    step: int | None = None  # None: it was none of ours
     data_position: Any = None
     extra: Any = None
 
 
 class Loading:
-    """A checkpoint that is being loaded.
-
-    Args:
-        source: The checkpoint.
-        scaler, lr_scheduler: Get the states that it has of such; None: the script has none.
-    """
+    """A checkpoint that is being loaded; `scaler` and `lr_scheduler` get the states that it has of such."""
 
     def __init__(self, source: Source, scaler: Any = None, lr_scheduler: Any = None) -> None:
         self.source = source
@@ -63,15 +51,14 @@ class Loading:
     def check(self, subject: Subject, is_strict: bool) -> None:
         """Makes sure that everything fits, before anything is changed.
 
-        Raises:
-            CheckpointError: names are missing or not expected, shapes or dtypes differ, or the optimizer is another.
+        Raises CheckpointError if names are missing or not expected, shapes or dtypes differ, or the optimizer is
+        another.
         """
         self.source = _by_names_of(self.source, subject)
         problems = self._misfits(subject, is_strict)
         optimizer = self.state.get("optimizer")
         if subject.optimizer is not None and optimizer is not None:
-            subject.optimizer.check()
-            problems += check_optimizer(subject.optimizer, optimizer, subject.first)
+            problems += check_optimizer(subject, subject.optimizer, optimizer)
         for name, part in self._parts.items():
             if part is not None and name not in self.state:
                 problems.append(f"it was saved without {name}=")
@@ -86,18 +73,20 @@ class Loading:
             logger.warning("loading %s: %s", self.source.path, text)
 
     def _remarks(self, subject: Subject) -> list[str]:
-        tensors = subject.tensors()
-        others = {
-            entry.dtype for name in tensors if (entry := self._entry(name)) and entry.dtype != tensors[name].dtype
-        }
+        pairs = [(self._entry(name), tensor.dtype) for name, tensor in subject.tensors().items()]
+        others = {entry.dtype for entry, dtype in pairs if entry and entry.dtype != dtype}
         found = [f"weights of {dtype} become those of the model's own dtype" for dtype in sorted(others, key=str)]
         for name, part in self._parts.items():
             if part is None and name in self.state:
                 found.append(f"it holds the state of a {name}, which load_checkpoint got none for: give it {name}=")
-        found += [
-            f"{name} and {first} have other numbers there, but are one tensor of the model: those of {first} are taken"
-            for name, first in self._tied_apart(subject)
-        ]
+        chosen = self.names(subject)
+        for name, first in subject.state.first_name.items():
+            entry, taken = self.source.weights.get(name), chosen.get(first)
+            if entry and taken and not _is_same(entry, taken):
+                found.append(
+                    f"{name} and {taken.name} have other numbers there, but are one tensor of the model: those of "
+                    f"{taken.name} are taken"
+                )
         if self.state and subject.optimizer is not None and "optimizer" not in self.state:
             found.append("it was saved without an optimizer: the optimizer goes on with what state it has")
         return found
@@ -110,19 +99,6 @@ class Loading:
             first = subject.state.first_name[name]
             if entry is not None and (first not in found or name == first):
                 found[first] = entry
-        return found
-
-    def _tied_apart(self, subject: Subject) -> list[tuple[str, str]]:
-        """Returns names of one tensor of the model that are several ones there, with the name that counts."""
-        chosen = self.names(subject)
-        found = []
-        for name, first in subject.state.first_name.items():
-            entry, taken = self.source.weights.get(name), chosen.get(first)
-            if entry is None or taken is None or entry == taken:
-                continue
-            if entry.dtype == taken.dtype and torch.equal(read_new(entry), read_new(taken)):
-                continue
-            found.append((name, taken.name))
         return found
 
     def load_weights(self, subject: Subject) -> None:
@@ -143,7 +119,7 @@ class Loading:
             dtypes = {name: entry.dtype for name, entry in self.names(subject).items()}
             reader = Reader(self.source.others)
             with self._taking("optimizer"):
-                load_optimizer(subject.optimizer, subject.state, known, state, subject.first, reader, dtypes)
+                load_optimizer(subject, subject.optimizer, known, state, reader, dtypes)
 
     def load_rest(self, rank: int) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""
@@ -204,6 +180,10 @@ class Loading:
         return problems
 
 
+def _is_same(one: Entry, other: Entry) -> bool:
+    return one == other or (one.dtype == other.dtype and torch.equal(read_new(one), read_new(other)))
+
+
 def _some(names: Iterable[str], between: str = ", ") -> str:
     every = list(names)
     more = f" and {len(every) - _MOST_NAMES} more" if len(every) > _MOST_NAMES else ""
@@ -256,18 +236,13 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     strict: bool = True,
 ) -> CheckpointInfo:
-    """Loads a checkpoint into a plain model, on this process alone.
+    """Loads a checkpoint into a plain model, on this process alone; returns what was saved beside the weights.
 
     Args:
         dir: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
         model: The model; parameters on ``meta`` get memory on the host.
         step: The step, or ``"latest"``: the newest that is intact.
-        scaler: A GradScaler.
-        lr_scheduler: A schedule of the learning rate.
         strict: Whether every name of the model, and no other, must be there.
-
-    Returns:
-        What was saved beside the weights.
 
     Raises:
         CheckpointError: there is none that is intact, or it does not fit; nothing has been changed.

@@ -134,11 +134,9 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of a checkpoint.
+    """Returns the manifest of a checkpoint; CheckpointError if it is missing or damaged.
 
-    Raises:
-        NotDamagedError: it is of another format, or cannot be read now.
-        CheckpointError: it is missing or damaged.
+    Raises NotDamagedError if it is of another format, or cannot be read now.
     """
     path = folder / MANIFEST
     try:

@@ -16,8 +16,7 @@ from autovaruna.config.files import read_record
 
 INDEX = "model.safetensors.index.json"
 STATE = "state.json"
-PER_RANK = ("optimizer_state", "generators")
-"""What ``state.json`` has from every rank."""
+PER_RANK = ("optimizer_state", "generators")  # what ``state.json`` has from every rank
 LEAVE, HOLD, COPIED = "leave", "hold", "copied"
 """Files by which a keeper tells its ranks to end at a step's border, to write nothing now, and what step others have
 copies of."""
@@ -27,24 +26,15 @@ _SLOTS = ("slot-0", "slot-1")
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank has written of a snapshot.
-
-    Attributes:
-        step: the step.
-        rank, num_ranks: whose it is, of how many.
-        files: its files.
-        weights: the file of each weight among them, by name.
-        documents: its share of ``state.json``.
-        extra_files: texts of files that are the same whatever the ranks are; rank 0's alone.
-    """
+    """What a rank has written of a snapshot."""
 
     step: int
     rank: int
     num_ranks: int
     files: Mapping[str, FileRecord]
-    weights: Mapping[str, str]
-    documents: Mapping[str, Any]
-    extra_files: Mapping[str, str]
+    weights: Mapping[str, str]  # the file of each weight among them, by name
+    documents: Mapping[str, Any]  # its share of ``state.json``
+    extra_files: Mapping[str, str]  # texts of files that are the same whatever the ranks are; rank 0's alone
 
     def is_intact(self, slot: Path) -> bool:
         """Says whether the files in a place are those that were written."""

@@ -42,27 +42,19 @@ from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
-_MARK = ".rank-"
-"""What names of files begin with that ranks have in the folder of a checkpoint while they write."""
+_MARK = ".rank-"  # what names of files begin with that ranks have in the folder of a checkpoint while they write
 _LOCAL = "autovaruna-checkpoint-"
 _UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a checkpoint is saved.
+    """How a checkpoint is saved."""
 
-    Attributes:
-        keep: how many checkpoints stay in the folder; None: all.
-        tempdir: a local folder where files are written first.
-        is_shared: whether replicas share the writing.
-        in_background: whether training goes on meanwhile.
-    """
-
-    keep: int | None = None
-    tempdir: str | None = None
-    is_shared: bool = True
-    in_background: bool = False
+    keep: int | None = None  # how many checkpoints stay in the folder; None: all
+    tempdir: str | None = None  # a local folder where files are written first
+    is_shared: bool = True  # whether replicas share the writing
+    in_background: bool = False  # whether training goes on meanwhile
 
 
 class Saver:
@@ -83,15 +75,14 @@ class Saver:
     def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
         """Saves a checkpoint. Collective.
 
-        Raises:
-            CheckpointError: it cannot be saved; the same on every rank. What was there before is as it was.
+        Raises CheckpointError, on every rank, if it cannot be saved. What was there before is as it was.
         """
         self.wait()
         place = place_of(root)
         self._compare(place, content, way)
         way = replace(way, tempdir=way.tempdir and os.path.abspath(at_home(way.tempdir)))  # the script may go elsewhere
-        part, needs = self._compose(subject, content, way)
-        copies = way.in_background and self._has_room(needs)
+        part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
+        copies = way.in_background and self._has_room(part)
         extra_files, partial = on_first(
             self._world,
             lambda: (config_files(subject.model), self._begin(Path(place), content.step)),
@@ -116,13 +107,21 @@ class Saver:
         """Writes this rank's part, or has a thread write a copy; rank 0 completes the checkpoint. Collective."""
 
         def get_ready() -> Part:
-            self._mark(partial)
+            try:
+                mark_of(partial, self._world.rank).touch()
+            except OSError as error:
+                raise CheckpointError(
+                    f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. "
+                    "Expected a folder on a file system that all ranks share."
+                ) from error
             return replace(part, files=self._memory.copy(part)) if copies else part
 
         ready = together(self._world, get_ready, "copying a checkpoint")
         act = functools.partial(write_part, ready, partial, tempdir)
         if copies:
-            self._watch_the_end()
+            if not self._is_watching_the_end:
+                self._is_watching_the_end = True
+                atexit.register(self._at_end, os.getpid())
             self._job = BackgroundWrite(partial, self._world, act, complete)
         else:
             reports = gather(self._world, act, "writing a checkpoint")
@@ -130,24 +129,16 @@ class Saver:
 
     def _compare(self, place: str, content: Content, way: Way) -> None:
         """Makes sure that the ranks save the same. Collective."""
-        own = {"step": str(content.step), "background": str(way.in_background), "shard": str(way.is_shared)}
-        own["keep"] = str(way.keep)
-        if found := different_requests(self._world, place, own, "saving a checkpoint"):
+        own = {"step": content.step, "background": way.in_background, "shard": way.is_shared, "keep": way.keep}
+        asked = {name: str(value) for name, value in own.items()}
+        if found := different_requests(self._world, place, asked, "saving a checkpoint"):
             raise CheckpointError(f"The ranks save different checkpoints: {found}. Expected the same on every rank.")
 
-    def _compose(self, subject: Subject, content: Content, way: Way) -> tuple[Part, list[tuple[int, float]]]:
-        """Returns this rank's part, and what each rank needs and has of memory for a copy. Collective."""
-        parts: list[Part] = []
-
-        def act() -> tuple[int, float]:
-            parts.append(compose(subject, content, way.is_shared))
-            return self._memory.missing_bytes(parts[0]), available_bytes()
-
-        needs = gather(self._world, act, "composing a checkpoint")
-        return parts[0], needs
-
-    def _has_room(self, needs: Sequence[tuple[int, float]]) -> bool:
-        """Says whether each host has memory for the copies of its ranks; the same on every rank."""
+    def _has_room(self, part: Part) -> bool:
+        """Says whether each host has memory for the copies of its ranks; the same on every rank. Collective."""
+        needs = self._world.gather_objects(
+            (self._memory.missing_bytes(part), available_bytes()), "composing a checkpoint"
+        )
         missing: Counter[str] = Counter()
         for host, (num_bytes, _) in zip(self._world.hosts, needs, strict=True):
             missing[host] += num_bytes
@@ -168,20 +159,10 @@ class Saver:
         except OSError as error:
             raise cannot_write(root, error) from error
 
-    def _mark(self, partial: Path) -> None:
-        try:
-            mark_of(partial, self._world.rank).touch()
-        except OSError as error:
-            raise CheckpointError(
-                f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. Expected "
-                "a folder on a file system that all ranks share."
-            ) from error
-
     def poll(self) -> None:
-        """Looks how the checkpoint in the background is doing. Collective while `is_busy`; never waits for it.
+        """Looks how the checkpoint in the background is doing, without waiting for it. Collective while `is_busy`.
 
-        Raises:
-            CheckpointError: it failed, on this rank or another.
+        Raises CheckpointError if it failed, on this rank or another.
         """
         if self._job is None:
             return
@@ -214,11 +195,6 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
         self._locks.close()
 
-    def _watch_the_end(self) -> None:
-        if not self._is_watching_the_end:
-            self._is_watching_the_end = True
-            atexit.register(self._at_end, os.getpid())
-
     def _at_end(self, process: int) -> None:
         """Ends the program with an error if a checkpoint in the background failed and nobody has heard of it."""
         if self._job is None or os.getpid() != process:
@@ -233,24 +209,18 @@ class Saver:
                 os._exit(1)
 
 
+@dataclass
 class BackgroundWrite:
-    """A checkpoint on its way: a thread of this rank writes its part.
+    """A checkpoint on its way: a thread of this rank writes its part into `folder`, where every rank has its mark."""
 
-    Attributes:
-        folder: where it grows; every rank has its mark in it.
-        error: what went wrong on this rank; None: nothing so far.
-    """
+    folder: Path
+    world: World
+    write: Callable[[], Report]
+    complete: Callable[[Sequence[Report]], None]
+    error: BaseException | None = None
 
-    def __init__(
-        self, folder: Path, world: World, write: Callable[[], Report], complete: Callable[[Sequence[Report]], None]
-    ) -> None:
-        self.folder = folder
-        self.error: BaseException | None = None
-        self._rank = world.rank
-        self._num_ranks = world.num_ranks
-        self._write = write
-        self._complete = complete
-        self._thread = threading.Thread(target=self._run, name=f"autovaruna checkpoint {folder.name}")
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"autovaruna checkpoint {self.folder.name}")
         try:
             self._thread.start()
         except RuntimeError as error:  # the system gives no more threads: the other ranks must hear of it, too
@@ -268,20 +238,20 @@ class BackgroundWrite:
 
     def _run(self) -> None:
         try:
-            self._leave(self._write())
-            if self._rank == 0:
-                self._complete([self._report_of(rank) for rank in range(self._num_ranks)])
+            self._leave(self.write())
+            if self.world.rank == 0:
+                self.complete([self._report_of(rank) for rank in range(self.world.num_ranks)])
         except BaseException as error:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
         logger.error("the checkpoint %s failed: %s", self.folder, error)
-        mark_of(self.folder, self._rank).unlink(missing_ok=True)
+        mark_of(self.folder, self.world.rank).unlink(missing_ok=True)
 
     def _leave(self, report: Report) -> None:
         """Puts this rank's report into its mark, whole or not at all."""
-        mark = mark_of(self.folder, self._rank)
+        mark = mark_of(self.folder, self.world.rank)
         try:
             mark.with_suffix(".part").write_text(json.dumps(asdict(report)))
             os.replace(mark.with_suffix(".part"), mark)
@@ -312,11 +282,7 @@ def available_bytes() -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has written.
-
-    Attributes:
-        documents: its share of ``state.json``.
-    """
+    """What a rank has written; `documents` are its share of ``state.json``."""
 
     files: Mapping[str, FileRecord]
     documents: Mapping[str, Json]
@@ -364,15 +330,9 @@ def _is_on_cuda(part: Part) -> bool:
 
 
 def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
-    """Writes the files of a rank to the disk.
+    """Writes the files of a rank to the disk, by way of a local folder if there is a `tempdir`.
 
-    Args:
-        part: What it writes.
-        partial: The folder where the checkpoint grows.
-        tempdir: A local folder where files are written first; None: straight to `partial`.
-
-    Raises:
-        CheckpointError: a file cannot be written.
+    Raises CheckpointError if a file cannot be written.
     """
     records = {}
     for name, rows in part.files.items():
@@ -400,9 +360,6 @@ def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: 
     """Writes a file chunk by chunk, and sums each on its way; it is on the disk on return, if `syncs`.
 
     A file that is not new is overwritten in its place: one in memory keeps its pages.
-
-    Raises:
-        OSError: it cannot be written.
     """
     size, checksums = 0, []
     with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
@@ -444,11 +401,7 @@ def mark_of(folder: Path, rank: int) -> Path:
 def commit(
     partial: Path, step: int, reports: Sequence[Report], extra_files: Mapping[str, bytes], keep: int | None
 ) -> Path:
-    """Writes what is still missing, gives the checkpoint its name, and then removes old ones.
-
-    Raises:
-        CheckpointError: something cannot be written.
-    """
+    """Writes what is still missing, gives the checkpoint its name, and then removes old ones."""
     try:
         small = {
             INDEX: _json(_index(partial)),

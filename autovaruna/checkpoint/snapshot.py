@@ -24,10 +24,8 @@ from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.progress import JobPlace, Reporter
 
-_SHARE = 0.01
-"""Of a step's seconds that snapshots may take."""
-_FIRST_SHARE = 0.5
-"""The same while their files are made, which takes longer than to overwrite them."""
+_SHARE = 0.01  # of a step's seconds that snapshots may take
+_FIRST_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them
 _NUM_TIMED = 8
 """Of the last snapshots, and of the last steps, the fastest counts: others have waited for what has nothing to do with
 them."""
@@ -45,13 +43,7 @@ class HasPosition(Protocol):
 
 
 class Snapshots:
-    """Takes the snapshots of one rank.
-
-    Args:
-        place: The job's.
-        rank: This rank.
-        reporter: Shows what they are of.
-    """
+    """Takes the snapshots of one rank; `reporter` shows what they are of."""
 
     def __init__(self, place: JobPlace, rank: int, reporter: Reporter) -> None:
         self._place = place

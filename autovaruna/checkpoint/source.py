@@ -16,18 +16,9 @@ from typing import Any
 import msgspec
 import torch
 
+from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.document import decode
-from autovaruna.checkpoint.folder import (
-    Saved,
-    different_requests,
-    gather,
-    lock_to_read,
-    on_first,
-    other_job,
-    place_of,
-    saved_in,
-    together,
-)
+from autovaruna.checkpoint.folder import Saved
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
 from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.checkpoint.tensor_file import Entry, read_header
@@ -44,20 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors that can be read.
-
-    Attributes:
-        weights: where each weight is, by name.
-        others: where all other tensors are.
-        ties: names that are tied to one of `weights`, and to which.
-        state: what ``state.json`` says; None: weights are all there is.
-    """
+    """Tensors that can be read."""
 
     path: Path
-    weights: Mapping[str, Entry]
-    others: Mapping[str, Entry] = field(default_factory=dict)
-    ties: Mapping[str, str] = field(default_factory=dict)
-    state: Mapping[str, Any] | None = None
+    weights: Mapping[str, Entry]  # where each weight is, by name
+    others: Mapping[str, Entry] = field(default_factory=dict)  # where all other tensors are
+    ties: Mapping[str, str] = field(default_factory=dict)  # names that are tied to one of `weights`, and to which
+    state: Mapping[str, Any] | None = None  # what ``state.json`` says; None: weights are all there is
 
 
 def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: ExitStack) -> Source:
@@ -71,29 +55,25 @@ def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: E
     Raises:
         CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
     """
-    path = Path(place_of(root))
+    path = Path(folder.place_of(root))
     step = int(step) if is_whole(step) else step
-    if found := different_requests(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
+    if found := folder.different_requests(world, str(path), {"step": repr(step)}, "looking for checkpoints"):
         raise CheckpointError(f"The ranks load different checkpoints: {found}. Expected the same on every rank.")
-    if world.rank == 0 and (other := other_job(path)):
+    if world.rank == 0 and (other := folder.other_job(path)):
         logger.info("another job saves to %s (%s): this one can load from there, but not save", path, other)
     known: dict[Path, list[str]] = {}
     while True:
-        chosen = on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
+        chosen = folder.on_first(world, lambda: _next_best(path, step, known, locks), "looking for checkpoints")
         if chosen is None:
-            return together(world, lambda: open_source(path), "opening a checkpoint")
-        every = gather(world, partial(_damages, chosen, world), "checking a checkpoint")
+            return folder.together(world, lambda: open_source(path), "opening a checkpoint")
+        every = folder.gather(world, partial(_damages, chosen, world), "checking a checkpoint")
         known[chosen] = list(dict.fromkeys(damage for of_rank in every for damage in of_rank))
         if not known[chosen]:
-            return together(world, partial(open_source, chosen), "opening a checkpoint")
+            return folder.together(world, partial(open_source, chosen), "opening a checkpoint")
 
 
 def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]], locks: ExitStack) -> Path | None:
-    """Returns the best checkpoint that is not known to be damaged, locked; None: none is ours.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Returns the best checkpoint that is not known to be damaged, locked; None: none is ours."""
     locks.close()
     while True:
         candidates = _candidates(path, step)
@@ -106,7 +86,7 @@ def _next_best(path: Path, step: int | str, known: Mapping[Path, Sequence[str]],
                 "been changed; load an earlier step, or copy the damaged file again from where it is intact."
             )
         try:
-            locks.enter_context(lock_to_read(left[0]))
+            locks.enter_context(folder.lock_to_read(left[0]))
         except FileNotFoundError:
             continue  # another job has just saved a newer one, and removed this
         except OSError as error:
@@ -126,7 +106,7 @@ def _candidates(path: Path, step: int | str) -> list[Saved] | None:
             raise CheckpointError(f"{path} is of step {own.step}; got a request for step {step}.")
         return [own]
     try:
-        every = saved_in(path) if path.is_dir() else []
+        every = folder.saved_in(path) if path.is_dir() else []
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Expected a folder of checkpoints.") from error
     if step == "latest":
@@ -150,8 +130,7 @@ def _damages(path: Path, world: World) -> list[str]:
 def open_source(path: Path) -> Source:
     """Opens a checkpoint of ours, a Hugging Face folder, or a safetensors file; reads headers alone.
 
-    Raises:
-        CheckpointError: there is none, or its files do not fit together.
+    Raises CheckpointError if there is none, or its files do not fit together.
     """
     if path.is_file():
         return _from_files(path, [path])

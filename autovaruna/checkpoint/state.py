@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,14 @@ from autovaruna.runtime.world import World
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in training, as this rank sees it.
-
-    Attributes:
-        placement: who holds which; None while every rank has the whole model as it built it.
-        seed: what random nodes are seeded from; None: not known yet.
-        num_calls: calls of the model so far.
-    """
+    """A model in training, as this rank sees it."""
 
     world: World
     state: OwnedState
-    placement: Placement | None = None
+    placement: Placement | None = None  # who holds which; None while every rank has the whole model as it built it
     optimizer: CutOptimizer | None = None
-    seed: int | None = None
-    num_calls: int = 0
+    seed: int | None = None  # what random nodes are seeded from; None: not known yet
+    num_calls: int = 0  # of the model, so far
 
     @property
     def model(self) -> nn.Module:
@@ -80,45 +74,29 @@ class Subject:
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into a checkpoint beside model and optimizer.
-
-    Attributes:
-        step: number of the checkpoint.
-        data_position: where the data go on.
-        extra: the user's own dict.
-        scaler: a GradScaler.
-        lr_scheduler: a schedule of the learning rate.
-        generators: states of the generators that a plain model draws from; None: those of now.
-    """
+    """What goes into a checkpoint beside model and optimizer."""
 
     step: int
-    data_position: Any = None
-    extra: Any = None
+    data_position: Any = None  # where the data go on
+    extra: Any = None  # the user's own dict
     scaler: Any = None
     lr_scheduler: Any = None
-    generators: Mapping[str, Tensor] | None = None
+    generators: Mapping[str, Tensor] | None = None  # those that a plain model draws from; None: as they are now
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes.
+    """What one rank writes."""
 
-    Attributes:
-        files: the bytes of its files, by name.
-        documents: its share of ``state.json``.
-        weights: the file of each of the model's tensors among them, by name.
-    """
-
-    files: Mapping[str, Rows]
-    documents: Mapping[str, Json]
-    weights: Mapping[str, str]
+    files: Mapping[str, Rows]  # the bytes of its files, by name
+    documents: Mapping[str, Json]  # its share of ``state.json``
+    weights: Mapping[str, str]  # the file of each of the model's tensors among them, by name
 
 
 def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
     """Returns the part of this rank.
 
-    Raises:
-        CheckpointError: something is of a type that no checkpoint can hold, or has no numbers yet.
+    Raises CheckpointError if something is of a type that no checkpoint can hold, or has no numbers yet.
     """
     rank = subject.world.rank
     tensors, module_state = subject.entries()
@@ -133,13 +111,7 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
     generators = content.generators or generator_states()
     documents: dict[str, Any] = {"generators": {str(rank): encode(generators, f"rng.{rank}", others)}}
     if subject.optimizer is not None:
-        first = {subject.first(name): place for name, place in writer.items()}
-        own = subject.optimizer.own_state()
-        documents["optimizer_state"] = encode_state(
-            subject.optimizer, own, subject.state, lambda name: first.get(name, 0) == rank, others
-        )
-        if rank == 0:
-            documents["optimizer"] = encode_groups(subject.optimizer, own, others)
+        documents |= _of_optimizer(subject, subject.optimizer, writer, others)
     if rank == 0:
         documents |= _of_first_rank(subject, content, others)
         documents["ties"] = {name: first for name, first in subject.saved_names(tensors).items() if name != first}
@@ -155,28 +127,21 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
 def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:
     """Returns the rank that writes each tensor that is saved; the same on every rank.
 
-    Args:
-        tensors: Its `tensors()`.
-        is_shared: Whether the replicas of a parameter's stage divide its stage's parameters among them by bytes, or
-            the first of them writes all. Buffers are always those of the first; what has an owner is the owner's.
+    If `is_shared`, the replicas of a stage divide its parameters among them by bytes; else the first of them writes
+    all. Buffers are always those of the first; what has an owner is the owner's.
     """
     saved = dict.fromkeys(subject.saved_names(tensors).values())
     if subject.placement is None:
         return dict.fromkeys(saved, 0)
     load = [0] * subject.world.num_ranks
     found: dict[str, int] = {}
-    sizes = {name: num_bytes(tensors[name]) for name in saved}
+    sizes = {name: tensors[name].shape.numel() * tensors[name].dtype.itemsize for name in saved}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         holders = subject.placement.steppers_of(subject.first(name))
         is_divided = is_shared and isinstance(subject.state.tensor(subject.first(name)), nn.Parameter)
         found[name] = min(holders, key=lambda rank: (load[rank], rank)) if is_divided else holders[0]
         load[found[name]] += sizes[name]
     return found
-
-
-def num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's numbers."""
-    return tensor.shape.numel() * tensor.dtype.itemsize  # what a tensor says that is elsewhere, too
 
 
 def _of_first_rank(subject: Subject, content: Content, others: dict[str, Tensor]) -> dict[str, Any]:
@@ -214,68 +179,55 @@ def config_files(model: Any) -> dict[str, bytes]:
     return found
 
 
-def encode_groups(optimizer: CutOptimizer, own: Mapping[str, Any], tensors: dict[str, Tensor]) -> Json:
-    """Returns class and groups of an optimizer, whose parameters are names; `own` is its `own_state()`.
-
-    Raises:
-        CheckpointError: an option of a group is of a type that no checkpoint can hold.
-    """
+def _of_optimizer(
+    subject: Subject, optimizer: CutOptimizer, writer: Mapping[str, int], others: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Returns the state of the parameters that this rank writes; of rank 0 class and groups, too, by names."""
+    rank, own = subject.world.rank, optimizer.own_state()
+    optimizer.check()
+    writes = {subject.first(name): its_writer for name, its_writer in writer.items()}
+    places = [place for group in own["param_groups"] for place in group["params"]]
+    state = {
+        name: encode(own["state"][place], f"optimizer.state.{name}", others)
+        for place, name in zip(places, _own_names(optimizer, subject.state), strict=True)
+        if place in own["state"] and writes.get(name, 0) == rank
+    }
+    if rank > 0:
+        return {"optimizer_state": state}
     groups = []
     for index, (group, names) in enumerate(zip(own["param_groups"], optimizer.names, strict=True)):
         options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**encode(options, f"optimizer.param_groups.{index}", tensors), "params": list(names)})
-    return {"class": type(optimizer.optimizer).__name__, "param_groups": groups}
-
-
-def encode_state(
-    optimizer: CutOptimizer,
-    own: Mapping[str, Any],
-    state: OwnedState,
-    wanted: Callable[[str], bool],
-    tensors: dict[str, Tensor],
-) -> dict[str, Json]:
-    """Returns the state of the wanted parameters that this rank holds, by first name; `own` is its `own_state()`.
-
-    Raises:
-        CheckpointError: something in it is of a type that no checkpoint can hold.
-    """
-    optimizer.check()
-    places = [place for group in own["param_groups"] for place in group["params"]]
-    names = _own_names(optimizer, state)
+        groups.append({**encode(options, f"optimizer.param_groups.{index}", others), "params": list(names)})
     return {
-        name: encode(own["state"][place], f"optimizer.state.{name}", tensors)
-        for place, name in zip(places, names, strict=True)
-        if place in own["state"] and wanted(name)
+        "optimizer_state": state,
+        "optimizer": {"class": type(optimizer.optimizer).__name__, "param_groups": groups},
     }
 
 
-def check_optimizer(optimizer: CutOptimizer, known: Mapping[str, Any], first_of: Callable[[str], str]) -> list[str]:
+def check_optimizer(subject: Subject, optimizer: CutOptimizer, known: Mapping[str, Any]) -> list[str]:
     """Returns in words why the saved state of an optimizer does not fit this one."""
+    optimizer.check()
     name = type(optimizer.optimizer).__name__
     if known["class"] != name:
         return [f"the optimizer is {known['class']}, expected {name}"]
-    got = [{first_of(each) for each in group["params"]} for group in known["param_groups"]]
+    got = [{subject.first(each) for each in group["params"]} for group in known["param_groups"]]
     expected = [set(group) for group in optimizer.names]
-    if [len(group) for group in got] != [len(group) for group in expected]:
-        return [
-            f"the optimizer has groups of {[len(group) for group in got]} parameters, expected "
-            f"{[len(group) for group in expected]}"
-        ]
-    odd = [
+    sizes, its_sizes = list(map(len, got)), list(map(len, expected))
+    if sizes != its_sizes:
+        return [f"the optimizer has groups of {sizes} parameters, expected {its_sizes}"]
+    return [
         f"group {index} of the optimizer has {', '.join(sorted(found - wanted)[:3])}, expected "
         f"{', '.join(sorted(wanted - found)[:3])}"
         for index, (found, wanted) in enumerate(zip(got, expected, strict=True))
         if found != wanted
     ]
-    return odd
 
 
 def load_optimizer(
+    subject: Subject,
     optimizer: CutOptimizer,
-    weights: OwnedState,
     known: Mapping[str, Any],
     state: Mapping[str, Json],
-    first_of: Callable[[str], str],
     reader: Reader,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
@@ -283,10 +235,10 @@ def load_optimizer(
 
     State that it has is overwritten where it is, so that there is no second copy.
     """
-    by_first = {first_of(name): content for name, content in state.items()}
+    by_first = {subject.first(name): content for name, content in state.items()}
     own: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
-    every = _own_names(optimizer, weights)
+    every = _own_names(optimizer, subject.state)
     names = iter(every)
     for given, group in zip(known["param_groups"], optimizer.optimizer.param_groups, strict=True):
         options = decode({key: value for key, value in given.items() if key != "params"}, reader.tensor)
@@ -294,9 +246,8 @@ def load_optimizer(
         for place, parameter in enumerate(parameters, start):
             name = next(names)
             if name in by_first:
-                own[place] = _decode_state(
-                    by_first[name], optimizer.optimizer.state.get(parameter, {}), parameter, reader
-                )
+                now = optimizer.optimizer.state.get(parameter, {})
+                own[place] = _decode_state(by_first[name], now, parameter, reader)
         groups.append({**options, "params": list(range(start, start + len(parameters)))})
     reader.fill()
     optimizer.load_own({"state": own, "param_groups": groups})

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autovaruna.checkpoint.document import dtype_of
-from autovaruna.checkpoint.elsewhere import ByteFile, is_elsewhere, open_bytes
+from autovaruna.checkpoint.elsewhere import ReadInto, is_elsewhere, open_bytes
 from autovaruna.checkpoint.manifest import Bytes, num_threads
 from autovaruna.config.files import parse
 from autovaruna.errors import CheckpointError
@@ -44,19 +44,15 @@ NAMES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-}
-"""What safetensors calls the dtypes that every version of it has; others are kept as their bytes."""
+}  # what safetensors calls the dtypes that every version of it has; others are kept as their bytes
 DTYPES = {name: dtype for dtype, name in NAMES.items()} | {"C64": torch.complex64}
-NOTE = "autovaruna.dtypes"
-"""Where the header notes the dtypes of tensors that are kept as bytes, as JSON by name."""
-METADATA = {"format": "pt"}
-"""What the library transformers wants to read in the header of a file."""
+NOTE = "autovaruna.dtypes"  # where the header notes the dtypes of tensors that are kept as bytes, as JSON by name
+METADATA = {"format": "pt"}  # what the library transformers wants to read in the header of a file
 
 PIECE_BYTES = 16 << 20
 """Most bytes that are read at once; tensors that are not on the host go through as much memory of it."""
 
-Rows = Sequence[Tensor]
-"""The bytes of a file, in order: tensors of uint8 with one dimension, anywhere."""
+Rows = Sequence[Tensor]  # the bytes of a file, in order: tensors of uint8 with one dimension, anywhere
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def lay_out(tensors: Mapping[str, Tensor]) -> Rows:
     """Returns the bytes of a file with some tensors: its header, then each of them where it is.
 
-    Args:
-        tensors: By name, anywhere; those of the largest numbers come first, so that all are aligned.
-
-    Raises:
-        CheckpointError: a tensor's dtype is none that such a file can hold.
+    Those of the largest numbers come first, so that all are aligned. Raises CheckpointError for a dtype that such a
+    file cannot hold.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header(tuple((name, tensors[name].dtype, tensors[name].shape) for name in names))
@@ -123,8 +116,7 @@ def _described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Returns where each tensor of a file is, and the metadata of its header.
 
-    Raises:
-        CheckpointError: the file is missing, cut off, or no safetensors file.
+    Raises CheckpointError if the file is missing, cut off, or no safetensors file.
     """
     try:
         if not is_elsewhere(path):  # else its host has compared its checksums
@@ -161,8 +153,8 @@ def can_become(dtype: torch.dtype, other: torch.dtype) -> bool:
 def read_all(pairs: Sequence[tuple[Entry, Tensor]]) -> None:
     """Overwrites each tensor with what its entry says, rounded to the tensor's dtype; shapes agree.
 
-    Raises:
-        CheckpointError: a file has become shorter, or cannot be read, or has several numbers for one of a tensor's.
+    Raises CheckpointError if a file has become shorter, or cannot be read, or has several numbers for one of a
+    tensor's.
     """
     try:
         with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
@@ -191,10 +183,8 @@ class Reader:
     def tensor(self, name: str, place: Any = None, like: Tensor | None = None) -> Tensor:
         """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype.
 
-        Args:
-            place: Memory for it.
-            like: A tensor whose order of memory a new one of the same shape has: kernels that go through both count
-                on that.
+        A new one has the order of memory of `like`, if that is of its shape: kernels that go through both count on
+        that.
         """
         entry = self._entries[name]
         fits = isinstance(place, Tensor) and (place.shape, place.dtype) == (entry.shape, entry.dtype)
@@ -203,11 +193,7 @@ class Reader:
         return tensor
 
     def fill(self) -> None:
-        """Reads them all.
-
-        Raises:
-            CheckpointError: a file has become shorter, or cannot be read.
-        """
+        """Reads them all."""
         pairs, self._pairs = self._pairs, []
         read_all(pairs)
 
@@ -225,7 +211,7 @@ def _empty(entry: Entry, like: Tensor | None = None) -> Tensor:
     return torch.empty_like(like, dtype=entry.dtype, device="cpu", requires_grad=False)
 
 
-def _read_piece(file: ByteFile, entry: Entry, tensor: Tensor, start: int) -> None:
+def _read_piece(file: ReadInto, entry: Entry, tensor: Tensor, start: int) -> None:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # other bytes, or not in one row: all at once
         if start == 0:
             _overwrite(tensor, _read_numbers(file, entry, 0, entry.num_bytes).reshape(entry.shape), entry)
@@ -234,7 +220,7 @@ def _read_piece(file: ByteFile, entry: Entry, tensor: Tensor, start: int) -> Non
     first, last = start // entry.dtype.itemsize, (start + count) // entry.dtype.itemsize
     target = tensor.detach().reshape(-1)[first:last]
     if tensor.device.type == "cpu" and tensor.dtype == entry.dtype:
-        _read_into(file, entry, target.view(torch.uint8), start)
+        _fill(file, entry.path, target.view(torch.uint8).numpy().data, entry.offset + start)
     else:
         target.copy_(_read_numbers(file, entry, start, count))
 
@@ -251,24 +237,21 @@ def _overwrite(tensor: Tensor, numbers: Tensor, entry: Entry) -> None:
     tensor.detach()[first].copy_(numbers[first])
 
 
-def _read_numbers(file: ByteFile, entry: Entry, start: int, count: int) -> Tensor:
-    return _read_into(file, entry, torch.empty(count, dtype=torch.uint8), start).view(entry.dtype)
+def _read_numbers(file: ReadInto, entry: Entry, start: int, count: int) -> Tensor:
+    numbers = torch.empty(count, dtype=torch.uint8)
+    _fill(file, entry.path, numbers.numpy().data, entry.offset + start)
+    return numbers.view(entry.dtype)
 
 
-def _read_into(file: ByteFile, entry: Entry, target: Tensor, start: int) -> Tensor:
-    _fill(file, entry.path, target.numpy().data, entry.offset + start)
-    return target
-
-
-def _read(file: ByteFile, path: Path, place: int, count: int) -> bytes:
+def _read(file: ReadInto, path: Path, place: int, count: int) -> bytes:
     data = bytearray(count)
     _fill(file, path, memoryview(data), place)
     return bytes(data)
 
 
-def _fill(file: ByteFile, path: Path, view: memoryview, place: int) -> None:
+def _fill(file: ReadInto, path: Path, view: memoryview, place: int) -> None:
     while view:
-        count = file.read_into(view, place)
+        count = file(view, place)
         if count == 0:
             raise CheckpointError(f"{path} ends at byte {place}; expected more. It has been cut off.")
         view, place = view[count:], place + count

@@ -20,16 +20,12 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     known = known_names()
     for name in names:
         declaration, _ = known[name]
-        default = str(declaration.default).replace("%", "%%")
-        group.add_argument(_option(name), dest=f"setting_{name}", metavar="VALUE", help=f"{_help(name)} ({default})")
+        text = f"{declaration.metadata['meaning'].removesuffix('.')} ({declaration.default})".replace("%", "%%")
+        group.add_argument(_option(name), dest=f"setting_{name}", metavar="VALUE", help=text)
 
 
 def settings_of(options: argparse.Namespace, extra: dict[str, object] | None = None) -> Settings:
-    """Returns the settings: conf.toml, then variables, then options.
-
-    Raises:
-        ConfigError: a value is of the wrong kind, or two contradict each other.
-    """
+    """Returns the settings: conf.toml, then variables, then options."""
     keywords = dict(extra or {})
     for dest, text in vars(options).items():
         if dest.startswith("setting_") and text is not None:
@@ -50,11 +46,6 @@ def _read(name: str, text: str) -> object:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _help(name: str) -> str:
-    meaning: str = known_names()[name][0].metadata["meaning"]
-    return meaning.replace("%", "%%").removesuffix(".")
 
 
 HELP = "print each setting, its value, and where the value came from"

@@ -15,15 +15,11 @@ from autovaruna.log import progress_bar
 from autovaruna.profiler.cache import cache_of, save_measured
 from autovaruna.profiler.measure import lasting_keys, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
-from autovaruna.session.machine import find_device
+from autovaruna.session.device import find_device
 
 
 def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:
-    """Measures what the cache does not know.
-
-    Raises:
-        MeasureError: a block cannot be run.
-    """
+    """Measures what the cache does not know; returns the profile, and how many parts that were."""
     traced, device = target.traced, find_device(target.model, settings)
     if not settings.dynamic_batch:
         sizes = [traced.sizes.batch_size]
@@ -74,11 +70,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_sizes(text: str) -> list[int]:
-    """Returns micro-batch sizes from a text such as ``1,2,4``.
-
-    Raises:
-        ConfigError: it has something else.
-    """
+    """Returns micro-batch sizes from a text such as ``1,2,4``; ConfigError for something else."""
     try:
         sizes = sorted({int(size) for size in text.split(",")}) if text else []
     except ValueError:

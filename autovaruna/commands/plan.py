@@ -22,7 +22,7 @@ from autovaruna.config.settings import BYTES, REFUSALS, Sharing
 from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar, status_bar
-from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, host_counts, save
+from autovaruna.planner.deployment import Deployment, deployment_of, save
 from autovaruna.planner.grids import Choice
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
@@ -39,20 +39,15 @@ from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
 from autovaruna.session.calls import input_groups
-from autovaruna.session.machine import host_memory, keep_freed_memory, optimizer_factor
-from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, sizes_to_measure
-from autovaruna.session.preparation import GLOBAL_BATCH
+from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
+from autovaruna.session.memory import host_memory, keep_freed_memory
+from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")
 
 
 class Planning:
-    """One run of the plan command.
-
-    Args:
-        options: Its options.
-        known: Another run of the same model, whose trace and costs are used; None: they are made.
-    """
+    """One run of the plan command, with the trace and costs of `known`, a run of the same model, if it is given."""
 
     target: Target
     traced: TracedModel
@@ -154,15 +149,11 @@ class Planning:
     @property
     def plan(self) -> Plan:
         """The plan."""
-        return self._found[0]
-
-    @property
-    def choices(self) -> list[Choice]:
-        """The best plan of every regular grid, fastest first."""
-        return self._found[1]
+        return self.plan_and_choices[0]
 
     @cached_property
-    def _found(self) -> tuple[Plan, list[Choice]]:
+    def plan_and_choices(self) -> tuple[Plan, list[Choice]]:
+        """The plan, and the best plan of every regular grid, fastest first."""
         choices: dict[bool, list[Choice]] = {}
 
         def make(problem: Problem) -> Plan:
@@ -177,16 +168,16 @@ class Planning:
     @cached_property
     def deployment(self) -> Deployment:
         """The plan with what it is valid for: a run with these settings loads it, if all of that is the same."""
-        fingerprint = Fingerprint(
-            graph=self.traced.graph.fingerprint,
-            shapes={f"input {spec.name}": spec.words() for spec in self.traced.call.inputs}
-            | {GLOBAL_BATCH: str(self.global_batch_size)},
-            num_ranks=self.cluster.num_ranks,
-            hosts=host_counts(self.cluster.hosts),
-            device=self.device.name if self.device else self.profile.device,
-            memory_bytes=self.cluster.memory_bytes,
-            settings={name: getattr(self.settings, name) for name in SHAPING}
-            | {"optimizer_bytes_factor": self.optimizer_bytes_factor, "shard_optimizer": self.sharing},
+        cluster, device = self.cluster, self.device.name if self.device else self.profile.device
+        fingerprint = fingerprint_of(
+            self.traced,
+            self.settings,
+            self.global_batch_size,
+            cluster.hosts,
+            device,
+            cluster.memory_bytes,
+            self.optimizer_bytes_factor,
+            self.sharing,
         )
         return deployment_of(self.plan, self.traced.graph, fingerprint)
 
@@ -205,9 +196,7 @@ class Planning:
 
     def _find_memory(self) -> float:
         """Returns what each rank may use."""
-        total = float(self.settings.memory_limit_bytes)
-        if not total and self.device is not None:
-            total = float(self.device.memory_bytes)
+        total = float(self.settings.memory_limit_bytes or (self.device.memory_bytes if self.device else 0))
         if not total and self.device is not None:
             raise ConfigError(f"The device file {self.options.device} does not say its memory; pass --memory, as 80GiB")
         per_host = self.options.ranks_per_host or self.options.ranks
@@ -222,14 +211,10 @@ class Planning:
 
 
 def make_optimizer(text: str, parameters: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer | None:
-    """Returns an optimizer, as a run has it.
+    """Returns an optimizer, as a run has it, of one small parameter if it gets none or is not for all of them.
 
-    Args:
-        text: A name of torch.optim in any case, with options behind a colon: ``sgd:momentum=0.9``; ``none``: none.
-        parameters: What it is for; one small parameter if there are none, or if it is not for all of them.
-
-    Raises:
-        ConfigError: there is no such optimizer, or it takes no such options.
+    `text` is a name of torch.optim in any case, with options behind a colon: ``sgd:momentum=0.9``; ``none``: none.
+    Raises ConfigError if there is no such optimizer, or it takes no such options.
     """
     name, _, listed = text.partition(":")
     if name.lower() == "none":
@@ -266,14 +251,10 @@ _MOST_ROWS = 24
 
 
 def report(planning: Planning, options: argparse.Namespace) -> None:
-    """Plans, and shows and saves what the options ask for.
-
-    Raises:
-        AutoVarunaError: there is no plan, or a file cannot be written.
-    """
+    """Plans, and shows and saves what the options ask for."""
+    graph, (plan, choices) = planning.traced.graph, planning.plan_and_choices
     if options.table:
-        show(choices_table(planning.choices))
-    graph, plan = planning.traced.graph, planning.plan
+        show(choices_table(choices))
     table = plan_table(plan, graph)
     if not plan.is_measured:
         table.title = f"{table.title} (roofline)"
@@ -295,23 +276,11 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         show(f"drew {options.plot}")
 
 
-_COLUMNS = (
-    "stages",
-    "replicas",
-    "micro-batch",
-    "micro-batches",
-    "schedule",
-    "step",
-    "samples/s",
-    "memory",
-    "recompute",
-)
-
-
 def choices_table(choices: Sequence[Choice]) -> Table:
     """Returns choices as a table, in their order."""
     table = Table(title="choices, fastest first", box=box.SIMPLE_HEAD)
-    for name in _COLUMNS:
+    sizes = ("stages", "replicas", "micro-batch", "micro-batches")
+    for name in (*sizes, "schedule", "step", "samples/s", "memory", "recompute"):
         table.add_column(name, justify="right")
     for choice in choices:
         stages = choice.plan.stages
@@ -341,18 +310,19 @@ def shown_ranks(plan: Plan | Pipeline) -> list[int]:
 
 
 def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
-    """Returns some rows of a drawing, with its legend, and what was left out."""
+    """Returns some rows of a drawing, with its legend, and what was left out.
+
+    `names` are the plan's ranks for each row of the drawing; empty: they are those of the rows.
+    """
     lines = drawing.splitlines()
-    kept = [_named(lines[row], names[row] if names else row, max(names, default=0)) for row in rows]
+    kept = [lines[row] for row in rows]
+    if names:
+        width = len(f"rank {max(names)}")
+        kept = [f"{f'rank {names[row]}':<{width}} |{lines[row].split('|', 1)[1]}" for row in rows]
     kept += lines[len(names) or num_ranks :]
     if len(rows) < num_ranks:
         kept.append(f"{len(rows)} of {num_ranks} ranks are drawn: the first replicas of stages")
     return "\n".join(kept)
-
-
-def _named(line: str, rank: int, greatest: int) -> str:
-    """Returns a row of a drawing with the rank's own name."""
-    return f"{f'rank {rank}':<{len(f'rank {greatest}')}} |{line.split('|', 1)[1]}" if greatest else line
 
 
 def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
@@ -419,11 +389,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def num_bytes(text: str) -> int:
-    """Returns the memory of a rank.
-
-    Raises:
-        ConfigError: it is no number of bytes, or 0.
-    """
+    """Returns the memory of a rank; ConfigError if it is no number of bytes, or 0."""
     try:
         value = BYTES.read(text)
     except REFUSALS:

@@ -18,8 +18,7 @@ from autovaruna.errors import ConfigError, InputError
 from autovaruna.schedule.instruction import Kind
 from autovaruna.schedule.simulation import Simulation
 
-Spans = Sequence[tuple[float, float]]
-"""Begin and length of bars, in seconds."""
+Spans = Sequence[tuple[float, float]]  # begin and length of bars, in seconds
 COLOURS = {
     "forward": "#4c78a8",
     "recompute": "#f2cf5b",
@@ -36,11 +35,7 @@ _NAMES = {
 
 
 def checked_plot(path: str) -> str:
-    """Returns the file of a picture, a PNG if its name has no ending; looks at it before what takes long.
-
-    Raises:
-        ConfigError: nothing can be drawn there.
-    """
+    """Returns the file of a picture, a PNG if its name has no ending; ConfigError if nothing can be drawn there."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'autovaruna[plot]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -56,11 +51,7 @@ def checked_plot(path: str) -> str:
 
 
 def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:
-    """Draws a row for each rank, time to the right.
-
-    Raises:
-        ConfigError: the file cannot be written, or matplotlib does not know its format.
-    """
+    """Draws a row for each rank, time to the right."""
     rows: dict[str, dict[str, Spans]] = {}
     for rank in ranks:
         acts = simulation.acts[rank]
@@ -75,15 +66,10 @@ def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:
 def draw_bars(
     rows: Mapping[str, Mapping[str, Spans]], colours: Mapping[str, str], path: str, end_seconds: float | None = None
 ) -> None:
-    """Draws rows of bars from the top, time to the right.
+    """Draws rows of bars from the top, time to the right, to `end_seconds`, or to the last bar.
 
-    Args:
-        rows: For each row, the bars of each kind.
-        colours: The kinds, as the legend names them; later ones are drawn over earlier ones.
-        end_seconds: Where the picture ends; None: with the last bar.
-
-    Raises:
-        ConfigError: as `plot`.
+    `colours` are the kinds, as the legend names them; later ones are drawn over earlier ones. Raises ConfigError if the
+    file cannot be written, or matplotlib does not know its format.
     """
     from matplotlib.figure import Figure
 
@@ -113,10 +99,8 @@ class _Console(Console):
 def show(content: Table | str) -> None:
     """Prints a table in the width of the terminal, or a text as it is; 160 columns where there is no terminal.
 
-    Nothing where nobody listens any more, as behind ``| head -1``: files are still written.
-
-    Raises:
-        InputError: there is no room for it.
+    Nothing where nobody listens any more, as behind ``| head -1``: files are still written. Raises InputError if there
+    is no room for it.
     """
     if sys.stdout is None:
         return

@@ -61,11 +61,7 @@ def _spellings(option: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Replays, and shows what comes out.
-
-    Raises:
-        AutoVarunaError: the trace, an option, or a plan cannot be used.
-    """
+    """Replays, and shows what comes out."""
     costs = _costs(options)
     trace = read_trace(options.trace)
     step_seconds = _step_seconds(options, {change.hosts for change in trace[:-1]} - {0})
@@ -93,11 +89,7 @@ def _costs(options: argparse.Namespace) -> Costs:
 
 
 def _step_seconds(options: argparse.Namespace, hosts: set[int]) -> Mapping[int, float]:
-    """Returns the seconds of a step by number of hosts, from what the options name.
-
-    Raises:
-        AutoVarunaError: they name nothing, or several things, or what cannot be used.
-    """
+    """Returns the seconds of a step by number of hosts, from the one thing that the options name."""
     sources: dict[str, tuple[object, Callable[[argparse.Namespace, set[int]], dict[int, float]]]] = {
         "MODULE:FUNCTION": (options.target, _of_model),
         "--plan": (options.plan, _of_deployments),
@@ -160,11 +152,7 @@ def _of_model(options: argparse.Namespace, hosts: set[int]) -> dict[int, float]:
 
 
 def _of_all(hosts: Iterable[int], step: Callable[[int], float]) -> dict[int, float]:
-    """Returns the seconds of a step for each number of hosts that there is a plan for.
-
-    Raises:
-        PlanError: there is none for any of them.
-    """
+    """Returns the seconds of a step for each number of hosts that has a plan; PlanError if none has."""
     found, refused = {}, None
     for number in sorted(hosts):
         try:

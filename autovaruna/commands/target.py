@@ -7,8 +7,8 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import Options
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.session.machine import find_device
+from autovaruna.session.device import find_device
 
 _EXPECTED = (
     "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"
@@ -66,20 +66,19 @@ _DRAWING = {"uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_", "xavie
 def load_target(
     name: str, settings: Settings, device: torch.device | None = None, *, has_weights: bool = True
 ) -> Target:
-    """Builds and traces the model that a function returns.
+    """Builds and traces the model that the function `name` returns.
 
-    Args:
-        name: of the function.
-        settings: of the run.
-        device: where the model is to run; None: where it is.
-        has_weights: whether the model gets its random weights, which take long to draw and a plan does not need.
+    Without `has_weights` the model gets no random weights, which take long to draw and a plan does not need.
 
     Raises:
         InputError: there is no such function, it raises, or it returns something else.
         TraceError: the model cannot be traced.
     """
     with nullcontext() if has_weights else _WithoutRandomNumbers():
-        model, args, kwargs = _returned(name, _call(name, _find(name)))
+        function = _find(name)
+        with _running(f"{name} failed"):
+            made = function()
+        model, args, kwargs = _returned(name, made)
     tensors, call = describe(model, args, kwargs, settings.batch_inputs, batch_dims=settings.batch_dims)
     if call.batch_size < 1:
         raise InputError(f"{name} returned a call of no samples. Expected a batch of one or more. {_EXPECTED}.")
@@ -103,10 +102,8 @@ def _find(name: str) -> Callable[[], Any]:
 def _of_module(name: str, place: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
+    with _running(f"The module of {name} cannot be imported"):
         return importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"The module of {name} cannot be imported: {_said(error)}. {_EXPECTED}.") from error
 
 
 def _of_file(name: str, path: Path) -> ModuleType:
@@ -119,18 +116,18 @@ def _of_file(name: str, path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    try:
+    with _running(f"The file of {name} cannot be run"):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"The file of {name} cannot be run: {_said(error)}. {_EXPECTED}.") from error
     return module
 
 
-def _call(name: str, function: Callable[[], Any]) -> Any:
+@contextmanager
+def _running(failure: str) -> Iterator[None]:
+    """Names what an error of the user's code makes impossible."""
     try:
-        return function()
+        yield
     except (Exception, SystemExit) as error:
-        raise InputError(f"{name} failed: {_said(error)}. {_EXPECTED}.") from error
+        raise InputError(f"{failure}: {_said(error)}. {_EXPECTED}.") from error
 
 
 def _returned(name: str, value: Any) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -28,16 +27,24 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A row's stretch of time: the first letter of `kind` is that of the instruction, or of `wait`, `all-reduce`."""
+class _Arguments(msgspec.Struct):
+    step: Whole
 
-    process: int
-    rank: int
-    kind: str
-    step: int
-    start_seconds: float
-    seconds: float
+
+class Bar(msgspec.Struct):
+    """A row's stretch of time as the format of Chrome's traces has it, in microseconds."""
+
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9]*[A-Za-z]")]
+    pid: Annotated[int, msgspec.Meta(ge=0, le=1)]  # of `_PROCESSES`
+    tid: Whole  # the rank
+    ts: Annotated[float, msgspec.Meta(gt=-1e18, lt=1e18)]
+    dur: Amount
+    args: _Arguments
+
+    @property
+    def kind(self) -> str:
+        """The first letter of the instruction, or of ``wait`` or ``all-reduce``."""
+        return self.name.lstrip("0123456789")[0]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,29 +58,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table, and draws the picture if one is wanted.
-
-    Raises:
-        ConfigError: the file is no trace, or has no such step.
-    """
+    """Prints the table, and draws the picture if one is wanted."""
     if options.plot:
         options.plot = checked_plot(options.plot)
     bars = read_bars(Path(options.file))
-    steps = sorted({bar.step for bar in bars})
-    predicted = (bar.step for bar in bars if _PROCESSES[bar.process] == "predicted")
+    steps = sorted({bar.args.step for bar in bars})
+    predicted = (bar.args.step for bar in bars if _PROCESSES[bar.pid] == "predicted")
     chosen = options.step or max(predicted, default=steps[-1])
     if chosen not in steps:
         raise ConfigError(f"--step is {chosen}; {options.file} has steps {steps[0]} to {steps[-1]}")
     show(summary(bars))
     if options.plot:
-        draw([bar for bar in bars if bar.step == chosen], options.plot)
+        draw([bar for bar in bars if bar.args.step == chosen], options.plot)
 
 
 def read_bars(path: Path) -> list[Bar]:
     """Reads the instructions of a trace, which may have been cut off while it was written.
 
-    Raises:
-        ConfigError: it cannot be read, or a line but the last is not of such a trace.
+    Raises ConfigError if it cannot be read, or a line but the last is not of such a trace.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[1:]
@@ -84,7 +86,7 @@ def read_bars(path: Path) -> list[Bar]:
         try:
             event = parse(line.rstrip(" ,]"))
             if not isinstance(event, dict) or event.get("ph") == "X":
-                bars.append(_bar(read_record(event, _Event)))
+                bars.append(read_record(event, Bar))
         except ValueError as error:
             if place <= len(lines):
                 raise ConfigError(f"line {place} of {path} is not of a trace that AutoVaruna wrote: {error}") from error
@@ -93,34 +95,14 @@ def read_bars(path: Path) -> list[Bar]:
     return bars
 
 
-class _Arguments(msgspec.Struct):
-    step: Whole
-
-
-class _Event(msgspec.Struct):
-    """A bar as the format of Chrome's traces has it, in microseconds."""
-
-    name: Annotated[str, msgspec.Meta(pattern="^[0-9]*[A-Za-z]")]
-    pid: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    tid: Whole
-    ts: Annotated[float, msgspec.Meta(gt=-1e18, lt=1e18)]
-    dur: Amount
-    args: _Arguments
-
-
-def _bar(event: _Event) -> Bar:
-    kind = event.name.lstrip("0123456789")[0]
-    return Bar(event.pid, event.tid, kind, event.args.step, event.ts * 1e-6, event.dur * 1e-6)
-
-
 def summary(bars: list[Bar]) -> Table:
     """Returns the median seconds of each kind of work on each rank, measured beside predicted."""
     seconds: dict[tuple[int, str, int], list[float]] = defaultdict(list)
     for bar in bars:
-        seconds[bar.rank, bar.kind, bar.process].append(bar.seconds)
+        seconds[bar.tid, bar.kind, bar.pid].append(1e-6 * bar.dur)
     caption = "median milliseconds of one, over all steps"
     table = Table("rank", "what", "times a step", *(f"{name} ms" for name in _PROCESSES), caption=caption)
-    num_steps = len({bar.step for bar in bars})
+    num_steps = len({bar.args.step for bar in bars})
     for rank, kind in sorted({(rank, kind) for rank, kind, _ in seconds}):
         found = [seconds.get((rank, kind, process), []) for process in (0, 1)]
         cells = (f"{1e3 * median(each):.3f}" if each else "" for each in found)
@@ -130,9 +112,9 @@ def summary(bars: list[Bar]) -> Table:
 
 def draw(bars: list[Bar], path: str) -> None:
     """Draws one step: for each rank a row as measured and one as predicted, time to the right."""
-    start = min(bar.start_seconds for bar in bars)
+    start = min(bar.ts for bar in bars)
     rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for bar in sorted(bars, key=lambda bar: (bar.rank, bar.process)):
-        row = rows.setdefault(f"rank {bar.rank} {_PROCESSES[bar.process]}", defaultdict(list))
-        row[_NAMES.get(bar.kind, bar.kind)].append((bar.start_seconds - start, bar.seconds))
+    for bar in sorted(bars, key=lambda bar: (bar.tid, bar.pid)):
+        row = rows.setdefault(f"rank {bar.tid} {_PROCESSES[bar.pid]}", defaultdict(list))
+        row[_NAMES.get(bar.kind, bar.kind)].append((1e-6 * (bar.ts - start), 1e-6 * bar.dur))
     draw_bars(rows, _COLOURS, path)

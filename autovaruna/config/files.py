@@ -31,9 +31,6 @@ def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = Tr
 
     What is no file, as a pipe or ``/dev/null``, is written to and stays what it is. Who may read it stays as it was; of
     a new file the umask says so. Unless it is synced, the file may be lost with the machine's power.
-
-    Raises:
-        OSError: it cannot be written.
     """
     target = Path(at_home(path)).resolve()
     if _is_special(target):
@@ -56,11 +53,7 @@ def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = Tr
 
 
 def check_writable(option: str, path: str | os.PathLike[str]) -> None:
-    """Makes sure that a file can be written, before what takes long; leaves nothing behind.
-
-    Raises:
-        ConfigError: it cannot be.
-    """
+    """Raises ConfigError if a file cannot be written, before what takes long; leaves nothing behind."""
     target = Path(at_home(path)).resolve()
     try:
         if target.is_dir():
@@ -88,12 +81,17 @@ PACKAGED = Path(__file__).parents[1] / "conf"
 def conf_dir(environ: Mapping[str, str]) -> Path:
     """Returns the user's conf directory, which exists only if the environment names it.
 
-    Raises:
-        ConfigError: the environment names no directory, or there is no home directory.
+    Raises ConfigError if the environment names no directory, or there is no home directory.
     """
     named = environ.get(CONF_DIR_VARIABLE)
     if not named:
-        return _at_home()
+        try:
+            return Path("~/.autovaruna").expanduser()
+        except RuntimeError as error:
+            raise ConfigError(
+                "This user has no home directory: HOME is not set, and the system knows none. Set HOME, or set "
+                f"{CONF_DIR_VARIABLE} to a directory for settings and measurements."
+            ) from error
     path, why = Path(at_home(named)), "it is a file"
     try:
         if stat.S_ISDIR(path.stat().st_mode):
@@ -105,21 +103,10 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
     )
 
 
-def _at_home() -> Path:
-    try:
-        return Path("~/.autovaruna").expanduser()
-    except RuntimeError as error:
-        raise ConfigError(
-            "This user has no home directory: HOME is not set, and the system knows none. Set HOME, or set "
-            f"{CONF_DIR_VARIABLE} to a directory for settings and measurements."
-        ) from error
-
-
 def read_toml(path: Path) -> dict[str, object]:
     """Returns the content of a TOML file, empty if there is no such file.
 
-    Raises:
-        ConfigError: the file cannot be read or is not TOML; the message has the file and line.
+    Raises ConfigError, with file and line, if it cannot be read or is not TOML.
     """
     try:
         with path.open("rb") as file:
@@ -165,11 +152,7 @@ _WORDS = {
 
 
 def parse(text: str | bytes) -> Any:
-    """Returns what a text of JSON says.
-
-    Raises:
-        json.JSONDecodeError: it is none, or none that this Python can read.
-    """
+    """Returns what a text of JSON says; json.JSONDecodeError if it is none, or none that this Python can read."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -181,8 +164,7 @@ def parse(text: str | bytes) -> Any:
 def read_record(content: Any, kind: type[Record]) -> Record:
     """Returns the record (a dataclass or a `msgspec.Struct`) that parsed JSON holds.
 
-    Raises:
-        ValueError: something is missing, unknown or of another kind; names the key, what was got and what is expected.
+    Raises ValueError if something is missing, unknown or of another kind; it names the key, what was got and expected.
     """
     try:
         return msgspec.convert(content, kind)
@@ -191,11 +173,7 @@ def read_record(content: Any, kind: type[Record]) -> Record:
 
 
 def write_record(path: str | os.PathLike[str], record: Any, *, is_synced: bool = True) -> None:
-    """Writes a dataclass with a checksum, which no order of keys and no blanks change.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a dataclass with a checksum, which no order of keys and no blanks change; OSError if it cannot."""
     content = asdict(record)
     text = json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1)
     write_whole(path, text + "\n", is_synced=is_synced)
@@ -204,9 +182,7 @@ def write_record(path: str | os.PathLike[str], record: Any, *, is_synced: bool =
 def load_record(path: str | os.PathLike[str], kind: type[Record]) -> Record:
     """Reads what `write_record` has written.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no JSON, is not what was written, or not such a record; says what is wrong.
+    Raises OSError if the file cannot be read, ValueError if it is no JSON, not what was written, or not such a record.
     """
     try:
         content = parse(Path(at_home(path)).read_text(encoding="utf-8"))

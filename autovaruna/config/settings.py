@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar
 
 from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml, shown
 from autovaruna.errors import ConfigError, InputError
@@ -19,23 +19,18 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
+T = TypeVar("T")
 REFUSALS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What `Kind.read` and `Kind.parse` raise for a value that they do not accept."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value.
+    """A kind of value; one of `REFUSALS` is raised for a value that it does not accept."""
 
-    Attributes:
-        expected: what is accepted, for messages.
-        read: turns a value from TOML or a keyword into the setting's; one of `REFUSALS` if it cannot.
-        parse: turns the text of a variable into what `read` accepts; likewise.
-    """
-
-    expected: str
-    read: Callable[[object], object]
-    parse: Callable[[str], object] = str
+    expected: str  # what is accepted, for messages
+    read: Callable[[object], object]  # turns a value from TOML or a keyword into the setting's, or raises
+    parse: Callable[[str], object] = str  # turns the text of a variable into what `read` accepts, or raises
 
 
 def is_whole(value: Any) -> bool:
@@ -46,48 +41,43 @@ def is_whole(value: Any) -> bool:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Returns a whole number that a script gives.
-
-    Raises:
-        InputError: it is none, or below `least`.
-    """
+    """Returns a whole number that a script gives; InputError if it is none, or below `least`."""
     if not is_whole(value) or value < least:
         raise InputError(f"{name} is {value!r}; expected a whole number from {least} on.")
     return int(value)
 
 
+def _checked(value: T, is_fine: object) -> T:
+    """Returns a value that is fine; ValueError otherwise."""
+    if not is_fine:
+        raise ValueError
+    return value
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def count(minimum: int = 0) -> Kind:
     """Accepts whole numbers of at least `minimum`."""
-
-    def read(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError
-        return value
-
-    return Kind(f"a whole number of at least {minimum}", read, int)
+    return Kind(f"a whole number of at least {minimum}", lambda value: _checked(value, _is_count(value, minimum)), int)
 
 
-def number(minimum: float = 0.0, below: float = float("inf")) -> Kind:
+def number(minimum: float = 0.0, below: float = math.inf) -> Kind:
     """Accepts numbers from `minimum` up to, not including, `below`."""
 
-    def read(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < below:
-            raise ValueError
-        return float(value)
+    def read(value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(_checked(value, is_number and minimum <= value < below))
 
-    bound = "" if below == float("inf") else f" and below {below:g}"
+    bound = "" if below == math.inf else f" and below {below:g}"
     return Kind(f"a number of at least {minimum:g}{bound}", read, float)
 
 
 def choice(*names: str) -> Kind:
     """Accepts one of some words."""
-
-    def read(value: object) -> object:
-        if not isinstance(value, str) or value not in names:
-            raise ValueError
-        return value
-
-    return Kind("one of " + ", ".join(f'"{name}"' for name in names), read)
+    listed = ", ".join(f'"{name}"' for name in names)
+    return Kind(f"one of {listed}", lambda value: _checked(value, isinstance(value, str) and value in names))
 
 
 def either(first: Kind, second: Kind) -> Kind:
@@ -109,42 +99,37 @@ def either(first: Kind, second: Kind) -> Kind:
 
 
 def _boolean(value: object) -> bool:
-    return _BOOLEANS[str(value).strip().lower()] if isinstance(value, (bool, int, str)) else _refuse()
+    return _BOOLEANS[str(_checked(value, isinstance(value, bool | int | str))).strip().lower()]
 
 
-def _bytes(value: object) -> int:
+def _bytes(value: Any) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([a-zA-Z]*)\s*", value)
-        return int(float(match[1]) * _UNITS[match[2].upper()]) if match else _refuse()
+        if not match:
+            raise ValueError
+        return int(float(match[1]) * _UNITS[match[2].upper()])
     if isinstance(value, float) and value.is_integer():  # TOML's 2e9
         value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else _refuse()
+    return int(_checked(value, _is_count(value)))
 
 
-def _path(value: object) -> str:
-    return at_home(value) if isinstance(value, (str, os.PathLike)) else _refuse()
+def _names(value: Any) -> tuple[str, ...]:
+    _checked(value, isinstance(value, Sequence) and not isinstance(value, str))
+    return tuple(_checked(name, isinstance(name, str)) for name in value)
 
 
-def _names(value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _rank_lists(value: object) -> tuple[tuple[int, ...], ...]:
+def _rank_lists(value: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(value, Mapping):
         value = [value[stage] for stage in range(len(value))]
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError
-    return tuple(tuple(_rank(rank) for rank in ranks) for ranks in value)
+    _checked(value, isinstance(value, Sequence) and not isinstance(value, str))
+    return tuple(tuple(_checked(rank, _is_count(rank)) for rank in ranks) for ranks in value)
 
 
-def _dimensions(value: object) -> tuple[tuple[str, int], ...]:
+def _dimensions(value: Any) -> tuple[tuple[str, int], ...]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = dict(value)
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError
-    return tuple(sorted((name, _rank(dimension)) for name, dimension in value.items()))
+    _checked(value, isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
+    return tuple(sorted((name, _checked(dimension, _is_count(dimension))) for name, dimension in value.items()))
 
 
 def _named_numbers(text: str) -> dict[str, int]:
@@ -152,26 +137,10 @@ def _named_numbers(text: str) -> dict[str, int]:
     return {name.strip(): int(number) for name, number in pairs}
 
 
-def _rank(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else _refuse()
-
-
-def _callable(value: object) -> object:
-    return value if value is None or callable(value) else _refuse()
-
-
-def _none(value: object) -> None:
-    return None if value in (None, "auto") else _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise ValueError
-
-
 BOOLEAN = Kind("true, false, 1, 0, yes or no", _boolean)
 BYTES = Kind('a number of bytes, as 2000000, "500MB" or "2GiB"', _bytes)
-PATH = Kind("a path", _path)
-TEXT = Kind("a text", lambda value: value if isinstance(value, str) else _refuse())
+PATH = Kind("a path", lambda value: at_home(_checked(value, isinstance(value, str | os.PathLike))))  # type: ignore[arg-type]
+TEXT = Kind("a text", lambda value: _checked(value, isinstance(value, str)))
 NAMES = Kind(
     "a list of names (in a variable: separated by commas)", _names, lambda text: text.split(",") if text else []
 )
@@ -181,11 +150,14 @@ DIMENSIONS = Kind(
     _dimensions,
     _named_numbers,
 )
-CALLABLE = Kind("a function, given as a keyword", _callable, lambda text: _refuse())
-AUTO_SEED = either(count(), Kind('"auto"', _none))
+CALLABLE = Kind(
+    "a function, given as a keyword",
+    lambda value: _checked(value, value is None or callable(value)),
+    lambda text: _checked(text, False),
+)
+AUTO_SEED = either(count(), Kind('"auto"', lambda value: _checked(None, value in (None, "auto"))))
 
 
-T = TypeVar("T")
 GIBIBYTE = 2**30
 Sharing: TypeAlias = bool | Literal["auto"]
 
@@ -240,10 +212,7 @@ class Settings:
     )
     min_micro_batches: int = _setting(count(1), 1, "Fewest micro-batches the planner may choose.", "min_pipeline")
     max_micro_batches: int = _setting(
-        count(),
-        0,
-        "Most micro-batches the planner may choose; 0: no limit.",
-        "max_pipeline",
+        count(), 0, "Most micro-batches the planner may choose; 0: no limit.", "max_pipeline"
     )
     memory_limit_bytes: int = _setting(
         BYTES,
@@ -451,20 +420,22 @@ class _Entry:
 
 
 def resolve(keywords: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """Returns the settings of a run.
+    """Returns the settings of a run, from files, `environ` (``os.environ``) and keywords, by name or alias.
 
-    Args:
-        keywords: settings by name or alias, as a program gives them.
-        environ: variables in place of ``os.environ``.
-
-    Raises:
-        ConfigError: a name is unknown or given twice in one source, a value is of the wrong kind, or two settings
-            contradict each other.
+    Raises ConfigError if a name is unknown or given twice in one source, a value is of the wrong kind, or two settings
+    contradict each other.
     """
     environ = os.environ if environ is None else environ
+    path = conf_dir(environ) / "conf.toml"
+    variables = sorted(name for name in environ if name.startswith(PREFIX) and name != CONF_DIR_VARIABLE)
+    texts = [_Entry(name.removeprefix(PREFIX).lower(), environ[name], f"variable {name}", True) for name in variables]
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
-    for entries in (_from_file(environ), _from_variables(environ), _from_keywords(keywords or {})):
+    for entries in (
+        [_Entry(key, value, f"{path}: {key}") for key, value in read_toml(path).items()],
+        texts,
+        [_Entry(name, value, f"keyword {name}") for name, value in (keywords or {}).items()],
+    ):
         given: dict[str, _Entry] = {}
         for entry in entries:
             name, value = _read(entry)
@@ -480,20 +451,6 @@ def log_settings(settings: Settings) -> None:
     """Logs each setting and its source."""
     for name, value in settings.as_dict().items():
         logger.info("%s = %r (%s)", name, value, settings.source_of(name))
-
-
-def _from_file(environ: Mapping[str, str]) -> list[_Entry]:
-    path = conf_dir(environ) / "conf.toml"
-    return [_Entry(key, value, f"{path}: {key}") for key, value in read_toml(path).items()]
-
-
-def _from_variables(environ: Mapping[str, str]) -> list[_Entry]:
-    names = sorted(name for name in environ if name.startswith(PREFIX) and name != CONF_DIR_VARIABLE)
-    return [_Entry(name.removeprefix(PREFIX).lower(), environ[name], f"variable {name}", True) for name in names]
-
-
-def _from_keywords(keywords: Mapping[str, object]) -> list[_Entry]:
-    return [_Entry(name, value, f"keyword {name}") for name, value in keywords.items()]
 
 
 def _read(entry: _Entry) -> tuple[str, object]:
@@ -519,10 +476,9 @@ def _check_together(settings: Settings) -> None:
         _contradiction(settings, "num_micro_batches", "micro_batch_size", "set one of them, the other to 0")
     if 0 < settings.max_micro_batches < settings.min_micro_batches:
         _contradiction(settings, "min_micro_batches", "max_micro_batches", "the first is to be at most the second")
-    if settings.num_stages and settings.cuts and settings.num_stages != len(settings.cuts) + 1:
-        _contradiction(
-            settings, "num_stages", "cuts", f"{len(settings.cuts)} cuts make {len(settings.cuts) + 1} stages"
-        )
+    num_cuts = len(settings.cuts)
+    if settings.num_stages and num_cuts and settings.num_stages != num_cuts + 1:
+        _contradiction(settings, "num_stages", "cuts", f"{num_cuts} cuts make {num_cuts + 1} stages")
     if settings.num_stages and settings.stage_ranks and settings.num_stages != len(settings.stage_ranks):
         _contradiction(settings, "num_stages", "stage_ranks", "stage_ranks has one list of ranks for each stage")
 
@@ -532,7 +488,8 @@ def _check_together(settings: Settings) -> None:
         _contradiction(settings, "batch_dims", "dynamic_batch", advice)
     if settings.inputs == "per_replica" and not (settings.stage_ranks and all(settings.stage_ranks)):
         _contradiction(settings, "inputs", "stage_ranks", "per_replica needs the ranks of each stage")
-    if settings.inputs == "per_replica" and _is_in_two_replicas(settings.stage_ranks):
+    replicas = replicas_of(settings.stage_ranks) if settings.inputs == "per_replica" else ()
+    if sum(map(len, replicas)) > len(set().union(*replicas)):
         _contradiction(settings, "inputs", "stage_ranks", "a rank passes the mini-batch of one replica alone")
 
 
@@ -544,11 +501,6 @@ def replicas_of(stage_ranks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], 
     number = math.gcd(*map(len, stage_ranks))
     every = (dict.fromkeys(rank for ranks in stage_ranks for rank in ranks[first::number]) for first in range(number))
     return tuple(map(tuple, every))
-
-
-def _is_in_two_replicas(stage_ranks: Sequence[Sequence[int]]) -> bool:
-    replicas = replicas_of(stage_ranks)
-    return sum(map(len, replicas)) > len(set().union(*replicas))
 
 
 def _contradiction(settings: Settings, first: str, second: str, advice: str) -> None:

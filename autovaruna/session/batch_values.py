@@ -26,11 +26,7 @@ ValuesOfBatch = Mapping[float, dict[str, Tensor]]
 
 
 class BatchValues:
-    """The values of the whole batch of one graph.
-
-    Args:
-        buffers: Returns the model's buffers by first name, as they are now.
-    """
+    """The values of the whole batch of one graph; `buffers` returns the model's, by first name, as they are now."""
 
     def __init__(self, traced: TracedModel, buffers: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
         self._traced = traced
@@ -43,11 +39,7 @@ class BatchValues:
         self._run_before, self._run_after = direct(self._before.module), direct(self._after.module)
 
     def of_samples(self, tensors: Sequence[Tensor], num_samples: int, lengths: tuple[int, ...]) -> Totals:
-        """Returns the totals of a mini-batch.
-
-        Args:
-            lengths: The lengths that vary, in this call.
-        """
+        """Returns the totals of a mini-batch; `lengths` are those that vary, in this call."""
         if not num_samples:
             return []
         found = self._run(self._before, self._run_before, tensors, (num_samples, lengths), {})
@@ -61,12 +53,9 @@ class BatchValues:
         batch: GlobalBatch,
         lengths: tuple[int, ...],
     ) -> ValuesOfBatch:
-        """Returns what the micro-batches of a global batch are given.
+        """Returns what micro-batches are given, by the totals and sizes that each rank has reported of its mini-batch.
 
-        Args:
-            reported: The totals of each of its mini-batches.
-            tensors: This rank's tensors; those that are no batch are the same on all ranks.
-            lengths: The lengths that vary, in this call.
+        `tensors` are this rank's; those that are no batch are the same on all ranks.
         """
         parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]
         counts = [size for _, size in parts]

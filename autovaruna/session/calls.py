@@ -1,8 +1,6 @@
 """Describes a call of the model on all ranks, which must agree on everything but the number of samples.
 
-Ranks that are to pass the same mini-batch are compared in a few calls: each stage takes what it needs from its own
-rank's copy, and with other samples there a step would join the inputs of some samples with the labels of others. What
-the script does on a rank between calls must be the same on every rank, too, and is kept account of.
+What the script does on a rank between calls must be the same on every rank, too, and is kept account of.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -29,7 +27,7 @@ from autovaruna.graph.guards import is_plain
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.batch_values import Totals
-from autovaruna.session.morphing import Wishes
+from autovaruna.session.borders import Wishes
 
 Digest = tuple[Hashable, ...]
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
@@ -59,18 +57,18 @@ class ScriptActions:
         return self._counts[_STEP]
 
     def watch(self, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
-        """Counts what is done with an optimizer from now on, and reads its options.
-
-        Args:
-            groups: First names of the parameters of each group of the whole optimizer.
-        """
+        """Counts what is done with an optimizer from now on; `groups` are names of the whole optimizer's parameters."""
         self._optimizer = optimizer
         self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
-        optimizer.register_step_post_hook(self._note_step)
-        optimizer.zero_grad = self._counted(optimizer.zero_grad, _ZERO)  # type: ignore[method-assign]
+        optimizer.register_step_post_hook(lambda *_: self.note(_STEP))
+        zero_grad = optimizer.zero_grad
 
-    def _note_step(self, *_: object) -> None:
-        self._counts[_STEP] += 1
+        @wraps(zero_grad)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.note(_ZERO)
+            zero_grad(*args, **kwargs)
+
+        optimizer.zero_grad = counted  # type: ignore[method-assign]
 
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks that have done the same."""
@@ -99,14 +97,6 @@ class ScriptActions:
                 for name in self._optimizer.defaults:
                     yield place, name, _plain(group.get(name))
 
-    def _counted(self, act: Callable[..., None], what: str) -> Callable[..., None]:
-        @wraps(act)
-        def counted(*args: Any, **kwargs: Any) -> None:
-            self.note(what)
-            act(*args, **kwargs)
-
-        return counted
-
 
 def _plain(value: object) -> object:
     """Returns an option as a number or a text; what is neither says nothing, for it may differ between processes."""
@@ -117,19 +107,8 @@ def _plain(value: object) -> object:
     return value if is_plain(value) else None
 
 
-_OF_ONE_RANK = {
-    "memory_limit_bytes",
-    "memory_margin",
-    "device",
-    "deployment_file",
-    "profile_cache",
-    "dump_graph",
-    "trace_events_file",
-    "progress",
-    "full_tracebacks",
-    "show_settings",
-    "seed",
-}
+_OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
+_OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
@@ -142,19 +121,14 @@ its mini-batch (None: the graph is not known yet)."""
 
 @dataclass(frozen=True)
 class SharedCall:
-    """One call of the model, of which every rank has its own samples.
-
-    Attributes:
-        groups: the ranks that pass the same mini-batch.
-        totals: those of each rank's mini-batch; None: not known yet.
-    """
+    """One call of the model, of which every rank has its own samples."""
 
     call: CallSpec
     tensors: Sequence[Tensor]
     sizes: tuple[int, ...]
     number: int
-    groups: tuple[tuple[int, ...], ...]
-    totals: tuple[Totals | None, ...]
+    groups: tuple[tuple[int, ...], ...]  # the ranks that pass the same mini-batch
+    totals: tuple[Totals | None, ...]  # those of each rank's mini-batch; None: not known yet
 
     @property
     def global_batch_size(self) -> int:
@@ -182,11 +156,7 @@ def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], .
 
 
 def compare_settings(settings: Settings, world: World) -> None:
-    """Makes sure that the ranks were given the same settings. Collective.
-
-    Raises:
-        RankError: a setting differs.
-    """
+    """Raises RankError unless the ranks were given the same settings. Collective."""
     own = {name: repr(value) for name, value in settings.as_dict().items() if name not in _OF_ONE_RANK}
     own["micro_batch_weight"] = "None" if settings.micro_batch_weight is None else "a function"
     found = differences(world.gather_objects(own, "comparing settings"))
@@ -205,10 +175,7 @@ def share_call(
 ) -> SharedCall:
     """Joins the calls of all ranks to one. Collective if they do not fit together.
 
-    Args:
-        groups: The ranks that pass the same mini-batch.
-        reports: What each rank says of its call.
-        doings: Returns in words what this rank's script has done since the start.
+    `groups` pass the same mini-batch; `doings` returns in words what this rank's script has done since the start.
 
     Raises:
         InputError: no rank passed a sample.
@@ -277,28 +244,25 @@ logger = logging.getLogger(__name__)
 
 
 class SameInputs:
-    """What the ranks of each group have passed, in a few of their calls.
+    """What the ranks of each group, which are to pass the same mini-batch, have passed in a few of their calls.
 
-    Args:
-        groups: The ranks that pass the same mini-batch.
+    Each stage takes what it needs from its own rank's copy: with other samples there, a step would join the inputs of
+    some samples with the labels of others.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._groups = [ranks for ranks in groups if len(ranks) > 1]
+    def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        self.groups = groups
         self._has_told = False
 
     def digests(self, number: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Returns a digest of some numbers of each tensor; nothing in most calls."""
         is_due = number < _NUM_FIRST_CALLS or (number % _CALLS_BETWEEN == 0 and all(each.is_cpu for each in tensors))
-        return tuple(map(_digest, tensors)) if self._groups and is_due and not self._has_told else ()
+        is_shared = any(len(ranks) > 1 for ranks in self.groups)
+        return tuple(map(_digest, tensors)) if is_shared and is_due and not self._has_told else ()
 
     def compare(self, call: CallSpec, digests: Sequence[tuple[int, ...]]) -> None:
-        """Warns, once, of inputs that differ.
-
-        Args:
-            digests: What `digests` returned on each rank.
-        """
-        for ranks in self._groups:
+        """Warns, once, of inputs that differ by what `digests` returned on each rank."""
+        for ranks in self.groups:
             odd = {
                 spec.name
                 for rank in ranks
@@ -325,27 +289,21 @@ def _digest(tensor: Tensor) -> int:
 def micro_batch_weights(
     weigh: Callable[..., float] | None, model: nn.Module, shared: SharedCall, batch: GlobalBatch, world: World
 ) -> tuple[float, ...]:
-    """Returns a weight for each micro-batch, in order; empty without a function. Collective.
-
-    Args:
-        weigh: The user's ``micro_batch_weight``: gets the arguments of the model by name, cut to one micro-batch.
-    """
+    """Returns a weight for each micro-batch, in order; empty without a function of the user's. Collective."""
     if weigh is None:
         return ()
 
+    signature = inspect.signature(getattr(model, shared.call.method))
+
+    def weight_of(part: MicroBatch) -> float:
+        args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
+        weight: Any = weigh(dict(signature.bind(*args, **kwargs).arguments))
+        if not float(weight) >= 0:
+            raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
+        return float(weight)
+
     def weights_of_own() -> dict[int, float]:
-        return {part.index: _weight(weigh, model, shared, part) for part in batch.owned_by(world.rank)}
+        return {part.index: weight_of(part) for part in batch.owned_by(world.rank)}
 
-    known: dict[int, float] = {}
-    for found in gather_on_all(world, weights_of_own, "weighing micro-batches"):
-        known |= found
+    known = dict(ChainMap(*gather_on_all(world, weights_of_own, "weighing micro-batches")))
     return tuple(known[index] for index in batch.micro_batches)
-
-
-def _weight(weigh: Callable[..., float], model: nn.Module, shared: SharedCall, part: MicroBatch) -> float:
-    args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
-    weight: Any = weigh(dict(inspect.signature(getattr(model, shared.call.method)).bind(*args, **kwargs).arguments))
-    number = float(weight)
-    if not number >= 0:
-        raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
-    return number

@@ -11,64 +11,115 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from statistics import fmean, median, median_low
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
+from autovaruna.errors import PlanError
+from autovaruna.graph.random import untouched_generator
+from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase, progress_bar
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Constraints, Problem
 from autovaruna.profiler.cache import cache_of
-from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure, merge, settle, to_profile
-from autovaruna.profiler.records import Profile
-from autovaruna.runtime.world import gather_on_all
+from autovaruna.profiler.measure import (
+    Key,
+    Pace,
+    PartCost,
+    call_seconds,
+    lasting_keys,
+    measure,
+    measure_pace,
+    merge,
+    settle,
+    to_profile,
+)
+from autovaruna.profiler.optimizer import measure_step, state_factor
+from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
+from autovaruna.runtime.transport.torch_channel import open_to_measure
+from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.calls import SharedCall
-from autovaruna.session.machine import SpeedWatch, describe_cluster, optimizer_cost
+from autovaruna.session.links import measure_links, measure_sums
+from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory
 
 logger = logging.getLogger(__name__)
 _MOST_TURNS = 2
 _BUDGET_SECONDS = 10.0
+_SPLIT_RANKS = 4
+_NOISE = 1.25  # speeds whose ratio is less than this count as equal
+_CALLS_OF_AN_INSTRUCTION = 10.0
+"""What the executor adds to an instruction, counted in calls of an empty piece; found from steps of tiny models."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What a rank measures at a time.
+class SpeedWatch:
+    """Looks at the speeds of all ranks at several moments."""
 
-    Attributes:
-        share: ``(k, num_ranks)``: this rank measures every num_ranks-th part from the k-th.
-        iterations: samples of each measurement.
-        budget_seconds: after which each part is sampled once only.
-        place, num_turns: which turn this is.
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self.device = device
+        self._looks: list[list[Pace]] = []
+
+    def look(self) -> None:
+        """Measures every rank now. Collective."""
+        self._looks.append(self.world.gather_objects(measure_pace(self.device), "measuring speeds"))
+
+    def speeds(self) -> tuple[float, ...]:
+        """Returns the speed of each rank by all looks so far: what a step gets.
+
+        Speed 1 is that of short samples on the typical rank.
+        """
+        return lasting([[_typical(look) / pace.mean for pace in look] for look in self._looks])
+
+    def speeds_of_samples(self) -> tuple[float, ...]:
+        """Returns the same for what takes so little time that other programs seldom come between."""
+        return lasting([[_typical(look) / pace.typical for pace in look] for look in self._looks])
+
+
+def lasting(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Returns the speeds of ranks by what was seen at each look.
+
+    A rank differs from the typical one, and that one from speed 1, if it does so at every look, in the same direction
+    and by more than noise: another program that takes turns on its core makes it look slower once, and is gone when
+    the model trains.
     """
+    middles = [sorted(look)[len(look) // 2] for look in looks]
+    to_middle = [[speed / middle for speed in look] for look, middle in zip(looks, middles, strict=True)]
+    return tuple(_lasting(middles) * _lasting(speeds) for speeds in zip(*to_middle, strict=True))
 
-    share: tuple[int, int]
-    iterations: int
-    budget_seconds: float
-    place: int
+
+def _typical(look: Sequence[Pace]) -> float:
+    return sorted(pace.typical for pace in look)[len(look) // 2]
+
+
+def _lasting(speeds: Sequence[float]) -> float:
+    is_slower = all(speed <= 1 / _NOISE for speed in speeds)
+    is_faster = all(speed >= _NOISE for speed in speeds)
+    return median(speeds) if is_slower or is_faster else 1.0
+
+
+class Turn(NamedTuple):
+    """What a rank measures at a time."""
+
+    share: tuple[int, int]  # (k, num_ranks): this rank measures every num_ranks-th part from the k-th
+    iterations: int  # samples of each measurement
+    budget_seconds: float  # after which each part is sampled once only
+    place: int  # which turn this is
     num_turns: int
-
-    def progress(self, advance: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """Returns what is to be told of the parts of this turn, so that `advance` hears of the parts of all turns."""
-        return lambda done, total: advance(self.place * total + done, self.num_turns * total)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is measured by all ranks.
-
-    Attributes:
-        traced: Its graph.
-        tensors: Tensors of a sample call.
-        watch: Of the ranks' speeds; looks before each turn of measuring and after the last.
-    """
+    """A model that is measured by all ranks."""
 
     model: nn.Module
     traced: TracedModel
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Tensor]  # of a sample call
     settings: Settings
-    watch: SpeedWatch
+    watch: SpeedWatch  # looks at the ranks' speeds before each turn of measuring and after the last
 
     def measure(
         self,
@@ -78,19 +129,19 @@ class Subject:
         splits: bool = False,
         advance: Callable[[int, int], None] | None = None,
     ) -> dict[Key, PartCost]:
-        """Measures what is not known, in seconds of a rank of speed 1. Collective.
+        """Returns the cost of what is not known, in seconds of a rank of speed 1, the same on every rank. Collective.
 
         Args:
             sizes: Samples in a micro-batch.
-            known: Parts that are not measured.
             splits: Whether weight gradients are measured apart, too.
             advance: Hears of the parts measured so far on this rank, and of their number.
-
-        Returns:
-            The cost of every part that was measured, the same on every rank.
         """
 
         def own_share(turn: Turn) -> dict[Key, PartCost]:
+            def tell(done: int, total: int) -> None:
+                if advance:
+                    advance(turn.place * total + done, turn.num_turns * total)
+
             return measure(
                 self.traced,
                 self.model,
@@ -102,7 +153,7 @@ class Subject:
                 share=turn.share,
                 known=known,
                 inputs=self.tensors,
-                on_progress=turn.progress(advance) if advance else None,
+                on_progress=tell,
             )
 
         return measure_together(self.watch, self.settings.profile_iterations, own_share)
@@ -113,28 +164,21 @@ def measure_together(
 ) -> dict[Key, PartCost]:
     """Measures on all ranks, by turns as far as the budget goes, and joins the results. Collective.
 
-    Args:
-        watch: Of the ranks' speeds.
-        iterations: Samples of each part, over all turns.
-        own_share: Measures this rank's share of a turn.
+    `iterations` are samples of each part, over all turns; `own_share` measures this rank's share of a turn.
     """
-    world, turns, started = watch.world, [], perf_counter()
-    for turn in _turns(iterations, world.rank, world.num_ranks):
+    world, found, started = watch.world, [], perf_counter()
+    num_turns = min(_MOST_TURNS, iterations)
+    for place in range(num_turns):
         watch.look()
-        turns.append(gather_on_all(world, partial(own_share, turn), "measuring"))
+        share = (world.rank + place) % world.num_ranks, world.num_ranks  # the parts that the next rank had
+        turn = Turn(share, -(-iterations // num_turns), _BUDGET_SECONDS / num_turns, place, num_turns)
+        found.append(gather_on_all(world, partial(own_share, turn), "measuring"))
         if world.broadcast_object(perf_counter() - started > _BUDGET_SECONDS, 0, "measuring"):
             break
     watch.look()
     speeds = watch.speeds_of_samples()
-    joined = [merge(map(_at_speed_1, of_ranks, speeds)) for of_ranks in turns]
+    joined = [merge(map(_at_speed_1, of_ranks, speeds)) for of_ranks in found]
     return {key: settle([turn[key] for turn in joined]) for key in joined[0]}
-
-
-def _turns(iterations: int, rank: int, num_ranks: int) -> list[Turn]:
-    """Returns the turns of a rank; each takes the parts that the next rank had."""
-    num_turns = min(_MOST_TURNS, iterations)
-    samples, budget = -(-iterations // num_turns), _BUDGET_SECONDS / num_turns
-    return [Turn(((rank + k) % num_ranks, num_ranks), samples, budget, k, num_turns) for k in range(num_turns)]
 
 
 def _at_speed_1(costs: dict[Key, PartCost], speed: float) -> dict[Key, PartCost]:
@@ -160,10 +204,7 @@ SHAPING = (
     "shard_optimizer",
     "inputs",
     "dynamic_batch",
-)
-"""The settings that shape a plan; a saved one is valid for their values."""
-
-_SPLIT_RANKS = 4
+)  # the settings that shape a plan; a saved one is valid for their values
 
 
 def needs_gradient(traced: TracedModel) -> bool:
@@ -181,11 +222,7 @@ def constraints_of(settings: Settings, traced: TracedModel) -> Constraints:
 
 
 def splits_backward(settings: Settings, num_ranks: int) -> bool:
-    """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little.
-
-    Args:
-        num_ranks: Ranks of the job.
-    """
+    """Whether plans that compute weight gradients apart are looked for: of few ranks they gain too little."""
     is_wanted = settings.schedule == SPLIT_SCHEDULE or (settings.schedule == "auto" and num_ranks >= _SPLIT_RANKS)
     return is_wanted and settings.compile_stages is False
 
@@ -193,7 +230,7 @@ def splits_backward(settings: Settings, num_ranks: int) -> bool:
 def sizes_to_measure(
     settings: Settings, traced: TracedModel, global_batch_size: int, num_mini_batches: int
 ) -> list[int]:
-    """Returns micro-batch sizes that span those a plan may choose; arguments as above."""
+    """Returns micro-batch sizes that span those a plan may choose."""
     if traced.sizes.symbol is None:
         return [traced.sizes.batch_size]
     if settings.micro_batch_size:
@@ -211,18 +248,12 @@ def measured_problem(
     optimizer_bytes_factor: float,
     resident_before: float | None,
 ) -> Problem:
-    """Measures model, machine and optimizer. Collective.
-
-    Args:
-        shared: The first call.
-        optimizer_bytes_factor: Bytes of optimizer state for each byte of a trained parameter.
-        resident_before: What this process held before the model was traced, in bytes; None: not known.
-    """
+    """Measures model, machine and optimizer for the first call. Collective."""
     traced, settings, watch = subject.traced, subject.settings, subject.watch
     fewest = len(shared.groups)  # every mini-batch is at least one micro-batch
     sizes = sizes_to_measure(settings, traced, shared.global_batch_size, fewest)
     with phase(logger, "measuring the parts of the model"):
-        profile = _measure(subject, sizes)
+        profile = measured_profile(subject, sizes, splits_backward(settings, watch.world.num_ranks))
     batch_bytes = sum(each.nbytes for each in shared.tensors if each.device.type == watch.device.type)
     with phase(logger, "measuring links, memory and speeds of the ranks"):
         cluster = describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes)
@@ -244,10 +275,9 @@ def measured_problem(
     )
 
 
-def _measure(subject: Subject, sizes: list[int]) -> Profile:
-    """Measures what no rank knows already."""
+def measured_profile(subject: Subject, sizes: list[int], splits: bool) -> Profile:
+    """Measures what no rank knows already, weight gradients apart, too, if it `splits`. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
-    splits = splits_backward(settings, world.num_ranks)
     cache = cache_of(settings, device, world.hosts.count(world.hosts[world.rank]), splits=splits)
     lasting = lasting_keys(subject.traced, sizes)
     is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank
@@ -261,3 +291,83 @@ def _measure(subject: Subject, sizes: list[int]) -> Profile:
     if cache and is_first_of_host:
         cache.write({key: fresh[key] for key in lasting if key in fresh})
     return to_profile(subject.traced, merge([known, fresh]), device)
+
+
+def describe_cluster(
+    watch: SpeedWatch, graph: Graph, settings: Settings, resident_before: float | None = None, batch_bytes: float = 0.0
+) -> Cluster:
+    """Measures links, the way that tensors will take, and speeds. Collective.
+
+    A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
+
+    Args:
+        graph: The model's, whose gradients are summed.
+        resident_before: What `resident_bytes` said before the model was traced; None: not known.
+        batch_bytes: What the caller's mini-batch takes on the device.
+    """
+    world, device = watch.world, watch.device
+    open_to_measure(settings.channel, world, device)
+    local, remote = measure_links(world, device)
+    sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
+    own_process_bytes = process_bytes_of(world, device, resident_before, batch_bytes)  # with what messages leave
+    process_bytes = max(own_process_bytes)
+    watch.look()
+    overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
+    memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
+    known = world.gather_objects((memory, overhead), "describing the machine")
+    return Cluster(
+        hosts=world.hosts,
+        memory_bytes=tuple(memory for memory, _ in known),
+        speeds=watch.speeds(),
+        local_link=local,
+        remote_link=remote,
+        all_reduce_bytes_per_second=sums.bytes_per_second,
+        all_reduce_latency_seconds=sums.latency_seconds,
+        overhead_seconds=median_low(each for _, each in known),
+        process_bytes=process_bytes,
+        fragmentation=fragmentation(device),
+        own_process_bytes=() if settings.memory_limit_bytes else own_process_bytes,
+        memory_margin=settings.memory_margin,
+    )
+
+
+def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings) -> float:
+    """Returns the bytes of optimizer state for each byte of a trained parameter, by trying the optimizer out.
+
+    Raises PlanError if it cannot be tried out.
+    """
+    if settings.optimizer_bytes_factor != "auto":
+        return float(settings.optimizer_bytes_factor)
+    if optimizer is None:
+        return 0.0
+    try:
+        with untouched_generator(torch.device("cpu")):
+            return state_factor(optimizer)
+    except Exception as error:
+        raise PlanError(
+            f"{type(optimizer).__name__} cannot be tried out: got {type(error).__name__} from its step() alone: "
+            f"{error}. Pass optimizer_bytes_factor, the bytes of its state for each byte of parameters (2 for Adam in "
+            "the parameters' own dtype); and with it, for one of several steps by a closure or methods (SAM), "
+            "num_stages=1 and num_replicas=the number of ranks: each then holds all parameters, as such a step wants."
+        ) from error
+
+
+def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device: torch.device) -> OptimizerCost:
+    """Measures what a step of the optimizer takes, on all ranks at once; nothing if there is none. Collective.
+
+    An optimizer whose state the user has declared, because it cannot be tried out, counts as taking no time.
+    """
+    mine = OptimizerCost()
+    if optimizer is not None:
+        try:
+            with untouched_generator(device):
+                mine = measure_step(optimizer, device)
+        except Exception as error:
+            logger.info("the step of %s cannot be tried out, and is left out: %s", type(optimizer).__name__, error)
+    known = world.gather_objects(mine, "measuring the optimizer")
+    return OptimizerCost(
+        median_low(cost.seconds_per_parameter for cost in known),
+        median_low(cost.seconds_per_byte for cost in known),
+        max(cost.work_of_all for cost in known),
+        max(cost.work_of_largest for cost in known),
+    )

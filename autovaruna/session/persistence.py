@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from autovaruna.checkpoint.folder import together
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import Saver, Way
@@ -21,45 +19,45 @@ from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
+from autovaruna.session.device import find_device
 from autovaruna.session.wrapped import Wrapped
 
 
 @dataclass
 class Pending:
-    """A checkpoint whose tensors are read once this rank knows its part.
-
-    Attributes:
-        loading: the checkpoint.
-        weights: whether weights are still to be read.
-        optimizer: whether the optimizer's state is.
-    """
+    """A checkpoint that is read once this rank knows its part."""
 
     loading: Loading
-    weights: bool
-    optimizer: bool
+    weights: bool  # whether they are still to be read
+    optimizer: bool  # whether its state is
 
 
 class Persistence:
-    """The checkpoints of one wrapped model."""
+    """The state of a wrapped model under its own names, in memory and in checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrapped: Wrapped) -> None:
         self.pending: Pending | None = None
-        self.seed: int | None = None
-        """What random nodes were seeded from in the run that was loaded."""
-        self.num_calls = 0
-        """How many calls of the model that run had made."""
+        self.seed: int | None = None  # what random nodes were seeded from in the run that was loaded
+        self._wrapped = wrapped
         self._locks = ExitStack()
         self._saver: Saver | None = None
 
-    def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
+    # checkpoints
+
+    def save(self, root: str | os.PathLike[str], content: Content, way: Way) -> None:
         """Saves a checkpoint. Collective."""
         if self.pending is not None:
-            raise OrderError(
-                "A checkpoint has been loaded, but not yet into the parts of the ranks, which the first call makes: "
-                "got save_checkpoint before it. Call the model first."
-            )
+            raise self.too_early("save_checkpoint")
+        subject = self._wrapped.subject()
         self._saver = self._saver or Saver(subject.world)
         self._saver.save(subject, root, content, way)
+
+    def too_early(self, what: str) -> OrderError:
+        """Returns the error for what the script does while a checkpoint is `pending`."""
+        return OrderError(
+            "A checkpoint has been loaded, but not yet into the parts of the ranks, which the first call makes: got "
+            f"{what} before it. Call the model first."
+        )
 
     def poll(self) -> None:
         """Raises what went wrong in the background, if anything. Collective while there is a checkpoint on its way."""
@@ -71,92 +69,53 @@ class Persistence:
         if self._saver is not None:
             self._saver.wait()
 
-    def before_change(self, weights: bool = False, optimizer: bool = False) -> None:
-        """Gets ready for weights or optimizer state from elsewhere, which replace those that are pending."""
-        if self.pending is not None:
-            self.pending.weights &= not weights
-            self.pending.optimizer &= not optimizer
-
     def load(
-        self,
-        subject: Subject,
-        find: Callable[[ExitStack], Source],
-        is_strict: bool,
-        find_device: Callable[[], torch.device],
-        **parts: Any,
+        self, find: Callable[[ExitStack], Source], is_strict: bool, scaler: Any, lr_scheduler: Any
     ) -> CheckpointInfo:
-        """Loads a checkpoint. Collective.
-
-        Args:
-            subject: What is loaded into.
-            find: Returns what is loaded; what it enters keeps that there, until it is read.
-            is_strict: Whether every name, and no other, must be there.
-            find_device: Returns where a whole model on ``meta`` goes, on one process.
-            parts: ``scaler`` and ``lr_scheduler``.
-        """
+        """Loads what `find` returns; what that enters keeps it there, until it is read. Collective."""
+        wrapped, subject = self._wrapped, self._wrapped.subject()
         world = subject.world
         self.wait()
         with ExitStack() as locks:
-            loading = Loading(find(locks), **parts)
+            loading = Loading(find(locks), scaler, lr_scheduler)
             together(world, lambda: loading.check(subject, is_strict), "comparing a checkpoint with the model")
             if world.rank == 0:
                 loading.remark(subject)
-            self.pending = self._read(subject, loading, find_device)
-            self.seed, self.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
+            self.pending = self._read(subject, loading)
+            self.seed, wrapped.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
             found = together(world, lambda: loading.load_rest(world.rank), "loading a checkpoint")
             self._locks.close()
             if self.pending is not None:
                 self._locks = locks.pop_all()
+        wrapped.stopping.number_from(found.step or 0, wrapped.num_steps)
+        if wrapped.engine is not None and self.seed is not None:
+            wrapped.engine.seed = self.seed
         return found
 
-    def _read(self, subject: Subject, loading: Loading, find_device: Callable[[], torch.device]) -> Pending | None:
+    def _read(self, subject: Subject, loading: Loading) -> Pending | None:
         """Reads tensors; returns what must wait until the ranks know their parts."""
-        world = subject.world
-        is_whole = subject.placement is None
-        if is_whole and world.num_ranks == 1:
-            load_all(loading, subject, find_device())
-            return None
-        if not is_whole:
-            together(world, lambda: _read_part(loading, subject, True, True), "reading a checkpoint")
+        world, is_split = subject.world, subject.placement is not None
+        if not is_split and world.num_ranks == 1:
+            load_all(loading, subject, find_device(self._wrapped.module, self._wrapped.settings))
             return None
         on_meta = any(subject.state.tensor(name).is_meta for name in subject.state.places)
-        waits = any(world.gather_objects(on_meta, "reading a checkpoint"))
-        together(world, lambda: _read_part(loading, subject, not waits, False), "reading a checkpoint")
-        return Pending(loading, waits, subject.optimizer is not None)
+        waits = not is_split and any(world.gather_objects(on_meta, "reading a checkpoint"))
+        _read_part(subject, loading, weights=not waits, optimizer=is_split)
+        return None if is_split else Pending(loading, waits, subject.optimizer is not None)
 
-    def given(self, subject: Subject) -> Container[str]:
+    def given(self) -> Container[str]:
         """Returns the first names of what `fill` will read."""
-        return self.pending.loading.names(subject).keys() if self.pending and self.pending.weights else ()
+        pending = self.pending
+        return pending.loading.names(self._wrapped.subject()).keys() if pending and pending.weights else ()
 
-    def fill(self, subject: Subject) -> None:
+    def fill(self) -> None:
         """Reads what was pending into the parts of the ranks. Collective."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            together(
-                subject.world,
-                lambda: _read_part(pending.loading, subject, pending.weights, pending.optimizer),
-                "reading a checkpoint",
-            )
+            _read_part(self._wrapped.subject(), pending.loading, pending.weights, pending.optimizer)
         self._locks.close()
 
-
-def _read_part(loading: Loading, subject: Subject, weights: bool, optimizer: bool) -> None:
-    """Reads this rank's part; of the optimizer at least the options of its groups."""
-    if weights:
-        loading.load_weights(subject)
-    loading.load_optimizer(subject, with_state=optimizer)
-
-
-class State:
-    """The state of a wrapped model under its own names.
-
-    Args:
-        persistence: Its checkpoints, one of which may be waiting to be read.
-    """
-
-    def __init__(self, wrapped: Wrapped, persistence: Persistence) -> None:
-        self._wrapped = wrapped
-        self._persistence = persistence
+    # in memory
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the whole model's state, on every rank. Collective once the model is split."""
@@ -174,7 +133,8 @@ class State:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Loads a whole model's state, of which this rank takes its part; arguments as in plain PyTorch."""
         wrapped = self._wrapped
-        self._persistence.before_change(weights=True)
+        if self.pending is not None:
+            self.pending.weights = False
         wrapped.acts.note("load_state_dict()")
         wrapped.lent.settle()
         if wrapped.engine is None:
@@ -189,7 +149,8 @@ class State:
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a whole optimizer, of which this rank takes its part."""
-        self._persistence.before_change(optimizer=True)
+        if self.pending is not None:
+            self.pending.optimizer = False
         self._wrapped.acts.note("load_optimizer_state_dict()")
         self._need_optimizer().load_state_dict(state_dict, self._wrapped.placement, self._wrapped.world.rank)
 
@@ -206,3 +167,14 @@ class State:
         if optimizer is None:
             raise InputError("There is no optimizer: AutoVaruna(model, optimizer) was called without one.")
         return optimizer
+
+
+def _read_part(subject: Subject, loading: Loading, weights: bool, optimizer: bool) -> None:
+    """Reads this rank's part; of the optimizer at least the options of its groups. Collective."""
+
+    def act() -> None:
+        if weights:
+            loading.load_weights(subject)
+        loading.load_optimizer(subject, with_state=optimizer)
+
+    together(subject.world, act, "reading a checkpoint")

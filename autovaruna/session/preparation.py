@@ -6,18 +6,15 @@ import io
 import json
 import logging
 import os
-import stat
-from collections.abc import Callable
+import shutil
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
@@ -49,15 +46,15 @@ from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
-from autovaruna.runtime.world import World, on_all
+from autovaruna.runtime.world import gather_on_all, on_all
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.calls import SharedCall
-from autovaruna.session.machine import SpeedWatch, optimizer_factor, rank_memory
-from autovaruna.session.measuring import SHAPING, Subject, measured_problem
+from autovaruna.session.measuring import SHAPING, SpeedWatch, Subject, measured_problem, optimizer_factor
+from autovaruna.session.memory import rank_memory
+from autovaruna.session.wrapped import Wrapped
 from autovaruna.stage.split import Assignment, assign
 
-GLOBAL_BATCH = "global batch"
-"""Where a fingerprint's shapes have the number of samples of all ranks."""
+_GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +62,7 @@ logger = logging.getLogger(__name__)
 def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) -> Plan | None:
     """Returns the plan of the deployment file; None: plan again. One line in the log says which, and why.
 
-    Args:
-        settings: Names the file, and says whether it must be used.
-        graph: The graph that the cuts of the file are found in.
-
-    Raises:
-        DeploymentError: ``load_deployment`` is true, and the file is missing, damaged or stale.
+    Raises DeploymentError if ``load_deployment`` is true, and the file is missing, damaged or stale.
     """
     path = Path(settings.deployment_file)
     is_required = settings.load_deployment is True
@@ -100,39 +92,19 @@ def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) 
 
 def _keep_copy(path: Path) -> str:
     """Keeps what would be lost when a new plan is saved, in a new file; returns in words how that went."""
+    names = (f"{path}.damaged{number or ''}" for number in count())
+    copy = next(name for name in names if not os.path.lexists(name))
     try:
-        content = path.read_bytes()
-        for number in count():
-            copy = f"{path}.damaged{number or ''}"
-            with suppress(FileExistsError), open(copy, "xb") as file:
-                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
-                file.write(content)
-                return f"a copy is kept as {copy}"
+        shutil.copy(path, copy)
+        return f"a copy is kept as {copy}"
     except OSError as error:
         return f"no copy of it can be kept: {error.strerror}"
-    raise AssertionError  # there is always another number
-
-
-def _check_replaceable(path: Path) -> None:
-    """Makes sure that no file is replaced that nobody could read: it may be a plan that somebody has edited.
-
-    Raises:
-        DeploymentError: there is such a file.
-    """
-    if path.is_file():
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise DeploymentError(
-                f"{path} is there, but cannot be read ({error.strerror}), so that it is not replaced; make it "
-                "readable, remove it, or name another deployment_file"
-            ) from error
 
 
 def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
     """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
     plan = deployment.plan
-    most = int(fingerprint.shapes[GLOBAL_BATCH])
+    most = int(fingerprint.shapes[_GLOBAL_BATCH])
     groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
     least = min(groups.get(settings.inputs, plan.num_ranks), most)
     if not least <= plan.num_micro_batches <= most:
@@ -148,41 +120,50 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
 
 
-Result = TypeVar("Result")
+def fingerprint_of(
+    traced: TracedModel,
+    settings: Settings,
+    global_batch_size: int,
+    hosts: tuple[str, ...],
+    device: str,
+    memory_bytes: tuple[float, ...],
+    optimizer_bytes_factor: float,
+    sharing: Sharing,
+) -> Fingerprint:
+    """Returns what a plan is valid for."""
+    shapes = {f"input {spec.name}": spec.words() for spec in traced.call.inputs}
+    shaping = {name: getattr(settings, name) for name in SHAPING}
+    return Fingerprint(
+        graph=traced.graph.fingerprint,
+        shapes={**shapes, _GLOBAL_BATCH: str(global_batch_size)},
+        num_ranks=len(hosts),
+        hosts=host_counts(hosts),
+        device=device,
+        memory_bytes=memory_bytes,
+        settings={**shaping, "optimizer_bytes_factor": optimizer_bytes_factor, "shard_optimizer": sharing},
+    )
 
 
 class Preparation:
     """The plan of a model, and all that the engine needs to run it. Making one is collective.
 
-    Args:
-        resident_before: What this process held before the model was traced, in bytes; None: not known.
-
-    Raises:
-        AutoVarunaError: measuring or planning failed on a rank, or a deployment does not fit; on every rank.
+    Raises AutoVarunaError, on every rank, if measuring or planning failed on one, or a deployment does not fit.
     """
 
     def __init__(
-        self,
-        traced: TracedModel,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        shared: SharedCall,
-        settings: Settings,
-        world: World,
-        device: torch.device,
-        resident_before: float | None = None,
+        self, traced: TracedModel, wrapped: Wrapped, shared: SharedCall, resident_before: float | None
     ) -> None:
-        self._resident_before = resident_before
         self._traced = traced
-        self._model = model
-        self._optimizer = optimizer
+        self._model = wrapped.module
+        self._optimizer = wrapped.raw_optimizer
         self._shared = shared
-        self._settings = settings
-        self._world = world
-        self.device = device
+        self._resident_before = resident_before
+        self._settings = settings = wrapped.settings
+        self._world = world = wrapped.world
+        self.device = wrapped.device
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
-        self._on_all(self._dump_graph, "writing the graph")
+        on_all(self._world, self._dump_graph, "writing the graph")
         self._sharing = self._try_sharing()
         self._fingerprint = self._describe_run()
         self.plan = self._saved_plan() or self._new_plan()
@@ -191,15 +172,14 @@ class Preparation:
     def _try_sharing(self) -> Sharing:
         """Returns whether replicas share the optimizer's state, or may. Collective, unless there are none.
 
-        Raises:
-            InputError: they are to, and it cannot step over some of its parameters alone.
+        Raises InputError if they are to, and it cannot step over some of its parameters alone.
         """
         setting = self._world.num_ranks > 1 and self._settings.shard_optimizer
         if setting is False:
             return False
         act = partial(sharing_of, self._optimizer, setting, self.device)
         with phase(logger, "finding out whether replicas may share the optimizer's state"):
-            return self._on_all(act, "trying the optimizer out")
+            return on_all(self._world, act, "trying the optimizer out")
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -244,34 +224,23 @@ class Preparation:
             logger.info("wrote the graph to %s", path)
 
     def save(self, path: str) -> None:
-        """Writes the deployment to a file.
-
-        Raises:
-            DeploymentError: it cannot be written.
-        """
+        """Writes the deployment to a file; raises DeploymentError if it cannot."""
         save(path, deployment_of(self.plan, self._traced.graph, self._fingerprint))
 
     def _describe_run(self) -> Fingerprint:
         """Returns what the plan is valid for; known without measuring. Collective."""
+
+        def own() -> tuple[float, float]:
+            memory = rank_memory(self._world, self.device, self._settings)
+            return memory, optimizer_factor(self._optimizer, self._settings)
+
         with phase(logger, "finding out what state the optimizer keeps"):
-            mine = self._on_all(
-                lambda: (
-                    rank_memory(self._world, self.device, self._settings),
-                    optimizer_factor(self._optimizer, self._settings),
-                ),
-                "describing the run",
-            )
-        limits, factors = zip(*self._world.gather_objects(mine, "describing the run"), strict=True)
-        return Fingerprint(
-            graph=self._traced.graph.fingerprint,
-            shapes={f"input {spec.name}": spec.words() for spec in self._traced.call.inputs}
-            | {GLOBAL_BATCH: str(self._shared.global_batch_size)},
-            num_ranks=self._world.num_ranks,
-            hosts=host_counts(self._world.hosts),
-            device=device_name(self.device),
-            memory_bytes=limits,
-            settings={name: getattr(self._settings, name) for name in SHAPING}
-            | {"optimizer_bytes_factor": max(factors), "shard_optimizer": self._sharing},
+            every = gather_on_all(self._world, own, "describing the run")
+        limits, factors = zip(*every, strict=True)
+        hosts, device = self._world.hosts, device_name(self.device)
+        batch_size = self._shared.global_batch_size
+        return fingerprint_of(
+            self._traced, self._settings, batch_size, hosts, device, limits, max(factors), self._sharing
         )
 
     def _saved_plan(self) -> Plan | None:
@@ -280,14 +249,10 @@ class Preparation:
             return None
 
         def read() -> Plan | None:
-            return (
-                read_saved_plan(self._settings, self._fingerprint, self._traced.graph)
-                if self._world.rank == 0
-                else None
-            )
+            is_first = self._world.rank == 0
+            return read_saved_plan(self._settings, self._fingerprint, self._traced.graph) if is_first else None
 
-        plan = self._on_all(read, "loading the deployment")
-        return self._world.broadcast_object(plan, 0, "sharing the deployment")  # type: ignore[no-any-return]
+        return gather_on_all(self._world, read, "loading the deployment")[0]
 
     def measured_again(self) -> Plan:
         """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
@@ -301,10 +266,11 @@ class Preparation:
             return plan_with_sharing(problem, self._sharing, make_plan) if self._world.rank == 0 else None
 
         with phase(logger, "searching for a plan"):
-            plan = self._on_all(search, "planning")
-        self.plan = self._world.broadcast_object(plan, 0, "sharing the plan")
+            found = gather_on_all(self._world, search, "planning")
+        assert found[0] is not None
+        self.plan = found[0]
         if self._settings.save_deployment:
-            self._on_all(self._save_on_first, "saving the deployment")
+            on_all(self._world, self._save_on_first, "saving the deployment")
             self._ask_for_fewer(problem)
         return self.plan
 
@@ -321,23 +287,27 @@ class Preparation:
     def _save_on_first(self) -> None:
         if self._world.rank > 0:
             return
+        file = self._settings.deployment_file
+        path = Path(at_home(file))
         try:
-            _check_replaceable(Path(at_home(self._settings.deployment_file)))
-            self.save(self._settings.deployment_file)
-            logger.info("saved the deployment to %s", self._settings.deployment_file)
+            if path.is_file():
+                path.open("rb").close()  # what nobody can read may be a plan that somebody has edited
+            self.save(file)
+            logger.info("saved the deployment to %s", file)
         except DeploymentError as error:  # to plan again next time is better than to give up what was planned
             logger.warning("the plan is not kept: %s", error)
+        except OSError as error:
+            text = (
+                "the plan is not kept: %s is there, but cannot be read (%s), so that it is not replaced; make it "
+                "readable, remove it, or name another deployment_file"
+            )
+            logger.warning(text, path, error.strerror)
 
     def _measured_problem(self) -> Problem:
-        """Measures model, machine and optimizer. Collective."""
         watch = SpeedWatch(self._world, self.device)
         subject = Subject(self._model, self._traced, self._shared.tensors, self._settings, watch)
         factor = float(self._fingerprint.settings["optimizer_bytes_factor"])
         return measured_problem(subject, self._optimizer, self._shared, factor, self._resident_before)
-
-    def _on_all(self, act: Callable[[], Result], what: str) -> Result:
-        """Does something on every rank; an error on one is an error on all."""
-        return on_all(self._world, act, what)
 
     def _report(self) -> None:
         if self._world.rank > 0:

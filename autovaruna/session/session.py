@@ -35,19 +35,13 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
+from autovaruna.session import calls
 from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
-from autovaruna.session.calls import (
-    Report,
-    SameInputs,
-    SharedCall,
-    compare_settings,
-    input_groups,
-    micro_batch_weights,
-    share_call,
-)
-from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
-from autovaruna.session.morphing import NO_WISHES, refuse_several
-from autovaruna.session.persistence import Persistence, State
+from autovaruna.session.borders import NO_WISHES, refuse_several
+from autovaruna.session.calls import Report, SharedCall
+from autovaruna.session.device import on_own_gpu
+from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.traces import Traces
 from autovaruna.session.wrapped import Wrapped
@@ -61,14 +55,10 @@ class Copies:
     """A wrapped model and its deep copies, which are all split in the same way at the same time.
 
     So averages of weights, teachers and target networks stay alike in what each rank holds of them.
-
-    Attributes:
-        preparation: their common plan; None before the first call of any of them.
-        num_made: how many there have been.
     """
 
     def __init__(self) -> None:
-        self.preparation: Preparation | None = None
+        self.preparation: Preparation | None = None  # their common plan; None before the first call of any
         self.num_made = 0
         self._members: list[ref[Session]] = []
 
@@ -83,11 +73,7 @@ class Copies:
         return [session for each in self._members if (session := each()) is not None]
 
     def compare(self, world: World) -> None:
-        """Makes sure that all ranks have made the same copies. Collective.
-
-        Raises:
-            RankError: they have not.
-        """
+        """Raises RankError unless all ranks have made the same copies. Collective."""
         numbers = world.gather_objects(len(self.members()), "counting copies of the model")
         if len(set(numbers)) > 1:
             raise RankError(
@@ -99,32 +85,18 @@ class Copies:
 class Session:
     """The calls of one wrapped model, which is whole on every rank until its first one, or that of one of its copies.
 
-    Args:
-        wrapped: The model.
-        state: Its state, which the optimizer's own methods show once it is split.
-        persistence: Its checkpoints.
-        scaler: The loop's GradScaler; None: the program's own, if there is one.
-        copies: It and its deep copies.
-
-    Attributes:
-        copies: the same.
-        traces: the graphs; None: there was no call yet.
+    `scaler` is the loop's GradScaler; None: the program's own, if there is one.
     """
 
     def __init__(
-        self,
-        wrapped: Wrapped,
-        state: State,
-        persistence: Persistence,
-        scaler: torch.amp.GradScaler | None,
-        copies: Copies,
+        self, wrapped: Wrapped, persistence: Persistence, scaler: torch.amp.GradScaler | None, copies: Copies
     ) -> None:
         self.copies = copies
-        self.traces: Traces | None = None
+        self.traces: Traces | None = None  # None: there was no call yet
         self._wrapped = wrapped
-        self._state = state
         self._persistence = persistence
         self._scaler = scaler
+        self._num_steps = 0  # of the optimizer, at the call before
         self._number_of_copy = copies.add(self)
         self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs, wrapped.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
@@ -141,23 +113,12 @@ class Session:
         if self._wrapped.world.num_ranks > 1:
             return False
         settings = self._wrapped.settings
-        asks = (
-            settings.num_micro_batches,
-            settings.micro_batch_size,
-            settings.num_stages > 1,
-            settings.recompute == "all",
-            settings.memory_limit_bytes,
-            settings.cuts,
-            settings.stage_ranks,
-        )
-        return not any(asks)
+        asks_for_stages = settings.num_stages > 1 or settings.cuts or settings.stage_ranks
+        asks_for_memory = settings.recompute == "all" or settings.memory_limit_bytes
+        return not (asks_for_stages or asks_for_memory or settings.num_micro_batches or settings.micro_batch_size)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> Any:
-        """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective.
-
-        Returns:
-            What the model returns, for the global batch.
-        """
+        """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective."""
         with self.reported():
             return self._call(args, kwargs, method)
 
@@ -169,7 +130,7 @@ class Session:
             yield
             return
         engine = wrapped.engine
-        work, plan = (0.0, None) if engine is None else (engine.metrics.work_seconds, engine.plan)
+        work, plan = (engine.metrics.work_seconds, engine.plan) if engine else (0.0, None)
         morphing.begin_call(wrapped.num_steps, work, plan)
         yield
         morphing.end_call()
@@ -186,7 +147,9 @@ class Session:
         wrapped.num_calls += 1
         lengths = traced.lengths_of(shared.call) or ()
         values = self._values_of_batch(traced, shared, batch, lengths)
-        returned = engine.run(traced, shared.tensors, shared.number, batch, values, wrapped.asks_for_sums, lengths)
+        returned = engine.run(
+            traced, shared.tensors, shared.number, batch, values, lambda: wrapped.is_synchronising, lengths
+        )
         is_new = self.traces.num_traced > num_known
         for key in self.traces.forget_oldest():
             engine.forget(key)
@@ -202,12 +165,15 @@ class Session:
 
         Collective, if it is due.
         """
-        wrapped = self._wrapped
-        folder, num_steps, morphing = wrapped.settings.save_on_signal, wrapped.num_steps, wrapped.morphing
+        wrapped, stopping = self._wrapped, self._wrapped.stopping
+        folder, morphing, num_steps = wrapped.settings.save_on_signal, wrapped.morphing, wrapped.num_steps
+        has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
+        step = stopping.step_after(num_steps)
         if morphing is not None:
             if wrapped.world.num_ranks == 1:
                 morphing.agree([morphing.wishes])
-            morphing.at_border(self._only_subject, num_steps, wrapped.stopping.step_after(num_steps))
+            if has_stepped:
+                morphing.at_border(self._only_subject, num_steps, step)
         if not folder:
             return
         if wrapped.of_model or wrapped.world.num_models > 1:
@@ -216,13 +182,10 @@ class Session:
                 "one; expected one model. Leave the setting out, and save all of them once model.should_stop() is true."
             )
         if wrapped.world.num_ranks == 1:
-            wrapped.stopping.is_agreed = wrapped.stopping.own
-        if wrapped.stopping.is_due(num_steps):
-
-            def save(step: int) -> None:
-                self._persistence.save(wrapped.subject(), folder, Content(step, scaler=self._scaler), Way())
-
-            wrapped.stopping.save_and_end(save, num_steps)
+            stopping.is_agreed = stopping.own
+        if has_stepped and stopping.is_agreed:
+            self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
+            stopping.end(step)
 
     def _only_subject(self) -> Subject:
         """Returns what a snapshot is of, if that is all there is."""
@@ -230,11 +193,7 @@ class Session:
         return self._wrapped.subject()
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Plans and splits the model now, from a sample of the calls to come. Collective.
-
-        Args:
-            args, kwargs: Arguments of a call; no number of theirs goes through the model.
-        """
+        """Plans and splits the model now, from a sample of the calls to come: no number of it is used. Collective."""
         if self._wrapped.engine is None:
             self._start(self._agree(args, kwargs))
 
@@ -258,7 +217,7 @@ class Session:
         """Tells all ranks of this rank's call. Collective."""
         wrapped, world = self._wrapped, self._wrapped.world
         if wrapped.engine is None:
-            compare_settings(wrapped.settings, world)
+            calls.compare_settings(wrapped.settings, world)
         error: Exception | None = None
         report = None
         try:
@@ -279,7 +238,9 @@ class Session:
         if self._leave_out(call, reports):
             return self._agree(args, kwargs, method)
         try:
-            shared = share_call(call, tensors, wrapped.num_calls, self._groups, world, reports, wrapped.doings)
+            shared = calls.share_call(
+                call, tensors, wrapped.num_calls, self._same_inputs.groups, world, reports, wrapped.doings
+            )
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
                 raise
@@ -289,10 +250,9 @@ class Session:
         return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
-        """Looks, where a call is new, for attributes that the script has set and no trace depends on. Collective then.
+        """Makes attributes that the script has set and no trace depends on count no more; says whether there were any.
 
-        Returns:
-            Whether there are any; they do not count any more.
+        It looks where a call is new. Collective then.
         """
         world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
         keys = {key for key, *_ in reports}
@@ -311,18 +271,13 @@ class Session:
         return bool(unread)
 
     @cached_property
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that pass the same mini-batch."""
-        return input_groups(self._wrapped.settings, self._wrapped.world.num_ranks)
-
-    @cached_property
-    def _same_inputs(self) -> SameInputs:
-        return SameInputs(self._groups)
+    def _same_inputs(self) -> calls.SameInputs:
+        return calls.SameInputs(calls.input_groups(self._wrapped.settings, self._wrapped.world.num_ranks))
 
     def _cut(self, shared: SharedCall, plan: Plan) -> GlobalBatch:
         settings, world = self._wrapped.settings, self._wrapped.world
         batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)
-        weights = micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
+        weights = calls.micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
         return weigh(batch, weights, settings.reduction == "sum")
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
@@ -381,8 +336,7 @@ class Session:
         self.traces = Traces(wrapped.module, settings, world, device)
         traced = self.traces.first(shared)
         wrapped.take_state()
-        raw = None if optimizer is None else optimizer.optimizer
-        preparation = Preparation(traced, wrapped.module, raw, shared, settings, world, device, resident)
+        preparation = Preparation(traced, wrapped, shared, resident)
         open_channel(settings.channel, preparation.plan, world, device)
         if optimizer is not None and wrapped.own_steps is not None:
             self._check_steps(optimizer, wrapped.own_steps, preparation)
@@ -409,14 +363,14 @@ class Session:
     def _take_part(self) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
         wrapped, preparation = self._wrapped, self.preparation
-        given = self._persistence.given(wrapped.subject())
+        given = self._persistence.given()
         seed = self._seed(0)
         wrapped.state.distribute(preparation.placement, wrapped.world, preparation.device, seed, given)
         self.run_part()
         if wrapped.optimizer is not None:
             wrapped.optimizer.cut(wrapped.state.parameters())
-        self._state.show_whole_optimizer()
-        self._persistence.fill(wrapped.subject())
+        self._persistence.show_whole_optimizer()
+        self._persistence.fill()
 
     def run_part(self) -> None:
         """Makes what runs this rank's part, of a model that has been split."""
@@ -429,7 +383,6 @@ class Session:
             join_norms()
             watch_later_optimizers()
         self.traces = self.traces or Traces(wrapped.module, settings, world, device)
-        optimizer = None if wrapped.optimizer is None else wrapped.optimizer.optimizer
         orders, assignment = preparation.orders, preparation.assignment
         wrapped.engine = Engine(
             wrapped.state,
@@ -441,7 +394,7 @@ class Session:
             world,
             device,
             self._seed(self._number_of_copy),
-            LossScale(optimizer, self._scaler, world),
+            LossScale(wrapped.raw_optimizer, self._scaler, world),
             wrapped.of_model,
             None if self._number_of_copy else preparation.event_trace(),
         )

@@ -30,16 +30,11 @@ from autovaruna.runtime.world import World, differences, on_all
 from autovaruna.session.calls import SharedCall
 
 logger = logging.getLogger(__name__)
-_OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)
-"""What is put in the place of an attribute."""
-_MOST_SAMPLES = 4
-"""Samples on which a graph is compared with its model."""
-_MOST_GRAPHS = 32
-"""Graphs that are kept."""
-_MOST_TRIED = 2
-"""Traces that try to leave a dimension free."""
-_MOST_IN_PARTS = 16
-"""Samples of which two parts are compared with all of them."""
+_OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # what is put in the place of an attribute
+_MOST_SAMPLES = 4  # samples on which a graph is compared with its model
+_MOST_GRAPHS = 32  # graphs that are kept
+_MOST_TRIED = 2  # traces that try to leave a dimension free
+_MOST_IN_PARTS = 16  # samples of which two parts are compared with all of them
 
 
 class Traces:
@@ -79,9 +74,8 @@ class Traces:
     def try_without(self, names: Collection[str], call: CallSpec, guards: Guards) -> tuple[set[str], set[str]]:
         """Traces a call without attributes, and with something in their place that cannot be used.
 
-        Returns:
-            The attributes without which the graph is the one of the latest call that is like this one but for
-            attributes; and those that forward uses.
+        Returns the attributes without which the graph is the one of the latest call that is like this one but for
+        attributes; and those that forward uses.
         """
         likes = [each for each in self._known.values() if _is_alike(each.call, call)]
         unread, read = set(names), set[str]()
@@ -115,9 +109,8 @@ class Traces:
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
         """Returns the graph of a call. Collective if it is not known yet.
 
-        Raises:
-            InputError: the graph serves one micro-batch size alone, and micro-batches differ; one is too small; or
-                losses that are sums, or no means at all, would be averaged.
+        Raises InputError if the graph serves one micro-batch size alone, and micro-batches differ; if one is too small;
+        or if losses that are sums, or no means at all, would be averaged.
         """
         sizes = batch.sizes
         if not self._settings.dynamic_batch and len(sizes) > 1:
@@ -141,11 +134,7 @@ class Traces:
         return traced
 
     def _refuse_synchronised_norms(self) -> None:
-        """Refuses normalisations by the samples of all ranks, where a micro-batch sees its own alone.
-
-        Raises:
-            InputError: there is one in training mode.
-        """
+        """Refuses normalisations by the samples of all ranks, where a micro-batch sees its own alone."""
         for path, module in self._model.named_modules():
             if isinstance(module, nn.SyncBatchNorm) and module.training:
                 raise InputError(
@@ -204,8 +193,7 @@ class Traces:
     def _trace_free(self, shared: SharedCall, micro_batch_size: int) -> TracedModel | None:
         """Traces a call of which dimensions have varied, so that its graph serves other lengths, too. Collective.
 
-        Returns:
-            The graph; None: no dimension has varied, or the model cannot be traced so.
+        Returns None if no dimension has varied, or the model cannot be traced so.
         """
         call = shared.call
         places = self._varying(call)
@@ -345,10 +333,9 @@ class Traces:
 
     def _is_whole(self) -> bool:
         """Whether this rank has all numbers of the model where it computes."""
-        state = [*self._model.parameters(), *self._model.buffers()]
-        return not any(isinstance(each, RemoteTensor) or each.is_meta for each in state) and all(
-            each.device.type == self._device.type for each in state
-        )
+        state = (*self._model.parameters(), *self._model.buffers())
+        is_away = any(isinstance(each, RemoteTensor) or each.device.type != self._device.type for each in state)
+        return not is_away
 
     def _compare(self, traced: TracedModel) -> None:
         """Makes sure that every rank traced the same model."""

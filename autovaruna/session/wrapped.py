@@ -19,33 +19,16 @@ from autovaruna.runtime.autograd import DirectCalls
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world, is_alone
 from autovaruna.runtime.optimizer import CutOptimizer, OwnSteps, with_hooks
+from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
+from autovaruna.session.borders import Morphing, Stopping, listen
 from autovaruna.session.calls import Digest, ScriptActions
-from autovaruna.session.machine import bring_to_own_device
-from autovaruna.session.morphing import Morphing, find_morphing
-from autovaruna.session.stopping import Stopping, listen
+from autovaruna.session.device import bring_to_own_device
 
 
 class Wrapped:
-    """A model and its optimizer, as this rank has them.
-
-    Args:
-        optimizer: Its optimizer, if there is one.
-
-    Attributes:
-        state: the model's parameters and buffers, of which this rank has its part.
-        parameter_names: the first name of each parameter, in order.
-        optimizer: the optimizer; None: there is none.
-        own_steps: cuts the optimizer's steps down to this rank's part.
-        acts: what the script has done with both.
-        lent: what the script was given to write into.
-        guards: reads what a trace depends on besides inputs.
-        engine: runs calls; None: the model is whole yet.
-        num_calls: calls of the model so far.
-        is_synchronising: whether gradients are summed over ranks now.
-        stopping: whether the run is to end.
-    """
+    """A model and its optimizer, as this rank has them."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> None:
         self.module = module
@@ -56,8 +39,8 @@ class Wrapped:
         self._first_parameters = [(ref(each), name) for name, each in self.state.parameters().items()]
         self.optimizer = None if optimizer is None else CutOptimizer(with_hooks(optimizer), self._names())
         self.own_steps = None if self.optimizer is None else OwnSteps(self.optimizer.optimizer)
-        self.acts = ScriptActions()
-        self.lent = StateCopies()
+        self.acts = ScriptActions()  # what the script has done with both
+        self.lent = StateCopies()  # what the script was given to write into
         if self.optimizer is not None:
             self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
             self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
@@ -65,33 +48,31 @@ class Wrapped:
                 self._direct_calls = DirectCalls(module)
                 self.optimizer.optimizer.register_step_pre_hook(self._refuse_own_gradients)
         self.guards = Guards(module)
-        self.engine: Engine | None = None
+        self.engine: Engine | None = None  # None: the model is whole yet
         self.num_calls = 0
-        self.is_synchronising = True
+        self.is_synchronising = True  # whether gradients are summed over ranks now
         self.stopping = Stopping()
         if settings.save_on_signal:
             listen()
-        self._known_world: World | None = None
         self._number = 0
 
-    @property
+    @cached_property
     def world(self) -> World:
         """The ranks; the first use starts MPI."""
-        if self._known_world is None:
-            self._known_world = get_world()
-            configure(self._known_world.rank)
-            show_all_frames(self.settings.full_tracebacks)
-            stalls = self._known_world.watch.stalls
-            stalls.report_seconds = self.settings.stall_report_seconds
-            stalls.limit_seconds = self.settings.stall_limit_seconds
-            if self.settings.show_settings:
-                log_settings(self.settings)
-        return self._known_world
+        world = get_world()
+        configure(world.rank)
+        show_all_frames(self.settings.full_tracebacks)
+        world.watch.stalls.report_seconds = self.settings.stall_report_seconds
+        world.watch.stalls.limit_seconds = self.settings.stall_limit_seconds
+        if self.settings.show_settings:
+            log_settings(self.settings)
+        return world
 
     @cached_property
     def morphing(self) -> Morphing | None:
         """What this rank does for the manager of its job; None: there is none."""
-        return find_morphing(self.world)
+        place = job_place()
+        return None if place is None else Morphing(place, self.world)
 
     @property
     def num_steps(self) -> int:
@@ -130,16 +111,13 @@ class Wrapped:
 
     def settle(self) -> None:
         """Brings the model, wherever a script has put it, to where this rank computes; before the split only."""
-        self.device = bring_to_own_device(
-            self.module, None if self.optimizer is None else self.optimizer.optimizer, self.settings
-        )
+        self.device = bring_to_own_device(self.module, self.raw_optimizer, self.settings)
 
     def check_parameters(self) -> None:
         """Takes the parameters as they are, before the split; refuses others later.
 
-        Raises:
-            InputError: another library has wrapped the model; or parameters of a model that is split have been
-                replaced, cast or moved.
+        Raises InputError if another library has wrapped the model, or if parameters of a model that is split have been
+        replaced, cast or moved.
         """
         if self.engine is None:
             _refuse_parallel_wrappers(self.module)
@@ -156,11 +134,7 @@ class Wrapped:
         self.state.check_types()
 
     def _refuse_own_gradients(self, *_: object) -> None:
-        """Refuses a step by gradients of this rank's samples alone; a hook of the optimizer.
-
-        Raises:
-            InputError: a backward has gone through a module that the script has called beside the wrapper.
-        """
+        """Refuses a step by gradients of this rank's samples alone: the script has gone backward beside the wrapper."""
         path = self._direct_calls.take()
         if path and self.settings.inputs != "replicated" and self.world.num_ranks > 1:
             raise InputError(
@@ -171,11 +145,7 @@ class Wrapped:
             )
 
     def refuse_changes(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Makes sure that a move or a cast of a model that is split leaves each tensor where and what it is.
-
-        Raises:
-            InputError: it would change one.
-        """
+        """Raises InputError if a move or a cast of a model that is split would change where or what a tensor is."""
         for name, tensor in chain(self.state.parameters().items(), self.state.buffers().items()):
             if not _is_unchanged(tensor, changed := change(tensor)):
                 raise InputError(
@@ -193,9 +163,6 @@ class Wrapped:
 
     def joined_optimizer(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:
         """Returns an optimizer that was made from ``parameters()`` of this rank, with the groups of all. Collective.
-
-        Args:
-            optimizer: Has as many groups as on every other rank.
 
         Raises:
             InputError: it has parameters that this rank does not hold.
@@ -224,10 +191,6 @@ class Wrapped:
         cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
         return cut
 
-    def asks_for_sums(self) -> bool:
-        """Whether gradients are to be summed over ranks now."""
-        return self.is_synchronising
-
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks whose scripts have done the same since the start."""
         engine = () if self.engine is None else self.engine.doings
@@ -254,11 +217,7 @@ _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedD
 
 
 def _refuse_parallel_wrappers(model: nn.Module) -> None:
-    """Refuses a model that torch itself would train over the ranks.
-
-    Raises:
-        InputError: it is wrapped, or has parameters of which ranks have shards.
-    """
+    """Refuses a model that torch itself would train over the ranks, or of which ranks have shards."""
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
         kinds |= {type(each).__name__ for each in module._parameters.values() if type(each).__name__ == "DTensor"}

@@ -19,11 +19,9 @@ from autovaruna.profiler.records import Cluster
 from autovaruna.runtime.environment import local_rank_in
 from autovaruna.runtime.world import World
 
-AUTO = "auto"
-"""What the launcher passes on in place of a map that is still to be found."""
+AUTO = "auto"  # what the launcher passes on in place of a map that is still to be found
 
-Grid = tuple[tuple[int, ...], ...]
-"""The ranks of each stage."""
+Grid = tuple[tuple[int, ...], ...]  # the ranks of each stage
 StageMap = Mapping[int, Sequence[int]] | Sequence[Sequence[int]] | str | None
 
 
@@ -41,11 +39,8 @@ def map_text(grid: Grid) -> str:
 def read_map(stage_to_rank_map: StageMap, num_ranks: int) -> Grid | None:
     """Returns the ranks of each stage; None: the map is to be found.
 
-    Args:
-        stage_to_rank_map: ``{stage: ranks}``, a list of lists, ``"0,2;1,3"`` or ``"0,2;1,3;"``, None or ``"auto"``.
-
-    Raises:
-        InputError: it is no map, or does not give every rank its place.
+    `stage_to_rank_map` is ``{stage: ranks}``, a list of lists, ``"0,2;1,3"`` or ``"0,2;1,3;"``, None or ``"auto"``.
+    Raises InputError if it is no map, or does not give every rank its place.
     """
     if stage_to_rank_map is None or stage_to_rank_map in ("", AUTO):
         return None
@@ -86,24 +81,19 @@ def _complaint(grid: Grid, num_ranks: int) -> str:
     return f"rank {missing[0]} is in no stage; name it, or start {len(named)} ranks" if missing else ""
 
 
-_ALL_DEPTHS = 16
-"""Up to so many ranks every number of stages is tried; beyond, those that leave the fewest ranks over."""
+_ALL_DEPTHS = 16  # up to so many ranks every number of stages is tried; beyond, those that leave the fewest ranks over
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to use the ranks.
-
-    `micro_batch_size` are the most samples of a micro-batch; `seconds` and `memory_bytes` (the most of any rank) are
-    predicted.
-    """
+    """One way to use the ranks; seconds and bytes are predicted."""
 
     num_stages: int
     num_replicas: int
-    micro_batch_size: int
+    micro_batch_size: int  # the most samples of one
     num_micro_batches: int
     seconds: float
-    memory_bytes: float
+    memory_bytes: float  # the most of any rank
     plan: Plan
 
     @property
@@ -129,37 +119,22 @@ def depths(problem: Problem, uses_all_ranks: bool = False) -> list[int]:
 
 
 def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
-    """Returns the best plan with so many stages, of as many replicas as there are ranks for.
-
-    Raises:
-        PlanError: none fits.
-    """
+    """Returns the best plan with so many stages, of as many replicas as there are ranks for; PlanError if none fits."""
     batch_size, replicas = problem.global_batch_size, problem.cluster.num_ranks // num_stages
     if not replicas:
         raise PlanError(f"{num_stages} stages need as many ranks: there are {problem.cluster.num_ranks}")
     share = math.ceil(batch_size / replicas)
     count = replicas * math.ceil(share / chunk_size) if chunk_size else 0
-    plan = make_plan(
-        replace(
-            problem,
-            cluster=_first_ranks(problem.cluster, num_stages * replicas),
-            min_micro_batches_for_inputs=replicas,
-            constraints=replace(
-                problem.constraints, num_micro_batches=min(count, batch_size), stage_ranks=grid_of(num_stages, replicas)
-            ),
-        )
-    )
+    grid, cluster = grid_of(num_stages, replicas), _first_ranks(problem.cluster, num_stages * replicas)
+    forced = replace(problem.constraints, num_micro_batches=min(count, batch_size), stage_ranks=grid)
+    plan = make_plan(replace(problem, cluster=cluster, min_micro_batches_for_inputs=replicas, constraints=forced))
     size = chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
     memory = max(plan.rank_bytes())
     return Choice(num_stages, replicas, size, plan.num_micro_batches, plan.predicted_seconds, memory, plan)
 
 
 def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False) -> list[Choice]:
-    """Returns the best plan of each depth that fits, the fastest first.
-
-    Raises:
-        PlanError: none fits at any depth; says why for each.
-    """
+    """Returns the best plan of each depth that fits, the fastest first; PlanError, with each reason, if none fits."""
     found: list[Choice] = []
     refusals: list[str] = []
     for depth in depths(problem, uses_all_ranks):
@@ -186,20 +161,13 @@ def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank.
-
-    Attributes:
-        replica: its replica of the whole model; where stages have different numbers of ranks, several of one stage may
-            be of one replica.
-        num_replicas: how many there are.
-        batch_size: samples of a step, over all replicas.
-    """
+    """The place of a rank; where stages have different numbers of ranks, several of one stage may be of one replica."""
 
     grid: Grid
     stage: int
-    replica: int
+    replica: int  # of the whole model
     num_replicas: int
-    batch_size: int
+    batch_size: int  # samples of a step, over all replicas
 
     @property
     def leaders(self) -> tuple[int, ...]:
@@ -218,11 +186,7 @@ class Place:
 
 
 def place_of(rank: int, grid: Grid, batch_size: int) -> Place:
-    """Returns the place of a rank.
-
-    Raises:
-        InputError: there are fewer samples than replicas.
-    """
+    """Returns the place of a rank; InputError if there are fewer samples than replicas."""
     num_replicas = len(replicas_of(grid))
     if batch_size < num_replicas:
         raise InputError(
@@ -241,8 +205,7 @@ def local_rank_of(world: World) -> int:
 def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:
     """Returns a device; a number means a GPU, or the CPU where there is none; None, as -1, that of `local_rank`.
 
-    Raises:
-        InputError: there is no such device.
+    Raises InputError if there is no such device.
     """
     device = -1 if device is None else device
     if isinstance(device, int):

@@ -29,9 +29,9 @@ from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts, distinct
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.world import World, on_all
-from autovaruna.session.machine import SpeedWatch, describe_cluster, find_device, optimizer_factor
-from autovaruna.session.measuring import Subject
+from autovaruna.runtime.world import World, gather_on_all, on_all
+from autovaruna.session.device import find_device
+from autovaruna.session.measuring import SpeedWatch, Subject, describe_cluster, measured_profile, optimizer_factor
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Choice, Grid, choice_at, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
@@ -50,13 +50,6 @@ def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings:
     return on_all(world, act, "tracing")
 
 
-def read_costs(world: World, caches: Sequence[ProfileCache], keys: Collection[Key]) -> dict[Key, PartCost]:
-    """Returns what rank 0 finds on disk, on every rank. Collective."""
-    found = merge([cache.read(keys) for cache in caches]) if world.rank == 0 else {}
-    costs: dict[Key, PartCost] = world.broadcast_object(found, 0, "reading saved measurements")
-    return costs
-
-
 def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
     """Returns the measurements of a whole model."""
     return [(part.signature, size) for size in sizes for part in distinct(all_parts(traced))]
@@ -65,8 +58,7 @@ def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
 def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[int]) -> set[Key]:
     """Returns the measurements of the parts with some numbers; part p lies between the cut points p - 1 and p.
 
-    Raises:
-        InputError: there is no such part.
+    Raises InputError if there is no such part.
     """
     starts = [0, *cut_point_blocks(traced.graph), len(traced.graph.blocks)]
     unknown = sorted(place for place in wanted if not 0 <= place < len(starts) - 1)
@@ -84,8 +76,7 @@ def find_grid(
 
     Args:
         model: The model, in the mode and precision that it will be trained in.
-        sample: A batch of all samples of a step.
-        batch_size: Their number.
+        sample: A batch of all `batch_size` samples of a step.
         chunk_size: Samples of a micro-batch, if the user has said them.
         settings: As for `AutoVaruna`, without the map.
 
@@ -98,49 +89,33 @@ def find_grid(
     device = find_device(model, known)
     subject = subject_of(model, sample, device, known, world)
     sizes = [chunk_size] if chunk_size else sorted({1, max(1, batch_size // world.num_ranks), max(1, batch_size // 4)})
-    cache = cache_of(known, device, world.hosts.count(world.hosts[world.rank]))
-    costs = read_costs(world, [cache] if cache else [], keys_of(subject.traced, sizes))
-    for size in sizes:
-        fresh = subject.measure([size], costs)
-        costs |= fresh
-        if cache and world.rank == 0:
-            cache.write(fresh)
+    profile = measured_profile(subject, sizes, splits=False)
     cluster = describe_cluster(subject.watch, subject.traced.graph, known)
     problem = Problem(
         subject.traced.graph,
-        to_profile(subject.traced, costs, device),
+        profile,
         cluster,
         batch_size,
         2.0 if known.optimizer_bytes_factor == "auto" else float(known.optimizer_bytes_factor),
         constraints=Constraints(cutpoints=known.cutpoints),
     )
 
-    def search() -> list[Choice]:
-        return choices(problem, chunk_size or 0, uses_all_ranks=True) if world.rank == 0 else []
+    def search() -> Choice | None:
+        return choices(problem, chunk_size or 0, uses_all_ranks=True)[0] if world.rank == 0 else None
 
-    found = on_all(world, search, "finding stages and replicas")
-    best = world.broadcast_object(found[0] if found else None, 0, "sharing stages and replicas")
-    logger.info(
-        "found %d stages of %d replicas, micro-batches of %d samples: %.6g s a step",
-        best.num_stages,
-        best.num_replicas,
-        best.micro_batch_size,
-        best.seconds,
-    )
+    best = gather_on_all(world, search, "finding stages and replicas")[0]
+    assert best is not None
+    text = "found %d stages of %d replicas, micro-batches of %d samples: %.6g s a step"
+    logger.info(text, best.num_stages, best.num_replicas, best.micro_batch_size, best.seconds)
     return best.grid, best.micro_batch_size
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a profile says besides graph, costs and cluster.
+    """What a profile says besides graph, costs and cluster."""
 
-    Attributes:
-        gpus_per_node: ranks on a host.
-        optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter.
-    """
-
-    gpus_per_node: Count
-    optimizer_bytes_factor: Amount
+    gpus_per_node: Count  # ranks on a host
+    optimizer_bytes_factor: Amount  # bytes of optimizer state for each byte of a trained parameter
 
 
 class ProfileFolder:
@@ -151,20 +126,12 @@ class ProfileFolder:
         self.measurements = self.path / "measurements"
 
     def write(self, **records: Graph | Cluster | Facts | Profile) -> None:
-        """Writes records: ``graph``, ``cluster`` and ``facts``, and the costs as ``profile``.
-
-        Raises:
-            MeasureError: they cannot be written.
-        """
+        """Writes records: ``graph``, ``cluster`` and ``facts``, the costs as ``profile``; MeasureError if it cannot."""
         for name, record in records.items():
             save_measured(self._file(name), record)
 
     def read(self) -> tuple[Graph, Profile, Cluster, Facts]:
-        """Reads everything.
-
-        Raises:
-            MeasureError: a file is missing or damaged, or they do not belong together; says which.
-        """
+        """Reads everything; MeasureError if a file is missing or damaged, or they do not belong together."""
         profile = load_measured(self._file("profile"), Profile)
         graph = load_measured(self._file("graph"), Graph)
         cluster = load_measured(self._file("cluster"), Cluster)
@@ -260,10 +227,7 @@ class Profiler:
         self._optimizer = optimizer
 
     def profile_all(self, microbatches_to_profile: Sequence[int]) -> Profile | None:
-        """Measures and writes the folder. Collective.
-
-        Returns:
-            The costs of all blocks; None if parts are still to be measured.
+        """Measures and writes the folder; returns the costs of all blocks, None if some are still missing. Collective.
 
         Raises:
             InputError: there is no size, or one below 1.
@@ -276,12 +240,18 @@ class Profiler:
             raise InputError("microbatches_to_profile is empty; expected at least one micro-batch size.")
         traced = self._subject.traced
         cluster = describe_cluster(self._subject.watch, traced.graph, self.settings)
-        facts = Facts(self.gpus_per_node, self._optimizer_factor())
+        factor = 2.0  # not known; AdamW's is as large as any
+        if self._optimizer is not None:
+            factor = on_all(
+                self.world, lambda: optimizer_factor(self._optimizer, self.settings), "trying the optimizer"
+            )
+        facts = Facts(self.gpus_per_node, factor)
         self._on_first(lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts))
-        costs = read_costs(self.world, self._caches, keys_of(traced, sizes))
+        wanted = set(keys_of(traced, sizes))
+        found = merge([cache.read(wanted) for cache in self._caches]) if self.rank == 0 else {}
+        costs: dict[Key, PartCost] = self.world.broadcast_object(found, 0, "reading saved measurements")
         for size in sizes:
             costs |= self._measure(size, costs)
-        wanted = set(keys_of(traced, sizes))
         if not wanted <= costs.keys():
             logger.info("%d of %d measurements are still to be made", len(wanted - costs.keys()), len(wanted))
             return None
@@ -294,19 +264,14 @@ class Profiler:
         skipped = set(keys_of(self._subject.traced, [size]))
         skipped -= skipped if self._wanted is None else keys_between(self._subject.traced, [size], self._wanted)
         fresh = self._subject.measure([size], known.keys() | skipped)
-        of_size = {key: cost for key, cost in {**known, **fresh}.items() if key[1] == size}
-        self._on_first(lambda: self._save(of_size, fresh))
+
+        def save() -> None:
+            self._own.write({key: cost for key, cost in {**known, **fresh}.items() if key[1] == size})
+            if self._others:
+                self._others.write(fresh)
+
+        self._on_first(save)
         return fresh
-
-    def _save(self, of_size: dict[Key, PartCost], fresh: dict[Key, PartCost]) -> None:
-        self._own.write(of_size)
-        if self._others:
-            self._others.write(fresh)
-
-    def _optimizer_factor(self) -> float:
-        if self._optimizer is None:
-            return 2.0  # not known; AdamW's is as large as any
-        return on_all(self.world, lambda: optimizer_factor(self._optimizer, self.settings), "trying the optimizer")
 
     def _on_first(self, act: Callable[[], None]) -> None:
         """Writes on rank 0; an error there is an error on all. Collective."""
@@ -360,11 +325,7 @@ class AutoConfig:
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """The best plan of each number of stages that fits, the fastest first.
-
-        Raises:
-            PlanError: none fits; says why for each.
-        """
+        """The best plan of each number of stages that fits, the fastest first; PlanError if none does."""
         return choices(self._problem, self._chunk_size)
 
     @property
@@ -378,29 +339,17 @@ class AutoConfig:
         return {each.num_stages: each.seconds for each in self.choices}
 
     def get_min(self) -> tuple[int, int, float]:
-        """Returns stages, micro-batch size and predicted seconds of the fastest.
-
-        Raises:
-            PlanError: none fits.
-        """
+        """Returns stages, micro-batch size and predicted seconds of the fastest."""
         return self.best.num_stages, self.best.micro_batch_size, self.best.seconds
 
     def info(self, stages: int, micro_batch_size: int = 0) -> Choice:
-        """Returns what some stages and micro-batch size would cost.
-
-        Raises:
-            PlanError: it does not fit; says what is missing.
-        """
+        """Returns what some stages and micro-batch size would cost; PlanError if they do not fit."""
         size = whole_number("micro_batch_size", micro_batch_size) if micro_batch_size else self._chunk_size
         return choice_at(self._problem, whole_number("stages", stages), size)
 
 
 def cluster_for(known: Cluster, num_ranks: int, gpus_per_node: int, memory_bytes: float | None) -> Cluster:
-    """Returns a cluster of other ranks like those that were measured.
-
-    Raises:
-        MeasureError: links are needed that were not measured.
-    """
+    """Returns a cluster of other ranks like those that were measured; MeasureError for links that were not measured."""
     hosts = tuple(f"host{rank // gpus_per_node}" for rank in range(num_ranks))
     if num_ranks > 1 and known.num_ranks == 1:
         raise MeasureError(

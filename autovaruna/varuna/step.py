@@ -27,11 +27,8 @@ GetBatch = Callable[..., Mapping[str, Any]]
 def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: torch.device) -> Inputs:
     """Returns a batch of `size` samples on a device; one of another size is repeated or cut.
 
-    Args:
-        get_batch_fn: Takes a size, and ``device=`` if it likes; returns the model's keyword arguments.
-
-    Raises:
-        InputError: it is no function, or returns no dictionary.
+    `get_batch_fn` takes a size, and ``device=`` if it likes, and returns the model's keyword arguments; InputError if
+    it is no function, or returns no dictionary.
     """
     if not callable(get_batch_fn):
         raise InputError(
@@ -48,11 +45,7 @@ def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: to
 
 
 def check_inputs(inputs: object, who: str) -> Inputs:
-    """Returns the inputs.
-
-    Raises:
-        InputError: they are no dictionary of keyword arguments.
-    """
+    """Returns the inputs; InputError if they are no dictionary of keyword arguments."""
     if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs):
         raise InputError(
             f"{who} a {type(inputs).__name__}: expected a dictionary of the model's keyword arguments, as "
@@ -63,28 +56,20 @@ def check_inputs(inputs: object, who: str) -> Inputs:
 
 def on_device(inputs: Inputs, device: torch.device) -> Inputs:
     """Returns the inputs with their tensors on a device; nested ones too."""
-    return _mapped(inputs, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)  # type: ignore[no-any-return]
 
 
 def rows_of(inputs: Inputs, size: int, rows: slice | Tensor) -> Inputs:
     """Returns some samples of a batch of `size`; what is no batch stays whole."""
 
-    def take(leaf: Any) -> Any:
-        return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+    def take(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
 
-    return _mapped(inputs, take)
-
-
-def _mapped(inputs: Inputs, change: Callable[[Any], Any]) -> Inputs:
-    return {name: pytree.tree_map(change, value) for name, value in inputs.items()}
+    return pytree.tree_map_only(Tensor, take, inputs)  # type: ignore[no-any-return]
 
 
 def loss_of(output: Any) -> Tensor:
-    """Returns the scalar loss in what a model returned.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Returns the scalar loss in what a model returned; InputError if there is none."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif isinstance(output, tuple | list):
@@ -101,11 +86,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 class Requests:
-    """The signals of a job.
-
-    Args:
-        before: Is called before the script's handler, which may end the process.
-    """
+    """The signals of a job; `before` is called before the script's handler, which may end the process."""
 
     def __init__(self, world: World, before: Callable[[], None]) -> None:
         self._world = world
@@ -137,15 +118,13 @@ class Requests:
         self._num_heard += 1
 
 
-GROWTH_INTERVAL = 2000
-"""Steps without an overflow after which the scale doubles."""
+GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale doubles
 
 
 class StepScale:
     """The scale of the loss: fixed, or halved by an overflow and doubled after many steps without one.
 
-    Attributes:
-        scaler: holds the scale, for whoever goes backward or writes a checkpoint.
+    Its `scaler` holds it, for whoever goes backward or writes a checkpoint.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,11 +133,7 @@ class StepScale:
         self._least = 1.0
 
     def configure(self, loss_scale: float | str, init_scale: float, min_scale: float) -> None:
-        """Sets the scale.
-
-        Raises:
-            InputError: a number is not above zero, or `loss_scale` is another word.
-        """
+        """Sets the scale; InputError if a number is not above zero, or `loss_scale` is another word."""
         self._is_dynamic = loss_scale == "dynamic"
         if not self._is_dynamic and (isinstance(loss_scale, str | bool) or not isinstance(loss_scale, int | float)):
             raise InputError(f"loss_scale is {loss_scale!r}; expected a number, or 'dynamic'.")
@@ -219,8 +194,7 @@ def finish(
 ) -> tuple[float | None, bool]:
     """Unscales gradients, adds those of earlier steps, and clips them. Collective.
 
-    Returns:
-        The norm of all gradients before clipping (None: nobody asked), and whether one is not finite, on any rank.
+    Returns the norm of all gradients before clipping (None: nobody asked), and whether one is not finite, on any rank.
     """
     if scale is None:
         return None if max_norm is None else model.clip_grad_norm_(max_norm).item(), False
@@ -234,11 +208,7 @@ def finish(
 
 
 def mean_loss(model: AutoVaruna, inputs: Inputs, batch_size: int, leaders: Sequence[int], world: World) -> float:
-    """Returns the mean loss over the samples of all replicas, in eval mode, on every rank. Collective.
-
-    Raises:
-        InputError: no rank has a sample.
-    """
+    """Returns the mean loss over the samples of all replicas, in eval mode, on every rank. Collective."""
     own = on_all(world, lambda: describe(model.module, (), inputs)[1].batch_size, "reading the inputs to evaluate")
     sizes = world.gather_objects(own, "evaluating")
     if not sum(sizes[rank] for rank in leaders):

@@ -46,9 +46,7 @@ def tie(model: nn.Module, pairs: Sequence[tuple[str, str]] | None) -> None:
     """Ties the parameters of each pair, in place; the first name's numbers stay.
 
     Pairs may form chains. Tied parameters get one gradient, the sum over all their uses, whatever stages these are on.
-
-    Raises:
-        InputError: a name is no parameter, or a pair differs in shape or dtype.
+    Raises InputError if a name is no parameter, or a pair differs in shape or dtype.
     """
     for pair in pairs or ():
         if isinstance(pair, str) or len(pair) != 2:
@@ -104,12 +102,6 @@ class Varuna(nn.Module):
         from_cache: Whether saved plans and measurements are used, where they are valid.
         auto_partitioned: Whether the model may be cut anywhere, whatever cut points it has.
         settings: More settings, as for `AutoVaruna`.
-
-    Attributes:
-        model: The wrapped model; not registered, so that names stay the model's own.
-        device: Where it is.
-        iteration: Steps done.
-        optimizer: The optimizer; None: there is none yet.
 
     Raises:
         InputError: an argument cannot be used; says which.
@@ -224,10 +216,8 @@ class Varuna(nn.Module):
         """Registers the optimizer, which was made from ``parameters()`` after wrapping. Collective.
 
         Args:
-            optimizer: The optimizer.
             loss_scale: With fp16: a number, or ``dynamic``.
-            init_loss_scale: The first one of a dynamic scale.
-            min_loss_scale: The least one of a dynamic scale.
+            init_loss_scale, min_loss_scale: The first and the least one of a dynamic scale.
 
         Raises:
             InputError: the optimizer has other parameters.
@@ -262,11 +252,7 @@ class Varuna(nn.Module):
         return self._scale.value if self._scale else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: a call is either a step or an evaluation.
-
-        Raises:
-            OrderError: always.
-        """
+        """Raises OrderError: a call is either a step or an evaluation."""
         raise OrderError("Varuna runs whole steps: got a call of the model. Call step(inputs) or evaluate(inputs).")
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool]:
@@ -362,7 +348,6 @@ class Varuna(nn.Module):
         The optimizer's state is loaded into the one that `set_optimizer` has registered before.
 
         Args:
-            global_store: Folder of all checkpoints.
             iteration: Its number, or ``latest``.
             check_complete: Whether a checkpoint that is not complete is an error; it is never loaded in any case: with
                 False the newest complete one is loaded in its place.
@@ -391,11 +376,7 @@ class Varuna(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Stays where the model is: wrapping has put it there.
-
-        Raises:
-            InputError: another device or a dtype is asked for.
-        """
+        """Stays where the model is, since wrapping has put it there; InputError for another device or a dtype."""
         device, dtype, *_ = parse_to(*args, **kwargs)
         if dtype is not None or (device is not None and torch.empty(0, device=device).device != self.device):
             raise InputError(

@@ -78,12 +78,12 @@ def test_a_file_elsewhere_is_read_as_one_of_this_host(link: Link, tmp_path: Path
     found = bytearray(len(content))
     with open_bytes(place) as file:
         count = 0
-        while more := file.read_into(memoryview(found)[count:], count):
+        while more := file(memoryview(found)[count:], count):
             count += more
     assert found == content
     Pointer("127.0.0.1", link.port, "../secret").write(place)
     with open_bytes(place) as file, pytest.raises(CheckpointError, match=r"\.\./secret cannot be read from memory"):
-        file.read_into(memoryview(found), 0)
+        file(memoryview(found), 0)
     (tmp_path / "other" / "token").write_text("b" * 64)
     with pytest.raises(CheckpointError, match="big lies in memory of another host, which cannot be reached"):
         open_bytes(place).__enter__()

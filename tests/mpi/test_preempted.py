@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.session.stopping import STATUS
+from autovaruna.session.borders import STATUS
 from tests.mpi.launch import mpirun
 
 SCRIPT = "tests.mpi.preempted"

@@ -11,8 +11,8 @@ from autovaruna.runtime.transport.base import is_dense
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.transport.torch_channel import neighbours
 from autovaruna.runtime.world import World
-from autovaruna.session import machine
-from autovaruna.session.machine import measure_sums, sample_of_gradients
+from autovaruna.session import links
+from autovaruna.session.links import measure_sums, sample_of_gradients
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_exit_status_is_pythons(argument: object, status: int) -> None:
 def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
     pairs = neighbours(("a", "b", "a", "b"))
     assert pairs == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
-    rounds = machine.rounds_of(pairs)
+    rounds = links.rounds_of(pairs)
     assert sorted(pair for some in rounds for pair in some) == pairs
     for some in rounds:
         ranks = [rank for pair in some for rank in pair]
@@ -58,7 +58,7 @@ def test_every_kind_of_link_is_measured_and_no_rank_twice_at_once() -> None:
 
 
 def test_a_rank_alone_has_free_links() -> None:
-    assert machine.measure_links(single_world(), CPU) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
+    assert links.measure_links(single_world(), CPU) == (LinkCost(0.0, math.inf), LinkCost(0.0, math.inf))
     assert measure_sums(single_world(), [1 << 20], CPU) == LinkCost(0.0, math.inf)
 
 
@@ -87,15 +87,15 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
     bad = [num_bad, num_bad]
 
     def seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
-        bad[world.rank] -= num_bytes == machine.LONG_BYTES
-        return 5e-7 if bad[world.rank] >= 0 and num_bytes == machine.LONG_BYTES else 1e-6 + 1e-9 * num_bytes
+        bad[world.rank] -= num_bytes == links.LONG_BYTES
+        return 5e-7 if bad[world.rank] >= 0 and num_bytes == links.LONG_BYTES else 1e-6 + 1e-9 * num_bytes
 
-    monkeypatch.setattr(machine, "one_way_seconds", seconds)
+    monkeypatch.setattr(links, "one_way_seconds", seconds)
 
 
 def test_a_noisy_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_clock(monkeypatch, num_bad=2)
-    for local, remote in run_ranks(2, lambda world: machine.measure_links(world, CPU)):
+    for local, remote in run_ranks(2, lambda world: links.measure_links(world, CPU)):
         assert local == remote
         assert local.bytes_per_second == pytest.approx(1e9)
         assert local.latency_seconds == pytest.approx(1e-6, rel=0.5)
@@ -105,7 +105,7 @@ def test_a_measurement_that_stays_noisy_is_used_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_clock(monkeypatch, num_bad=3)
-    for local, remote in run_ranks(2, lambda world: machine.measure_links(world, CPU)):
+    for local, remote in run_ranks(2, lambda world: links.measure_links(world, CPU)):
         assert local == remote
         assert 0 < local.latency_seconds <= 1e-6 and 0 < local.bytes_per_second < float("inf")
     assert "between ranks 0 and 1 a message of 256 bytes took longer" in caplog.text

@@ -27,8 +27,8 @@ from autovaruna.profiler.measure import Key, Pace, PartCost, settle
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
-from autovaruna.session.machine import SpeedWatch, bring_to_own_device, find_device, lasting, on_own_gpu
-from autovaruna.session.measuring import Turn, measure_together
+from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu
+from autovaruna.session.measuring import SpeedWatch, Turn, lasting, measure_together
 from tests.catalogue import CASES
 from tests.profiler.models import WIDTH, Mlp
 from tests.ranks import run_ranks
@@ -233,7 +233,7 @@ def test_a_step_gets_the_mean_and_samples_the_median(
         return watch.speeds(), watch.speeds_of_samples()
 
     threads: Iterator[Pace] = iter(paces)
-    monkeypatch.setattr("autovaruna.session.machine.measure_pace", lambda device: next(threads))
+    monkeypatch.setattr("autovaruna.session.measuring.measure_pace", lambda device: next(threads))
     for found in run_ranks(2, run):
         assert sorted(found[0]) == sorted(speeds) and sorted(found[1]) == sorted(of_samples)
 

@@ -22,7 +22,7 @@ from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.transport.base import Part
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
-from autovaruna.session.stopping import STATUS
+from autovaruna.session.borders import STATUS
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.ranks import run_ranks
 from tests.session.training import QUIET, trace_shared

@@ -1,16 +1,19 @@
-"""Defines `Morphing`: what a rank does for a manager that starts its job again when hosts come and go.
+"""What is due between two steps, where the optimizer has stepped and the next call of the model begins.
 
-All of it happens where the optimizer has stepped and the next call of the model begins: snapshots are taken there, and
-there the job ends when the manager, or a signal to any rank, wants it to. Whether either is due travels with what ranks
-tell each other at a call anyway.
+`Stopping`: ranks end a run together, at one step, after a signal that came to any of them at any time. `Morphing`: a
+manager that starts the job again when hosts come and go has snapshots taken, and wants the job to end. Whether either
+is due travels with what ranks tell each other at a call anyway; after that call all know the same.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,15 +23,74 @@ from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, Subject, generator_states
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.progress import JobPlace, Reporter, job_place
+from autovaruna.runtime.progress import JobPlace, Reporter
 from autovaruna.runtime.world import World
-from autovaruna.session.stopping import STATUS, has_heard, listen
-
-Wishes = tuple[bool, bool]
-"""Whether a rank can take the next snapshot, and whether it is to leave."""
-NO_WISHES: Wishes = False, False
 
 logger = logging.getLogger(__name__)
+
+STATUS = 75  # what a run ends with after it has saved because of a signal; the system's EX_TEMPFAIL: start it again
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_heard: set[signal.Signals] = set()
+_before: dict[int, Any] = {}
+
+
+def listen() -> None:
+    """Notes signals from now on, before what the script does with them; without that they no longer end this process.
+
+    Python takes signals in the main thread alone: elsewhere this does nothing.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if number not in _before:
+                _before[number] = signal.signal(number, _note)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _heard.add(signal.Signals(number))
+    if callable(_before[number]):
+        _before[number](number, frame)
+
+
+def has_heard() -> bool:
+    """Says whether a signal has asked this process to end."""
+    return bool(_heard)
+
+
+class Stopping:
+    """Whether the run is to end, as one model's calls make it known."""
+
+    def __init__(self) -> None:
+        self.is_agreed = False  # whether all ranks know, since the same call, that it is
+        self._is_wanted = False
+        self._first_step = 0
+
+    @property
+    def own(self) -> bool:
+        """Whether this rank wants it: what it tells the others at the next call."""
+        return self._is_wanted or has_heard()
+
+    def want(self, is_wanted: bool) -> None:
+        """Takes what the script of this rank wants; it stays so."""
+        self._is_wanted |= is_wanted
+
+    def number_from(self, step: int, num_steps: int) -> None:
+        """Takes the number that the script gives the state after so many steps of its optimizer."""
+        self._first_step = step - num_steps
+
+    def step_after(self, num_steps: int) -> int:
+        """Returns the number that the script gives the state after so many steps of its optimizer."""
+        return self._first_step + num_steps
+
+    def end(self, step: int) -> NoReturn:
+        """Ends this rank with `STATUS`, once the state is saved under its number; every rank does."""
+        names = ", ".join(sorted(each.name for each in _heard)) or "a signal on another rank"
+        logger.warning("got %s: saved step %d, and end with status %d", names, step, STATUS)
+        raise SystemExit(STATUS)
+
+
+Wishes = tuple[bool, bool]  # whether a rank can take the next snapshot, and whether it is to leave
+NO_WISHES: Wishes = False, False
 
 
 @cache
@@ -38,12 +100,7 @@ def _reporter(place: JobPlace, rank: int) -> Reporter:
 
 
 class Morphing:
-    """A model's part in a job that a manager looks after.
-
-    Args:
-        place: Where what outlives this rank is kept.
-        world: The ranks.
-    """
+    """What one rank does for the manager of its job."""
 
     def __init__(self, place: JobPlace, world: World) -> None:
         self.place = place
@@ -54,7 +111,6 @@ class Morphing:
         self._content: Callable[[int], Content] = Content
         self._generators: Mapping[str, Tensor] | None = None
         self._takes, self._leaves = NO_WISHES
-        self._num_steps = 0
         self._first_step = 0
 
     def hold(
@@ -66,12 +122,9 @@ class Morphing:
         sampler: HasPosition | None = None,
         extra: Callable[[], Any] | None = None,
     ) -> None:
-        """Takes snapshots from now on.
+        """Takes snapshots from now on; the run's state has the number `step` now, the rest is as for ``resume``.
 
-        Args:
-            step: The number of the state that the run has now.
-            optimizer: At its steps, generators are where the next step's draws begin.
-            scaler, lr_scheduler, sampler, extra: As for ``resume``.
+        At the optimizer's steps, generators are where the next step's draws begin.
         """
         listen()
         self._first_step = step
@@ -107,13 +160,7 @@ class Morphing:
         self._leaves |= any(leaves for _, leaves in every)
 
     def begin_call(self, num_steps: int, work_seconds: float, plan: Plan | None) -> None:
-        """Tells the host's keeper that a call begins.
-
-        Args:
-            num_steps: Steps of the optimizer so far.
-            work_seconds: What this rank's stages have computed for so far.
-            plan: The plan; None: there is none yet.
-        """
+        """Tells the host's keeper that a call begins, after so many steps and seconds of computing here."""
         if plan is not None and self._world.rank == 0:
             self._reporter.predict(partial(predicted_seconds, plan))
         self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
@@ -129,15 +176,11 @@ class Morphing:
         self._reporter.end_call()
 
     def at_border(self, subject: Callable[[], Subject], num_steps: int, step: int) -> None:
-        """Takes a snapshot and ends this rank, if all ranks have agreed to, and the optimizer has stepped. Collective.
+        """Takes a snapshot and ends this rank, if all ranks have agreed to; the optimizer has stepped. Collective.
 
-        Args:
-            subject: Returns the model in training.
-            num_steps: Steps of the optimizer so far.
-            step: The number that the script gives the state after them.
+        `step` is the number that the script gives the state after `num_steps` steps of the optimizer.
         """
-        has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
-        if self._snapshots is None or not has_stepped:
+        if self._snapshots is None:
             return
         self._snapshots.begin_border(num_steps)
         if self._takes or self._leaves:
@@ -149,18 +192,8 @@ class Morphing:
             raise SystemExit(STATUS)
 
 
-def find_morphing(world: World) -> Morphing | None:
-    """Returns what a rank does for the manager of its job; None: there is no manager."""
-    place = job_place()
-    return None if place is None else Morphing(place, world)
-
-
 def refuse_several(num_models: int) -> None:
-    """Makes sure that a script trains one model.
-
-    Raises:
-        ConfigError: it has several, whose states of one step no snapshot of one of them is.
-    """
+    """Raises ConfigError for a script with several models, whose states of one step no snapshot of one of them is."""
     if num_models > 1:
         raise ConfigError(
             f"resume() is of a script with one model: got {num_models}, whose states belong together. Save all of them "
