@@ -25,11 +25,10 @@ _CONSTANTS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One tensor argument.
+    """One tensor argument; a batch input's `shape` begins with the batch size of the call described.
 
-    `shape` is the full shape; for a batch input the first number is the batch size of the call described. The caller
-    passes the batch in `dimension`; it is moved to the first one as the call is read, and back where the model is
-    called.
+    The caller passes the batch in `dimension`; it is moved to the first one as the call is read, and back where the
+    model is called.
     """
 
     name: str
@@ -78,7 +77,6 @@ class CallSpec:
     Attributes:
         tree: structure of ``(args, kwargs)``.
         mode: texts that the trace depends on besides the inputs (training flags, grad mode, autocast).
-        method: the method of the model that is called.
     """
 
     tree: Tree
@@ -135,17 +133,13 @@ def describe(
     method: str = "forward",
     batch_dims: Sequence[tuple[str, int]] = (),
 ) -> tuple[list[Tensor], CallSpec]:
-    """Takes the arguments of a call apart.
+    """Takes the arguments of a call apart; returns the tensors in order, with the batch first, and the description.
 
     Args:
         batch_inputs: Names of the arguments whose first dimension is the batch; empty: every tensor whose first
             dimension has the size of the first tensor's.
         mode: What `mode_of` says of the model now, if that is known.
-        batch_dims: Names of arguments, each with the dimension that is the batch in its tensors, where that is not
-            the first one.
-
-    Returns:
-        The tensors in order, with the batch in the first dimension, and the description.
+        batch_dims: Names of arguments, each with the dimension that is the batch, where that is not the first one.
 
     Raises:
         InputError: no argument is a batch, batches differ in size, or a tensor is sparse.
@@ -169,11 +163,7 @@ def describe(
 
 
 class CallReader:
-    """Describes the calls of a model; one that is like an earlier call is known by its outline, at little cost.
-
-    Args:
-        batch_inputs, batch_dims: As in `describe`.
-    """
+    """Describes the calls of a model; one that is like an earlier call is known by its outline, at little cost."""
 
     def __init__(
         self, model: nn.Module, batch_inputs: Sequence[str] = (), batch_dims: Sequence[tuple[str, int]] = ()
@@ -186,11 +176,7 @@ class CallReader:
     def read(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: str, method: str = "forward"
     ) -> tuple[list[Tensor], CallSpec]:
-        """Returns what `describe` returns; the description is the same object for calls that do not differ.
-
-        Raises:
-            InputError: as `describe`.
-        """
+        """Returns what `describe` returns; the description is the same object for calls that do not differ."""
         tensors: list[Tensor] = []
         forward = getattr(getattr(self._model, method), "__func__", None)  # its parameters name the inputs
         try:

@@ -182,11 +182,7 @@ def locate(
     graph: Blocks,
     joins: Sequence[tuple[Sequence[str], str]],
 ) -> list[CutMark]:
-    """Finds the cut that each marker means: its value is made before, what used it comes after.
-
-    Args:
-        joins: Nodes that no cut may part, and why.
-    """
+    """Finds the cut that each marker means: its value is made before, what used it comes after."""
     places = {name: place for place, name in enumerate(graph.nodes)}
     starts = [places[names[0]] for names in blocks]
     found = []
@@ -258,13 +254,9 @@ def merge_free_blocks(
     is_free: Callable[[int], bool],
     marked: Collection[int] = (),
 ) -> tuple[tuple[str, ...], ...]:
-    """Joins blocks so that only cuts are left that no other cut beats.
+    """Joins blocks so that only cuts are left that no other cut beats, and those that the user has `marked`.
 
-    Args:
-        blocks: Node names of each block, in order.
-        crossing: Bytes that cross the cut after each block.
-        is_free: Whether the block of an index holds views alone.
-        marked: Cuts that stay in any case, because a cut point of the user's means them.
+    `crossing` is what crosses the cut after each block; `is_free` says whether a block holds views alone.
     """
     kept: list[int] = []
     run: list[int] = []

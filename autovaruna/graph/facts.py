@@ -105,12 +105,9 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of one node.
+    """What is known of one node; its fake value has the batch size of the pass.
 
-    Attributes:
-        value: its fake result for the batch size of the pass.
-        needs_gradient: whether any tensor of the result takes part in autograd, at the end: what is written into a
-            view of it counts.
+    `needs_gradient` is what holds at the end: what is written into a view of it counts.
     """
 
     value: Any
@@ -231,12 +228,7 @@ class KnownGraph:
 def learn(
     exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
 ) -> dict[str, Fact]:
-    """Returns a `Fact` for every node of a graph, by node name.
-
-    Args:
-        model: Where parameters and buffers come from (shapes alone are read).
-        batch_size: The batch size that the values of the facts have.
-    """
+    """Returns a `Fact` for every node of a graph, by name, for a batch size; reads shapes of the model alone."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     attributes: dict[str, Tensor] = {}
     memo: dict[int, Tensor] = {}

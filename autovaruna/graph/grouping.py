@@ -218,9 +218,6 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
 
     Of a tensor that comes in it holds the shape (the batch size as a symbol), strides, dtype and whether it needs a
     gradient; of one that goes out, whether it needs a gradient. It holds no names and no device.
-
-    Args:
-        sizes: Says which symbol is the batch size.
     """
     names = {node: f"%{index}" for index, node in enumerate(nodes)}
     outside: dict[fx.Node, str] = {}

@@ -206,12 +206,7 @@ def find_lengths(
 ) -> Lengths | None:
     """Finds the lengths that are symbols in a graph of torch.export, and puts numbers in their place.
 
-    Args:
-        module: The graph; the values of its nodes are changed.
-        is_dynamic: Whether the batch size is a symbol.
-
-    Returns:
-        The lengths; None: the model has fixed them all.
+    Returns None if the model has fixed them all.
 
     Raises:
         TraceError: it cannot be told which they may be.

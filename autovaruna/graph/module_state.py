@@ -27,8 +27,7 @@ _MOST_NAMES = 5
 def as_before(model: nn.Module) -> Iterator[None]:
     """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
 
-    A model that is run on fake tensors may keep some of them, or note that it has made what it keeps. It has a cache of
-    its own for what `parametrize.cached()` keeps.
+    A model that is run on fake tensors may keep some of them. What `parametrize.cached()` keeps is kept apart, too.
     """
     owners = [*model.modules(), *(each for _, each in records(model))]
     before = [(vars(owner), dict(vars(owner))) for owner in owners]

@@ -69,10 +69,7 @@ def opened(tensor: Tensor, dimension: int, outer: int) -> Tensor:
 
 
 def classify(graph: KnownGraph, paths: Sequence[str], loss_mode: str) -> tuple[OutputSpec, ...]:
-    """Classifies the outputs of a graph.
-
-    Args:
-        loss_mode: ``loss`` (there is one loss), ``outputs`` (there is none) or ``auto``.
+    """Classifies the outputs of a graph; `loss_mode` is ``loss`` (it has one), ``outputs`` (it has none) or ``auto``.
 
     Raises:
         TraceError: ``loss`` is asked for and no single output can be it.

@@ -105,11 +105,7 @@ def precision_of(node: fx.Node) -> Precision:
 
 
 def cast_dtype(user: fx.Node, weight: Tensor, result: Any) -> torch.dtype | None:
-    """Returns the dtype of the copy of a weight that autocast keeps for an operation that uses it; None: it keeps none.
-
-    Args:
-        result: What the operation returns; its dtype tells whether autocast cast the arguments.
-    """
+    """Returns the dtype of the copy of a weight that autocast keeps for an operation on it; None: it keeps none."""
     first = result[0] if isinstance(result, tuple | list) and result else result
     if not (isinstance(first, Tensor) and weight.dtype is torch.float32 and weight.requires_grad):
         return None
@@ -118,11 +114,7 @@ def cast_dtype(user: fx.Node, weight: Tensor, result: Any) -> torch.dtype | None
 
 
 class Switch:
-    """Adds to a graph what enters and leaves autocast.
-
-    Args:
-        graph: The graph; it runs where autocast is off.
-    """
+    """Adds to a graph, which runs where autocast is off, what enters and leaves autocast."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph

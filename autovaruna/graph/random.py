@@ -89,10 +89,7 @@ def untouched_generator(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def own_cache() -> Iterator[None]:
-    """Keeps what a run computes apart from what others have, where a script calls a model in `parametrize.cached()`.
-
-    A trace has no use for the numbers of another run, nor a micro-batch for values whose graph another one has freed.
-    """
+    """Keeps what a run computes apart from what others have, where a script calls a model in `parametrize.cached()`."""
     module: Any = parametrize
     if not module._cache_enabled:
         yield

@@ -49,8 +49,7 @@ def modules_of(node: fx.Node) -> list[str]:
 def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
     """Returns ``, at file:line (code)`` of the user's line whose operation raised while a graph ran; else nothing.
 
-    Args:
-        nodes: The nodes of the graph that was traced, by name; parts of it have nodes of the same names.
+    `nodes` are those of the graph that was traced; parts of it have nodes of the same names.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(GENERATED):

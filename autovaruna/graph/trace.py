@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def learn_written(
     exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
 ) -> dict[str, Fact]:
-    """Returns what each operation does, by its node's name, where none writes into what is not the graph's to change.
+    """Returns what each operation does, by name, where none writes into what is not the graph's to change.
 
     Raises:
         TraceError: forward writes into an argument, or into a tensor of the model that is no buffer.
@@ -49,10 +49,7 @@ def learn_written(
 
 
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
-    """Refuses a forward that writes into a tensor of its own that is no buffer, which ranks would not share.
-
-    So it does one that writes into an argument: stages share it, and the caller's tensor would stay as it was.
-    """
+    """Refuses a forward that writes into a tensor of its own that is no buffer, which ranks would not share."""
     written = {storage for fact in facts.values() for storage in fact.writes}
     placeholders = exported.module.graph.find_nodes(op="placeholder")
     if changed := [node.name for node in placeholders if facts[node.name].makes & written]:
@@ -85,11 +82,8 @@ def trace(
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
-    Forward hooks of the script that change what the model computes are traced with it; others watch its steps.
-
-    Args:
-        model: The model; its parameters may be on ``meta``.
-        call: The call, from `describe`.
+    Forward hooks of the script that change what the model computes are traced with it; others watch its steps. The
+    parameters may be on ``meta``.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -130,11 +124,7 @@ def _num_kept(traced: TracedModel) -> int:
 
 
 def _refuse_watching(traced: TracedModel) -> None:
-    """Refuses hooks that see a tensor which a later operation writes into: they would see it as it is in the end.
-
-    Raises:
-        TraceError: there is one.
-    """
+    """Refuses hooks that see a tensor which a later operation writes into: they would see it as it is in the end."""
     written = {storage for fact in traced.facts.values() for storage in fact.writes}
     for call in traced.watched:
         for name in call.names[call.num_given :]:

@@ -34,9 +34,6 @@ def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mappin
     """Returns the first names of parameters whose numbers a backward needs, if the weights are trained.
 
     What autocast casts is saved as a copy, and does not count; nor do operations of which nobody knows.
-
-    Args:
-        parameters: First name of each parameter, by each of its names.
     """
     found = set()
     weights: dict[fx.Node, str] = {}

@@ -22,9 +22,8 @@ _DEPTH = 3
 def words(value: Any, depth: int = _DEPTH) -> str:
     """Returns what tells an object from others, the same in every process.
 
-    That is its own text, or its attributes if the text only says where it lies in memory. Arrays (and images, tables:
-    whatever turns into an array) leave numbers out of their text, so a digest of them comes with it; so it does for
-    functions, by their code and what they hold.
+    That is its own text, or its attributes if the text only says where it lies in memory. Of arrays a digest of their
+    numbers comes with it, of functions one of their code and what they hold.
     """
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(words(each, depth) for each in value))}}}"
@@ -174,14 +173,7 @@ def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] |
 
 
 def flatten(value: Any, path: str = "") -> tuple[list[torch.Tensor], Tree]:
-    """Takes a value apart.
-
-    Args:
-        path: What the paths of its tensors start with.
-
-    Returns:
-        Its tensors in order, and its `Tree`.
-    """
+    """Takes a value apart: its tensors in order, and its `Tree`, whose paths start with `path`."""
     with_paths, spec = _with_paths(value, _is_dataclass)
     tensors: list[torch.Tensor] = []
     leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), tensors) for keys, leaf in with_paths]

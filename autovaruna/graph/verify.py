@@ -45,10 +45,7 @@ _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "li
 class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets each random operator draw numbers that follow from its name and arguments, whatever was drawn before.
 
-    Tensors among them count by shape and dtype. The law of the numbers is the operator's own.
-
-    Args:
-        device: Whose default generator operators draw from; it is left in another state.
+    Tensors among them count by shape and dtype. The device's default generator is left in another state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,11 +115,7 @@ class EagerVsGraph:
         return self._called(own, around)
 
     def plain_again(self) -> tuple[list[Tensor], list[str]]:
-        """Calls a copy twice, with the same samples and state; returns the same of its second call.
-
-        Returns:
-            Outputs and state, and the names of attributes that the first call has changed.
-        """
+        """Returns outputs and state of a copy's second call, and the names of attributes that the first has changed."""
         own = self._copy()
         self._called(own)
         left = changed_attributes(self.model, own)
@@ -148,11 +141,7 @@ class EagerVsGraph:
         each: Callable[[Run, fx.Node], Any] | None = None,
         around: AbstractContextManager[Any] | None = None,
     ) -> list[Tensor]:
-        """Runs the graph; returns the same.
-
-        Args:
-            nodes: Gets the last node of each module, by path, with its value.
-        """
+        """Runs the graph; returns the same. `nodes` gets the last node of each module, by path, with its value."""
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in _state(self.model).items()}
         run = Run(self.traced.module, named | self.traced.constants, self.device, nodes, each)
@@ -290,14 +279,11 @@ CLEAR = 10.0
 
 
 def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Makes sure that a trace computes what its model does.
+    """Makes sure that a trace computes what its model does, all of whose numbers are on `device`.
 
     Both run on the samples, drawing the same random numbers; neither leaves anything behind. The model must give the
     same in a second call, or it keeps something in Python that a trace would fix. If they differ, the model runs again
     with sums that are off by their rounding, to see whether that explains it.
-
-    Args:
-        model: The model, all of whose numbers are on `device`.
 
     Raises:
         TraceError: they differ; says where that begins.
@@ -439,12 +425,9 @@ _AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "drop
 
 @dataclass(frozen=True)
 class Parts:
-    """A graph, and a batch that goes through it whole and in two parts.
+    """A graph, and a batch of two samples or more that goes through it whole and in two parts.
 
-    Args:
-        model: Its model, all of whose numbers are on `device`.
-        num_samples: How many; two at least.
-        share: Returns the weight of a part's loss for its part of the samples; None: the loss does not count.
+    `share` returns the weight of a part's loss for its part of the samples; None: the loss does not count.
     """
 
     traced: TracedModel

@@ -28,8 +28,7 @@ _alone = Lock()
 class AllocationMeter:
     """Finds the most memory that this thread has allocated and not yet freed while its context runs.
 
-    Attributes:
-        events: the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
+    `events` has the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
     """
 
     def __enter__(self) -> AllocationMeter:

@@ -126,12 +126,7 @@ _METHOD = ("bytes", "measure", "work")
 
 
 def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:
-    """Returns what measured costs are valid for.
-
-    Args:
-        num_sharing: Ranks on this host, which measure at the same time and share its memory bandwidth.
-        splits: Whether weight gradients are measured apart, too.
-    """
+    """Returns what measured costs are valid for."""
     found: dict[str, Any] = {
         "device": device_name(device),
         "ranks_on_host": num_sharing,

@@ -94,13 +94,10 @@ _SHARED = 1.2
 
 @dataclass(frozen=True)
 class Pace:
-    """The seconds of a fixed kernel: a matrix product and a pass over memory.
+    """The seconds of a fixed kernel, a matrix product and a pass over memory; their inverse ratios are ranks' speeds.
 
-    The ranks' relative speeds are the inverse ratios of these numbers. Where other programs take turns on a core, a
-    rank's own time knows nothing of it, as that of a profile; what has passed from begin to end says what a step gets.
-
-    Attributes:
-        typical: the median of the rank's own time.
+    `typical` is the median of the rank's own time, which knows nothing of programs that take turns on its core; `mean`
+    is of what has passed from begin to end, which says what a step gets.
     """
 
     typical: float
@@ -153,15 +150,11 @@ Seconds = tuple[float, float]
 def time_work(
     work: Work, iterations: int, allowance_seconds: float, device: torch.device, kept_bytes: float = 0.0
 ) -> Seconds:
-    """Times forward and backward.
+    """Times work that has run once; returns seconds of one forward and of one backward, without those of an empty call.
 
     Args:
-        work: What to time; it has run once already.
         allowance_seconds: No further sample is begun after this time; one is taken in any case.
         kept_bytes: What a forward keeps for its backward.
-
-    Returns:
-        Seconds of one forward and of one backward (0 if there is none), without what a call of an empty piece costs.
     """
     in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
     forward, backward = _samples(work, iterations, allowance_seconds, device, in_flight)
@@ -200,8 +193,7 @@ def time_splitting(
 ) -> float:
     """Returns the seconds that forward, backward and weight gradients take more if the last two are apart.
 
-    Memory that is used late is in no cache, so this is more than the splitting itself takes. Arguments are those of
-    `time_work`; both ways are sampled in turn.
+    Memory that is used late is in no cache, so this is more than the splitting itself takes.
     """
     in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
     now, started = own_clock(device), perf_counter()
@@ -303,21 +295,15 @@ def measure(
     inputs: Sequence[Tensor] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[Key, PartCost]:
-    """Measures every distinct block and layer of a traced model, or one rank's share of them.
+    """Measures every distinct block and layer of a traced model, or one rank's share of them; changes nothing of it.
 
     Args:
-        model: The model; its parameters may be on ``meta``, and nothing of it is changed.
-        micro_batch_sizes: Samples in a micro-batch; one measurement of each.
         budget_seconds: Time after which each part is sampled once only.
         splits: Whether weight gradients are measured apart, too.
         share: ``(rank, num_ranks)``; this rank measures every num_ranks-th part.
         known: Parts that are not measured; the same on all ranks.
-        inputs: Tensors of a call in the order of ``traced.call.inputs``, so that integers are what they will be;
-            without them integers are zeros.
+        inputs: Tensors of a call in the order of ``traced.call.inputs``; without them integers are zeros.
         on_progress: Called with the parts measured so far and their number.
-
-    Returns:
-        A cost for each part of this rank's share. A model that was traced without gradients has no backward.
 
     Raises:
         MeasureError: a part cannot be run; says which.
@@ -413,11 +399,7 @@ def _explain(part: Part, size: int, error: Exception, where: str) -> str:
 def to_profile(
     traced: TracedModel, costs: Mapping[Key, PartCost], device: torch.device, *, has_layers: bool = True
 ) -> Profile:
-    """Returns the profile of a graph from the costs of all its parts.
-
-    Args:
-        has_layers: Whether layers are among them; without, they take what their blocks take.
-    """
+    """Returns the profile of a graph from the costs of all its parts; without layers, these take what blocks take."""
     sizes, blocks = tuple(sorted({size for _, size in costs})), block_parts(traced)
     layers = layer_parts(traced) if has_layers else []
     return Profile(

@@ -33,10 +33,7 @@ Options = dict[str, Any]
 
 
 def state_factor(optimizer: torch.optim.Optimizer) -> float:
-    """Returns the bytes of state for each byte of a trained parameter, over the shapes that the optimizer has.
-
-    Each shape of each group is tried out once, with the group's options.
-    """
+    """Returns the bytes of state for each byte of a trained parameter, trying out each shape of each group once."""
     parameter_bytes, state_bytes = 0.0, 0.0
     for group in optimizer.param_groups:
         factors: dict[tuple[torch.Size, torch.dtype], float] = {}
@@ -76,11 +73,7 @@ def _affordable(
 ) -> tuple[tuple[int, ...], float, float]:
     """Finds the largest tensor of about a shape that can be tried out.
 
-    Args:
-        seconds: Takes a shape and a number of tensors; returns what a step over them takes.
-
-    Returns:
-        Its shape, the seconds of a step with it, and how many times longer one with `shape` takes.
+    Returns its shape, the seconds of a step with it, and how many times longer one with `shape` takes.
     """
     power, most = 1.0, _LEAST_ELEMENTS
     tried = _shrunk(shape, most)

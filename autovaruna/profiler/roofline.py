@@ -282,13 +282,7 @@ def predict(
     device: DeviceSpec,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Returns a profile that was predicted, not measured.
-
-    Args:
-        traced: The traced model; it was traced for the CPU.
-        model: The model; only shapes of its tensors are read.
-        micro_batch_sizes: Samples in a micro-batch; one prediction of each.
-        on_progress: Called with the parts predicted so far and their number.
+    """Returns a profile that was predicted, not measured, of a model that was traced for the CPU.
 
     Raises:
         MeasureError: a block cannot run without numbers; says which.
@@ -306,11 +300,7 @@ def predict(
 
 
 def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
-    """Returns what an optimizer step takes: parameter, gradient and state are read, parameter and state written.
-
-    Args:
-        bytes_factor: Bytes of optimizer state for each byte of parameters.
-    """
+    """Returns what an optimizer step takes: parameter, gradient and state are read, parameter and state written."""
     return OptimizerCost(0.0, (3.0 + 2.0 * bytes_factor) / device.bytes_per_second)
 
 

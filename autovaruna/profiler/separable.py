@@ -25,10 +25,9 @@ class CannotCopyError(Exception):
 
 
 def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> list[Optimizer]:
-    """Returns a copy of an optimizer, and of those that it steps with, without state; hooks are left out.
+    """Returns a copy of an optimizer, and of those that it steps with, without state and hooks.
 
-    Args:
-        exchanged: What stands for a parameter in the copy, by identity; the others have no elements in it.
+    Parameters that are not `exchanged`, by identity, have no elements in it.
 
     Raises:
         CannotCopyError: it holds a module, or a function with variables of its own.
@@ -73,11 +72,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _contents(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes that a copy needs: not methods that have been replaced, and no hooks.
-
-    Raises:
-        CannotCopyError: see `copy_for`.
-    """
+    """Yields the attributes that a copy needs: not methods that have been replaced, and no hooks."""
     for name, value in vars(optimizer).items():
         if callable(value) and hasattr(type(optimizer), name):
             continue
@@ -289,11 +284,8 @@ class Steps:
 def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
     """Compares some steps over a few small tensors with the same steps over halves of them, the others left out.
 
-    A copy steps, with the options, attributes and optimizers that the optimizer holds, whose generators of random
-    numbers are given back as they were. What a step does later than a few steps is not seen.
-
-    Args:
-        optimizer: The optimizer, with all its parameters, of which some may be elsewhere.
+    A copy steps, with the options, attributes and optimizers that the optimizer holds. Generators are given back as
+    they were. What a step does later than a few steps is not seen.
     """
     chosen = list(_chosen(optimizer))
     if len(chosen) < 2:

@@ -77,11 +77,7 @@ def _takes_shares(module: fx.GraphModule) -> bool:
 
 
 def _fill_memory(module: fx.GraphModule) -> None:
-    """Has a graph fill memory that it leaves to chance.
-
-    A model that writes it all at the places of a permutation, to index with it then, would index with what is there:
-    here the permutation is zeros.
-    """
+    """Has a graph fill memory that it leaves to chance: it may hold places that the graph goes on to index with."""
     for node in list(module.graph.nodes):
         if node.target in _LEFT_TO_CHANCE:
             with module.graph.inserting_after(node):
@@ -94,11 +90,7 @@ _MOST_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive blocks of a traced model.
-
-    Attributes:
-        name: What to call it in a message.
-    """
+    """Consecutive blocks of a traced model."""
 
     traced: TracedModel
     blocks: tuple[Block, ...]

@@ -32,9 +32,7 @@ _POWERS = {Use.PLAIN: 0.0, Use.DIVISOR: 1.0, Use.FACTOR: -1.0}
 class Powers:
     """Finds the reductions that a value is made of, each with the power of the batch size that scales it.
 
-    Args:
-        values: What the nodes have to do with the batch.
-        is_added: Whether losses of micro-batches are added up: each gets values of the whole batch as they are.
+    With `is_added`, losses of micro-batches are added up: each gets values of the whole batch as they are.
     """
 
     def __init__(self, values: Values, sizes: Sizes, is_added: bool = False) -> None:
@@ -58,11 +56,7 @@ class Powers:
         )
 
     def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
-        """Whether numbers of samples are scaled and added up over the samples, and nothing else.
-
-        Args:
-            tail: What goes into the outputs by being scaled and added up alone.
-        """
+        """Whether numbers of samples are scaled and added up to what is in `tail`, and nothing else."""
         scaled = reached([node], lambda each: each.users if self._grows(each) else ())
         return all(each in tail and (self._grows(each) or self._is_sum(each)) for each in scaled)
 
@@ -158,11 +152,7 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
-    """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither.
-
-    Args:
-        node: The operation, or what is taken out of several results of one.
-    """
+    """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither."""
     made: Any = node.args[0] if node.target is getitem else node
     if not isinstance(made.target, OpOverload) or _is_random(made):
         return Reduction.UNKNOWN
@@ -179,10 +169,7 @@ def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
 def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
     """Whether each micro-batch picks, by numbers of its own, what the whole batch picks for its samples.
 
-    Args:
-        index: The numbers of the rows, which follow from sizes, inputs and random numbers. Nothing is said against
-            those that a model finds itself (the places of what is largest, or sorted): they name rows that it has.
-        length: How many rows there are to pick from.
+    Nothing is said against numbers that a model finds itself (the places of what is largest): they name rows it has.
     """
     made_of = _sources(index)
     if index.meta["val"].dtype is torch.bool or any(map(_is_found, made_of)):
@@ -191,11 +178,7 @@ def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
 
 
 def follows_place(numbers: fx.Node, sizes: Sizes) -> bool:
-    """Whether numbers for samples that follow from sizes alone are others in micro-batches: they count the samples.
-
-    Args:
-        numbers: The numbers, which have nothing of the samples.
-    """
+    """Whether numbers for samples that follow from sizes alone are others in micro-batches: they count the samples."""
     made_of = _sources(numbers)
     counts = (each for each in made_of if has(each, Trait.COUNTS_ON))
     return any(map(sizes.has_samples, counts)) and not _are_alike(numbers, made_of, 0, sizes)
@@ -238,12 +221,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _computed(node: fx.Node, leaves: Iterable[fx.Node], sizes: Sizes, is_whole: bool) -> list[Tensor]:
-    """Computes what a node gives for the batch and its two parts.
-
-    Args:
-        leaves: The tensors that it is made of for which numbers are drawn.
-        is_whole: Whether all numbers are zero or one, as places may be.
-    """
+    """Computes what a node gives for the batch and its two parts from drawn `leaves`: zeros and ones if `is_whole`."""
     generator = torch.Generator().manual_seed(0)
     drawn = {leaf: _drawn(leaf.meta["val"], sizes, generator, is_whole) for leaf in leaves}
     numbers = (_ALL, *_PARTS)

@@ -29,8 +29,7 @@ _MOST_ELEMENTS = 65_536
 class Values:
     """The values of a graph's nodes; those of nodes that have been added since are found when they are asked for.
 
-    Args:
-        chosen: The nodes that follow from the inputs alone, where totals are looked for.
+    Totals are looked for among the nodes that are `chosen`, which follow from the inputs alone.
     """
 
     def __init__(self, graph: KnownGraph, chosen: Collection[fx.Node] = ()) -> None:
@@ -255,12 +254,8 @@ def _is_free(node: fx.Node, fact: Fact, parameters: Collection[str]) -> bool:
 def counted(numbers: Sequence[fx.Node], graph: KnownGraph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yields each number that a model takes out of tensors (``counts.tolist()``) with the nodes it was counted from.
 
-    These go back to where integers came from floating point. Random floating point numbers are sorted, compared and
-    counted as a step's are; integers are not drawn at all. What follows from the inputs alone is left out: it is there
-    with a step's own numbers.
-
-    Args:
-        numbers: Nodes whose values are numbers that depend on data.
+    These go back to where integers came from floating point: drawn numbers are sorted and counted as a step's are;
+    integers are not drawn. What follows from the inputs alone is left out: it is there with a step's own numbers.
     """
     if not numbers:
         return

@@ -190,8 +190,7 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
         is_exact: Whether they must; else a loss may go on from means as well, each micro-batch from its own.
 
     Raises:
-        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added
-            up; says which line makes it so, and how to go on.
+        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added.
     """
     values = Values(traced)
     means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)

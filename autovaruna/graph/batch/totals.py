@@ -84,11 +84,7 @@ NO_TOTALS = BatchTotals({}, (), (), {})
 def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
 
-    A graph of one fixed batch size has none, for each micro-batch is a batch of its own.
-
-    Args:
-        graph: The graph; changed, and its facts with it.
-        is_added: Whether losses of micro-batches are added up, rather than averaged.
+    A graph of one fixed batch size has none. With `is_added`, losses of micro-batches are added up, not averaged.
 
     Raises:
         TraceError: an operation takes the size of the batch in a way that cannot be given another one.
@@ -130,11 +126,7 @@ def _what_makes(nodes: Iterable[fx.Node], known: Iterable[fx.Node], facts: Mappi
 
 
 class _Marks:
-    """Puts calls of `of_batch` into a graph; `given` has the node whose value each stands for, and what becomes of it.
-
-    Args:
-        values: What the nodes have to do with the batch.
-    """
+    """Puts calls of `of_batch` into a graph; `given` has the node that each stands for, and what becomes of it."""
 
     def __init__(self, graph: KnownGraph, values: Values, additions: _Additions) -> None:
         self._known = graph
@@ -156,8 +148,7 @@ class _Marks:
     def give_lengths(self, known: Sequence[fx.Node]) -> None:
         """Has the graph go on from the lengths of the whole batch: greatest or least numbers of its inputs.
 
-        Means over positions are divided by them, too. The nodes that make them, and what follows from them and from
-        the batch size alone, stay as they are: the whole batch's are computed by them.
+        What makes them, and follows from them and the batch size alone, stays: the whole batch's are computed by it.
         """
         users = self._in_outputs - {node for node in known if self._values.is_whole(node)}
         taken: dict[fx.Node, fx.Node] = {}
@@ -176,9 +167,8 @@ class _Marks:
     def give_sizes(self, is_added: bool) -> list[str]:
         """Has the graph compute with the size of the whole batch; returns the tensors that the sizes become.
 
-        Args:
-            is_added: Whether losses of micro-batches are added up. Then a micro-batch has its own size where that
-                makes a sum of what is none; else, where a loss divides sums over the samples by it, or scales them.
+        A micro-batch has its own size where losses are added up and that makes a sum of what is none; where they are
+        averaged, if a loss divides sums over the samples by it, or scales them.
         """
         powers, tail = Powers(self._values, self._sizes, is_added), _linear_tail(self._graph)
         size_of, in_outputs = self._numbers_of_sizes(), self._makes_outputs()
@@ -208,10 +198,7 @@ class _Marks:
         return node
 
     def _makes_outputs(self) -> set[fx.Node]:
-        """Returns what micro-batches make the outputs of: not what is computed of the whole batch before.
-
-        Nor is it state: that follows micro-batches, as BatchNorm's does.
-        """
+        """Returns what micro-batches make the outputs of: neither what is computed before, nor state."""
         outliving = self._known.outliving_storages()
         outputs: set[fx.Node] = set()
         state: set[fx.Node] = set()
@@ -340,8 +327,8 @@ def _part_means(graph: KnownGraph, additions: _Additions) -> None:
 class _Means:
     """Parts each mean over a number of elements that the inputs decide into a sum and its count.
 
-    Such are the losses over the labels that are not ignored, and means of what a mask has picked. Micro-batches have
-    unequal counts, so the mean of their means is not that of the batch; a sum over the count of them all is its part.
+    Such are losses over the labels that are not ignored, and means of what a mask has picked. Micro-batches have
+    unequal counts, so the mean of their means is not that of the batch.
     """
 
     def __init__(self, graph: KnownGraph, additions: _Additions) -> None:
@@ -436,11 +423,7 @@ class _Means:
 
 
 class _Additions:
-    """Adds nodes to a graph.
-
-    Args:
-        facts: What is known of each node; gets what is known of the new ones.
-    """
+    """Adds nodes to a graph, and what is known of them to its facts."""
 
     def __init__(self, graph: fx.Graph, facts: MutableMapping[str, Fact]) -> None:
         self._graph = graph

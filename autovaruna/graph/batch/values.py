@@ -99,11 +99,7 @@ class Use(str, Enum):
 
 
 def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:
-    """Stands in a graph for `value` over the whole batch; run by itself, what it is given is the whole batch.
-
-    Args:
-        value: A tensor or number that follows from the inputs alone.
-    """
+    """Stands in a graph for `value` over the whole batch; run by itself, what it is given is the whole batch."""
     return value.to(dtype) if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=dtype)
 
 

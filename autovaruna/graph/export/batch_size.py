@@ -126,13 +126,8 @@ def tried_guards(free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
     """Takes conditions that hold for every batch size out of those on which a trace stands, while the context lasts.
 
     A model may compare sizes that are equal in a way that torch's solver does not see: ``min(64, 768 * batch)`` is 64.
-    Conditions that hold up to some size, and for none above it, are taken out as well, and that size is noted.
-
-    Args:
-        free: Other lengths, which get the conditions on them.
-
-    Yields:
-        Such sizes, each with the user's line where that is known.
+    Conditions that hold up to some size, and for none above it, are taken out, too; those sizes are yielded, each with
+    the user's line where that is known. Conditions on other lengths go to `free`.
     """
     tracing, produce = get_ident(), ShapeEnv.produce_guards
     relate: Any = getattr(ShapeEnv, "_maybe_guard_rel", None)  # private to torch: without it, no line is known
@@ -163,10 +158,7 @@ def tried_guards(free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
 def _fixing(
     shapes: ShapeEnv, greatest: list[tuple[int, str]], free: FreeLengths, lines: Mapping[Any, str]
 ) -> list[Any]:
-    """Returns the conditions that hold neither for all sizes nor up to one of them.
-
-    Those on several sizes are left to torch, which knows that they are equal.
-    """
+    """Returns the conditions that hold neither for all sizes nor up to one; torch gets those on several sizes."""
     known, lengths = dict(shapes.var_to_range), free.symbols()
     conditions = [(each, shapes.simplify(each.expr)) for each in shapes.guards]
     bounds = _open_ranges(shapes, lengths)

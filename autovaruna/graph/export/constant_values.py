@@ -136,11 +136,7 @@ def _computed(cone: list[fx.Node], size: int) -> Any:
 
 
 def _size(value: Any, size: int) -> Any:
-    """Returns a size for a batch size.
-
-    Raises:
-        _UnknownError: it depends on the numbers in tensors.
-    """
+    """Returns a size for a batch size."""
     if not value.node.has_hint():
         raise _UnknownError
     expression = value.node.expr

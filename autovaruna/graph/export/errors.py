@@ -340,11 +340,7 @@ _OF_AN_EDGE = 2
 
 
 def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = None) -> str:
-    """Returns what is odd of a call for which a model mixes samples or fixes their number, and what to write instead.
-
-    Args:
-        paths: The modules in which that is so; None: not known.
-    """
+    """Returns what is odd of a call for which a model mixes samples in some modules, and what to write instead."""
     batch = [spec for spec in call.inputs if spec.is_batch]
     others = [spec for spec in call.inputs if not spec.is_batch]
     return (

@@ -60,8 +60,7 @@ _OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
 def unlift(program: ExportedProgram) -> fx.GraphModule:
     """Returns the graph of a program with parameters, buffers and constants as attributes, by their names in the model.
 
-    Where a program holds anything unusual, ``torch.export`` does the work: it compiles code with these names in it, and
-    fails where one is a word of Python.
+    Of anything unusual ``torch.export`` makes it: that compiles code with these names, and fails at words of Python.
     """
     signature = program.graph_signature
     kinds = {spec.kind for spec in signature.input_specs}
@@ -151,12 +150,7 @@ _IDLE: dict[OpOverload, Callable[..., bool]] = {
 
 
 def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]) -> None:
-    """Puts the operations of each such region in its place.
-
-    Args:
-        module: A graph of torch.export; changed.
-        parameters: Names of the attributes that are parameters.
-    """
+    """Puts the operations of each region that no gradient goes into in its place."""
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
     free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}
     for node in list(module.graph.nodes):

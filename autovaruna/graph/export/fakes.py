@@ -33,14 +33,9 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Fak
 
 @contextmanager
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Makes every parameter and buffer of `model` fake while the context lasts.
+    """Makes every parameter and buffer of `model` fake while the context lasts; tied ones stay tied.
 
-    Ties stay ties: one tensor under two names becomes one fake tensor under both. Parameters that this rank does
-    not hold (they are on ``meta``) are traced like the others.
-
-    Args:
-        model: The model; the same objects are back in place afterwards.
-        mode: The mode that the fake tensors belong to.
+    Parameters that this rank does not hold (they are on ``meta``) are traced like the others.
 
     Raises:
         TraceError: a lazy parameter has no shape yet.
@@ -157,8 +152,7 @@ def follows_weights(
 def without_cudnn() -> Iterator[bool]:
     """Turns cuDNN off while fake tensors are computed with; yields whether it was on.
 
-    It would draw the state of a recurrent layer's dropout, of which fakes have no numbers, and keep it for all later
-    calls of the process.
+    It would draw the state of a recurrent layer's dropout, and keep that, without numbers, for the whole process.
     """
     before = bool(torch.backends.cudnn.enabled)
     torch.backends.cudnn.enabled = False

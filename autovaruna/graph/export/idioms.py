@@ -237,10 +237,7 @@ _STOPS = frozenset({"DataDependentOutputException", "DynamicOutputShapeException
 
 
 class Idioms(TorchFunctionMode):
-    """Sees the functions of torch that a forward calls on fake tensors.
-
-    Args:
-        kept: what to call in place of functions that are kept whole.
+    """Sees the functions of torch that a forward calls on fake tensors; what `kept` has for them is called instead.
 
     Attributes:
         stopped: names of the functions in which the trace has stopped, the innermost first.

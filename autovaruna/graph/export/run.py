@@ -77,9 +77,6 @@ def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str
 
     Modules of one class stop a trace for one reason, as a rule, so all of the class are kept. If one that is kept stops
     it, the module that called it is next.
-
-    Args:
-        kept: Paths of what is kept whole already.
     """
     paths = {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
     for path in [error.path] if isinstance(error, InModuleError) else _running(error, paths):
@@ -167,11 +164,7 @@ class RetryError(Exception):
 
 
 def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str] = ()) -> None:
-    """Asks for another attempt: first one that does what stopped this one in another way, then without that.
-
-    Args:
-        stopped: Functions of torch that it has stopped in, the innermost first.
-    """
+    """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
     if kept.can_tell and not isinstance(error, InModuleError):
         raise RetryError(replace(kept, is_told=True, can_tell=False)) from error
     kept = replace(kept, is_told=False, can_tell=False)
@@ -294,12 +287,7 @@ PLAIN = Options()
 
 @dataclass(frozen=True)
 class Attempt:
-    """One trace of a call.
-
-    Attributes:
-        model: its parameters may be on ``meta``.
-        batch_size: the number that stands for the batch while tracing.
-    """
+    """One trace of a call."""
 
     model: nn.Module
     call: CallSpec
@@ -416,11 +404,7 @@ class Attempt:
         raise explain(error, self.model, self.call, self.options.is_dynamic, notes.fixing, refusal) from error
 
     def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
-        """Returns the batch size up to which a graph holds, which is far away; None: it holds for all.
-
-        Raises:
-            BatchSizeError: it is not; another way may be taken for batches that people pass.
-        """
+        """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
         size = min((size for size, _ in bounds), default=None)
         if size is not None and size < _FAR:
             line = next((line for _, line in sorted(bounds) if line), "")
@@ -428,11 +412,7 @@ class Attempt:
         return size
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
-        """Gives a graph plain names and regions.
-
-        Returns:
-            Its tensors that are neither parameters nor buffers, and the user's cut points.
-        """
+        """Gives a graph plain names and regions; returns tensors beside the model's, and cut points."""
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
@@ -445,17 +425,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class _Notes:
-    """What is noted while a model is traced.
-
-    Attributes:
-        keeper: of modules and operations that are kept whole.
-        idioms: sees functions of torch, and notes in which ones the trace has stopped.
-        fixing: where the model fixes the batch size.
-        lone: where it does something else for a batch of one sample.
-        bounds: batch sizes up to which the trace has taken this way, with their lines.
-        free: the other lengths that are left free.
-        has_cudnn: whether cuDNN may be used by what runs later.
-    """
+    """What is noted while a model is traced."""
 
     keeper: Keeper
     draws: Draws
@@ -483,13 +453,7 @@ _OF_HOOKS = (
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.device, options: Options) -> Exported:
-    """Traces one call of a model in its present mode, without running it.
-
-    A submodule in which that fails is kept whole.
-
-    Args:
-        model: The model; its parameters may be on ``meta``.
-        batch_size: The number that stands for the batch while tracing.
+    """Traces one call of a model in its present mode, without running it; submodules that fail are kept whole.
 
     Raises:
         BatchSizeError: the graph would hold for one batch size alone.

@@ -218,10 +218,7 @@ class _Seen(torch.autograd.Function):
 
 
 def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> None:
-    """Calls the hooks of a module with what they see in one micro-batch.
-
-    Args:
-        values: What is on this rank, by name of the node.
+    """Calls the hooks of a module with what they see in one micro-batch, by the names of nodes on this rank.
 
     Raises:
         InputError: a hook returns something, which cannot be put into the model any more.

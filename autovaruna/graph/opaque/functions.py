@@ -22,12 +22,7 @@ Function = type[torch.autograd.Function]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function's forward.
-
-    Attributes:
-        context: What torch calls ``ctx``; None: a forward that takes none.
-        run: Runs what is called, as torch does; to be called once, if at all.
-    """
+    """One call of a function's forward; `context` is what torch calls ``ctx``, None if the forward takes none."""
 
     function: Function
     context: Any
@@ -137,10 +132,7 @@ def _handled(function: Function, plain: Callable[..., Any]) -> Callable[..., Any
 
 
 def holder_of_weights(function: Function, arguments: Any) -> str:
-    """Returns the name of a module, or kind of tensor, with gradients that a function can reach; empty: there is none.
-
-    Tensors among its arguments do not count.
-    """
+    """Returns what with gradients a function reaches beside its arguments: a module, a kind of tensor, or nothing."""
     waiting = [*pytree.tree_leaves(arguments), function.forward, function.backward]
     seen: set[int] = set()
     while waiting:
@@ -223,14 +215,7 @@ class RecordedCall:
 def watched(
     kept: Collection[Function], keep: Callable[[Function, tuple[Any, ...]], Any]
 ) -> Iterator[list[RecordedCall]]:
-    """Notes calls of autograd functions on this thread while the context lasts.
-
-    Args:
-        kept: The functions that are kept whole where gradients are wanted.
-        keep: Leaves a node for a call of one.
-
-    Yields:
-        The other calls, to be given to `with_own_backward` after the trace.
+    """Notes calls of autograd functions on this thread; `keep` leaves nodes for those that are `kept`.
 
     Raises:
         TraceError: forward calls a function with weights of its own.
@@ -253,8 +238,7 @@ def watched(
 def with_own_backward(calls: list[RecordedCall]) -> set[Function]:
     """Returns the functions whose backward is not the derivative of their forward, or cannot be compared with it.
 
-    A trace has the operations of a function's forward and lets autograd derive them. Both ways are compared on random
-    numbers of the shapes of the call.
+    A trace lets autograd derive a function's forward. Both are compared on random numbers of the shapes of the call.
     """
     found: set[Function] = set()
     for call in {(call.function, str(call.arguments)): call for call in calls}.values():

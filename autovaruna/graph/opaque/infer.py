@@ -149,13 +149,9 @@ class Trial:
     ) -> tuple[list[Tensor], Tree, dict[int, Tensor]]:
         """Runs the module; returns its tensors, what they are in, and what it has changed of its state, by place.
 
-        Args:
-            state: Numbers of its state; it may change those of buffers.
-
         Raises:
             CannotKeepError: it changes its parameters.
-            TraceError: it changes its numbers.
-            ReplacedError: it replaces its submodules.
+            TraceError: it changes its numbers, or replaces its submodules.
         """
         args, kwargs = self.call.unflatten(tensors)
         numbers, modules = plain_state(self.module), dict(self.module.named_modules())
@@ -415,11 +411,7 @@ def _outputs(trial: Trial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]
 
 
 def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient.
-
-    Raises:
-        ValueError: it changes a buffer, as BatchNorm does: what it returns may follow from the micro-batch.
-    """
+    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient."""
     default_generator(trial.device).manual_seed(seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
     numbers = trial.numbers()
@@ -430,11 +422,7 @@ def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tenso
 
 
 def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:
-    """Returns the samples of a part.
-
-    Raises:
-        ValueError: its length does not say which those are.
-    """
+    """Returns the samples of a part; a ValueError says that a length does not tell which those are."""
     given = trial.inputs[place]
     sizes = [trial.shape_of(given, size) for size in _PARTS]
     for dimension, length in enumerate(tensor.shape):

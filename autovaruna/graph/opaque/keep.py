@@ -53,14 +53,7 @@ def _fake(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: s
 def kept_whole(
     model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
 ) -> Iterator[Keeper]:
-    """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them.
-
-    Args:
-        paths: Paths of the modules; none is inside of another.
-
-    Yields:
-        What takes the batch size of the trace.
-    """
+    """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them."""
     keeper = Keeper(device, functions)
     own: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
@@ -98,22 +91,14 @@ class Spare:
             return cls(error, ())
 
     def copy(self) -> nn.Module:
-        """Returns the copy.
-
-        Raises:
-            CannotKeepError: there is none.
-        """
+        """Returns the copy."""
         if isinstance(self.found, CannotKeepError):
             raise self.found
         return self.found
 
 
 class Keeper:
-    """Leaves nodes for the calls of modules and functions that are kept whole.
-
-    Attributes:
-        functions: what to call in place of each.
-    """
+    """Leaves nodes for the calls of modules and functions that are kept whole."""
 
     def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
         self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
@@ -264,11 +249,7 @@ def packing(frame: FrameType, lengths: Tensor) -> Padded | None:
 
 
 def called_on_padded(function: Any, args: Sequence[Any]) -> Any:
-    """Returns what a function of torch, called to pack or to pad, gives for stand-ins.
-
-    Raises:
-        TraceError: it is called for something else.
-    """
+    """Returns what a function of torch, called to pack or to pad, gives for stand-ins; refuses others."""
     name = function.__name__
     if name in ("index_select", "empty_like"):  # sequences are left in their order
         return args[0]
@@ -282,11 +263,7 @@ def called_on_padded(function: Any, args: Sequence[Any]) -> Any:
 
 
 def refuse_lengths(*args: Any) -> Any:
-    """Refuses to pack sequences by lengths that are no tensor of the batch; `args` are torch's own.
-
-    Raises:
-        TraceError: always.
-    """
+    """Refuses to pack sequences by lengths that are no tensor of the batch; `args` are torch's own."""
     raise TraceError(
         f"forward packs sequences{users_line()} by lengths that are no tensor, which are not parted with the batch. "
         "Expected a tensor; pass one to the model."

@@ -122,12 +122,8 @@ class KeptFunction(nn.Module):
 class OpaqueModule:
     """A submodule that is kept whole.
 
-    Args:
-        stand_in: A copy of it without numbers, which runs when only time and memory count.
-        num_parameters: How many of the tensors of its state are parameters; buffers follow them.
-
     Attributes:
-        num_parameters: how many of the tensors of its state are parameters.
+        num_parameters: how many of the tensors of its state are parameters; buffers follow them.
         may_choose: whether it may use parameters in one call that it does not use in another.
         is_own_function: whether it is an autograd function of the script.
     """
@@ -161,13 +157,7 @@ class OpaqueModule:
         return f"KeptModule({type(module).__qualname__}, {module!r}, {self._call.key()}, {self.returned.tree.key()})"
 
     def __call__(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the module.
-
-        Args:
-            state: Its parameters, then its buffers, which it may change.
-
-        Returns:
-            The tensors that it returns.
+        """Runs the module; `state` is its parameters, then its buffers, which it may change.
 
         Raises:
             InputError: it returns something else than when it was traced.
