@@ -15,12 +15,12 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import counted
+from autovaruna.graph.export.errors import modules_of
 from autovaruna.graph.export.idioms import check
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import cast_dtype, precision_of
 from autovaruna.graph.records import Block, CutMark, Graph, Input, Output, Parameter, Value
-from autovaruna.graph.source_lines import modules_of
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}

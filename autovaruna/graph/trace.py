@@ -27,9 +27,8 @@ from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Builder, Grouping, group
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.run import run_opaque
-from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
-from autovaruna.graph.traced import TracedModel, is_same_graph
+from autovaruna.graph.traced import TracedModel, classify, is_same_graph
 from autovaruna.graph.tree import Opaque
 
 logger = logging.getLogger(__name__)

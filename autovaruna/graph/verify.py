@@ -25,18 +25,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.values import is_of_batch
-from autovaruna.graph.export.errors import FOR_COUNTS, first_line
+from autovaruna.graph.batch.operators import is_of_batch
+from autovaruna.graph.export.errors import FOR_COUNTS, first_line, modules_of, origin
+from autovaruna.graph.export.fakes import changed_attributes, profiling_mode
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
-from autovaruna.graph.module_state import changed_attributes, profiling_mode
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import OpaqueModule, Reduction, forgetting, run_opaque
-from autovaruna.graph.outputs import OutputKind, joined, opened
 from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, draw_from, own_cache, python_generators, untouched_generator
-from autovaruna.graph.source_lines import modules_of, origin
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import OutputKind, TracedModel, joined, opened
 from autovaruna.graph.tree import flatten
 
 _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "linear", "rnn")

@@ -18,8 +18,20 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import Values, is_number
-from autovaruna.graph.batch.operators import KEEPING, SCALING, Means, Trait, adds_up, has, is_listed, operator_of
-from autovaruna.graph.batch.values import Source, Use, is_of_batch, reached
+from autovaruna.graph.batch.operators import (
+    KEEPING,
+    SCALING,
+    Means,
+    Source,
+    Trait,
+    Use,
+    adds_up,
+    has,
+    is_listed,
+    is_of_batch,
+    operator_of,
+    reached,
+)
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction, opaque_module_of

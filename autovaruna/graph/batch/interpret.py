@@ -17,8 +17,20 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.batch.operators import Trait, aten, has, operator_of
-from autovaruna.graph.batch.values import Merge, Reach, Share, Source, Value, count_by_class, is_of_batch, reached
+from autovaruna.graph.batch.operators import (
+    Merge,
+    Reach,
+    Share,
+    Source,
+    Trait,
+    Value,
+    aten,
+    count_by_class,
+    has,
+    is_of_batch,
+    operator_of,
+    reached,
+)
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 
 _OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.sym_max.__module__}

@@ -21,15 +21,24 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.drawn import Powers, are_in_turn, follows_place, join_tried
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
-from autovaruna.graph.batch.operators import MEAN, Means, Trait, arguments, has, is_listed, name_of, operator_of
-from autovaruna.graph.batch.values import Reach, Source, reached
-from autovaruna.graph.export.errors import advice
+from autovaruna.graph.batch.operators import (
+    MEAN,
+    Means,
+    Reach,
+    Source,
+    Trait,
+    arguments,
+    has,
+    is_listed,
+    name_of,
+    operator_of,
+    reached,
+)
+from autovaruna.graph.export.errors import advice, modules_of, origin
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction, opaque_module_of
-from autovaruna.graph.outputs import OutputKind
-from autovaruna.graph.source_lines import modules_of, origin
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import OutputKind, TracedModel
 
 
 def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:

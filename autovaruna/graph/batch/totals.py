@@ -29,28 +29,26 @@ from autovaruna.graph.batch.operators import (
     SUM_OF,
     WITH_TENSORS,
     Means,
-    Trait,
-    arguments,
-    aten,
-    give,
-    has,
-    operator_of,
-)
-from autovaruna.graph.batch.values import (
     Merge,
     Share,
     Source,
+    Trait,
     Use,
+    arguments,
     as_tensor,
+    aten,
     count_by_class,
+    give,
+    has,
     is_of_batch,
     of_batch,
+    operator_of,
     reached,
 )
+from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
-from autovaruna.graph.source_lines import origin
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _KEPT = ("stack_trace", "nn_module_stack", "precision")

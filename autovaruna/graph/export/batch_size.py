@@ -18,8 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import ValueRanges, int_oo
-from autovaruna.graph.export.errors import in_transform
-from autovaruna.graph.source_lines import is_users, users_line
+from autovaruna.graph.export.errors import in_transform, is_users, users_line
 
 
 class FreeLengths:

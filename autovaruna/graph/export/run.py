@@ -46,11 +46,10 @@ from autovaruna.graph.export.errors import (
     warn_once,
 )
 from autovaruna.graph.export.exported import PREFIX, Exported, allow_cudnn, drop_idle, open_free_regions, tidy, unlift
-from autovaruna.graph.export.fakes import example_inputs, faked, without_cudnn
+from autovaruna.graph.export.fakes import as_before, example_inputs, faked, left_tensors, warn_of_left, without_cudnn
 from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
-from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import (
     Function,
     RecordedCall,

@@ -26,12 +26,12 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.export.errors import users_line
 from autovaruna.graph.guards import HOOKS
 from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
 from autovaruna.graph.precision import current_precision, regions
-from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
 
 _calls: dict[str, OpaqueModule] = {}
