@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -146,11 +147,8 @@ def noted_precision(around: Precision) -> Iterator[None]:
         _note(module, around)
         return make_regions(module, *rest)
 
-    passes.replace_set_grad_with_hop_pass = note_first
-    try:
+    with patch.object(passes, "replace_set_grad_with_hop_pass", note_first):
         yield
-    finally:
-        passes.replace_set_grad_with_hop_pass = make_regions
 
 
 def _note(module: fx.GraphModule, around: Precision) -> None:
@@ -194,36 +192,20 @@ def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Prec
     return tuple(sorted((*others, *own), key=lambda each: each.device))
 
 
-class _Stance:
-    """How ``torch.compile`` runs what it is given, which is of a whole process; its users may be threads."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_users = 0
-        self._eager: Any = None
-
-    def take(self) -> None:
-        with self._lock:
-            self._num_users += 1
-            if self._num_users == 1:
-                self._eager = torch.compiler.set_stance("force_eager")
-                self._eager.__enter__()
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                self._eager.__exit__(None, None, None)
-
-
-_stance = _Stance()
+_lock = Lock()
+_users: list[ExitStack] = []
+"""Contexts of all threads that last; the first holds the stance, which is of the whole process."""
 
 
 @contextmanager
 def compiling_nothing() -> Iterator[None]:
     """Has ``torch.compile`` run what it is given as it is, on all threads, while the context lasts."""
-    _stance.take()
+    with _lock:
+        _users.append(ExitStack())
+        if len(_users) == 1:
+            _users[0].enter_context(torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        _stance.give_back()
+        with _lock:
+            _users.pop().close()  # the first comes last

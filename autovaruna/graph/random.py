@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from threading import Lock, get_ident
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -94,11 +95,8 @@ def own_cache() -> Iterator[None]:
     if not module._cache_enabled:
         yield
         return
-    before, module._cache = module._cache, {}
-    try:
+    with patch.object(module, "_cache", {}):
         yield
-    finally:
-        module._cache = before
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Defines `TracedModel`, a model as a graph that can be cut, and says what its outputs are: a loss, samples, numbers."""
+"""Defines `TracedModel`, a model as a graph that can be cut, and its outputs: a loss, samples, numbers."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -64,11 +65,8 @@ def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
             lone.append(users_line())
         return answer
 
-    torch.SymBool.__bool__ = noting  # type: ignore[method-assign]
-    try:
+    with patch.object(torch.SymBool, "__bool__", noting):
         yield lone
-    finally:
-        torch.SymBool.__bool__ = known  # type: ignore[method-assign]
 
 
 def _is_users_branch() -> bool:
@@ -107,13 +105,8 @@ def noted_fixed_sizes() -> Iterator[list[str]]:
             places.extend(f" at {frame.filename}:{frame.lineno} ({frame.line})" for frame in frames[-1:])
         return known(self, symbol, value, *args, **kwargs)
 
-    if known is not None:
-        ShapeEnv._set_replacement = noting  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(ShapeEnv, "_set_replacement", noting, create=True):
         yield places
-    finally:
-        if known is not None:
-            ShapeEnv._set_replacement = known  # type: ignore[method-assign]
 
 
 _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 25) for step in (-1, 0, 1)))
@@ -143,15 +136,11 @@ def tried_guards(free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
             lines.setdefault(condition, users_line())
         relate(self, condition, *args)
 
-    ShapeEnv.produce_guards = producing  # type: ignore[method-assign]
-    if relate is not None:
-        ShapeEnv._maybe_guard_rel = relating  # type: ignore[method-assign, assignment]
-    try:
+    with (
+        patch.object(ShapeEnv, "produce_guards", producing),
+        patch.object(ShapeEnv, "_maybe_guard_rel", relating, create=True),
+    ):
         yield greatest
-    finally:
-        ShapeEnv.produce_guards = produce  # type: ignore[method-assign]
-        if relate is not None:
-            ShapeEnv._maybe_guard_rel = relate  # type: ignore[method-assign]
 
 
 def _fixing(

@@ -6,12 +6,14 @@ be those of plain PyTorch.
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -96,10 +98,7 @@ def _is_computable(node: fx.Node) -> bool:
 
 
 def _elements(tensor: Tensor) -> int:
-    total = 1
-    for length in tensor.shape:
-        total *= length if isinstance(length, int) else _size(length, _SIZES[-1])
-    return total
+    return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in tensor.shape)
 
 
 def _refuse_writes(cone: list[fx.Node]) -> None:
@@ -141,30 +140,15 @@ def _size(value: Any, size: int) -> Any:
         raise _UnknownError
     expression = value.node.expr
     number = expression.subs(dict.fromkeys(expression.free_symbols, size))
-    return (
-        bool(number)
-        if isinstance(value, torch.SymBool)
-        else float(number)
-        if isinstance(value, torch.SymFloat)
-        else int(number)
-    )
-
-
-_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+    kind: Any = {torch.SymBool: bool, torch.SymFloat: float, torch.SymInt: int}[type(value)]
+    return kind(number)
 
 
 @contextmanager
 def hide_tracing() -> Iterator[None]:
     """Lets ``torch.compiler.is_compiling()`` and ``is_exporting()`` say no while the context lasts."""
-    compiler: Any = torch.compiler
-    before = {name: getattr(compiler, name) for name in _FLAGS if hasattr(compiler, name)}
-    try:
-        for name in before:
-            setattr(compiler, name, False)
+    with patch.multiple(torch.compiler, create=True, _is_compiling_flag=False, _is_exporting_flag=False):
         yield
-    finally:
-        for name, flag in before.items():
-            setattr(compiler, name, flag)
 
 
 @contextmanager
@@ -183,8 +167,5 @@ def hide_fakes() -> Iterator[None]:
     class _Seen(metaclass=_Kind):
         """Stands for the class of fake tensors where others than torch ask for it."""
 
-    subclasses.FakeTensor = _Seen
-    try:
+    with patch.object(subclasses, "FakeTensor", _Seen):
         yield
-    finally:
-        subclasses.FakeTensor = FakeTensor

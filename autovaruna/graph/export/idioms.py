@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -198,11 +199,8 @@ def padded_encoders() -> Iterator[None]:
             return plain(self, src, mask, src_key_padding_mask, is_causal)
         return _evaluated(self, src, src_key_padding_mask)
 
-    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
-    try:
+    with patch.object(nn.TransformerEncoder, "forward", forward):
         yield
-    finally:
-        nn.TransformerEncoder.forward = plain  # type: ignore[method-assign]
 
 
 def _nests(encoder: Any, src: Tensor) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -52,7 +52,6 @@ from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.opaque.functions import (
     Function,
-    RecordedCall,
     ReplacedError,
     check_state,
     hooked,
@@ -60,7 +59,7 @@ from autovaruna.graph.opaque.functions import (
     watched,
     with_own_backward,
 )
-from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
+from autovaruna.graph.opaque.keep import is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
 from autovaruna.graph.random import Draws, noted_draws, python_generators
@@ -188,50 +187,39 @@ class FlatCall(nn.Module):
         self,
         model: nn.Module,
         call: CallSpec,
-        output_trees: list[Tree],
-        left: list[str],
         is_told: bool,
+        note: Callable[[list[Any], list[Tensor]], None],
+        idioms: Callable[[], AbstractContextManager[None]],
+        report: Callable[[tuple[Tree, list[str]]], None],
     ) -> None:
         super().__init__()
-        self.is_told = is_told
-        self.model = model
-        self.call = call
-        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
-        self.note_lengths: Callable[[list[Tensor]], None] = lambda tensors: None
-        self.idioms: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
-        self.report_left = left.extend
+        self.model, self.call, self.is_told = model, call, is_told
+        self.note, self.idioms = note, idioms
+        self.report = report  # torch.export puts back every attribute that a trace sets
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, self.call.inputs, strict=True)
         sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
-        self.note_batch(sizes)
+        self.note(sizes, tensors)
         restart()
-        self.note_lengths(tensors)
         args, kwargs = self.call.arguments(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
-        with self._hidden(), self.idioms():
+        with ExitStack() as stack:
+            for hide in () if self.is_told else (hide_tracing, hide_fakes):
+                stack.enter_context(hide())
+            stack.enter_context(self.idioms())
             returned = self.call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
-        self.report_left(left_tensors(self.model))
+        left = left_tensors(self.model)
         for module, buffers in before:
             _write_back(module, buffers)
-        self.report(tree)
+        self.report((tree, left))
         return tuple(outputs)
-
-    @contextmanager
-    def _hidden(self) -> Iterator[None]:
-        """Hides that the model is traced, unless it is to be told."""
-        if self.is_told:
-            yield
-        else:
-            with hide_tracing(), hide_fakes():
-                yield
 
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
@@ -303,51 +291,13 @@ class Attempt:
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        output_trees: list[Tree] = []
-        left: list[str] = []
-        flat = FlatCall(self.model, self.call, output_trees, left, self.kept.is_told)
-        with self._noted(mode) as notes:
-            flat.note_batch, flat.idioms = notes.keeper.note_batch, notes.idioms.entered
-            flat.note_lengths = lambda tensors: notes.free.note(
-                [tensors[i].shape[d] for i, d in sorted(self.options.free)]
-            )
-            inputs = example_inputs(self.call, self.batch_size, mode, self.device)
-            try:
-                graph_module = self._graph(flat, inputs)
-                if error := notes.draws.error():
-                    raise error
-            except InputError:
-                raise
-            except Exception as error:
-                self._stop(error, flat, mode, notes)
-        if torch.is_grad_enabled() and (found := with_own_backward(notes.function_calls)):
-            raise RetryError(replace(self.kept, functions=self.kept.functions | found))
-        assert output_trees
-        constants, markers = self._tidy(graph_module)
-        allow_cudnn(graph_module, notes.has_cudnn)
-        watched = take_watched(graph_module)
-        lengths, is_dynamic = None, self.options.is_dynamic
-        if self.options.free:
-            _refuse_kept(graph_module)
-            lengths = find_lengths(graph_module, self.call, is_dynamic, notes.free.conditions)
-        return Exported(
-            module=graph_module,
-            output_tree=output_trees[-1],
-            constants=constants,
-            is_dynamic=is_dynamic,
-            markers=markers,
-            watched=watched,
-            left=tuple(left),
-            greatest=self._greatest(notes.bounds) if is_dynamic else None,
-            asks_for_one=next(iter(notes.lone), ""),
-            lengths=lengths,
-            fixes_lengths=next(iter(notes.fixing), ""),
-        )
+        model, kept, free, is_dynamic = self.model, self.kept, FreeLengths(), self.options.is_dynamic
+        reports: list[tuple[Tree, list[str]]] = []
 
-    @contextmanager
-    def _noted(self, mode: FakeTensorMode) -> Iterator[_Notes]:
-        """Has the model run on fake tensors, and all that it does otherwise be noted."""
-        model, kept, free = self.model, self.kept, FreeLengths()
+        def note(sizes: list[Any], tensors: list[Tensor]) -> None:
+            keeper.note_batch(sizes)
+            free.note([tensors[i].shape[d] for i, d in sorted(self.options.free)])
+
         with (
             as_before(model),
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
@@ -366,7 +316,39 @@ class Attempt:
             noted_precision(self.call.precision),
             without_cudnn() as has_cudnn,
         ):
-            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds, free, has_cudnn)
+            idioms = Idioms(keeper.functions)
+            flat = FlatCall(model, self.call, kept.is_told, note, idioms.entered, reports.append)
+            try:
+                graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
+                if error := draws.error():
+                    raise error
+            except InputError:
+                raise
+            except Exception as error:
+                self._stop(error, flat, mode, draws, idioms.stopped, fixing)
+        if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
+            raise RetryError(replace(kept, functions=kept.functions | found))
+        output_tree, left = reports[-1]
+        constants, markers = self._tidy(graph_module)
+        allow_cudnn(graph_module, has_cudnn)
+        watched_calls, lengths = take_watched(graph_module), None
+        if self.options.free:
+            if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
+                raise TraceError(_KEPT)
+            lengths = find_lengths(graph_module, self.call, is_dynamic, free.conditions)
+        return Exported(
+            module=graph_module,
+            output_tree=output_tree,
+            constants=constants,
+            is_dynamic=is_dynamic,
+            markers=markers,
+            watched=watched_calls,
+            left=tuple(left),
+            greatest=self._greatest(bounds) if is_dynamic else None,
+            asks_for_one=next(iter(lone), ""),
+            lengths=lengths,
+            fixes_lengths=next(iter(fixing), ""),
+        )
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
@@ -387,20 +369,28 @@ class Attempt:
         check_operations(graph_module)
         return graph_module
 
-    def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
+    def _stop(
+        self,
+        error: Exception,
+        flat: FlatCall,
+        mode: FakeTensorMode,
+        draws: Draws,
+        stopped: Sequence[str],
+        fixing: list[str],
+    ) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
             raise error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
-        drawn = notes.draws.error()
+        drawn = draws.error()
         if kept.can_grow and (drawn or not (self.options.is_dynamic and refusal is None and is_about_batch(error))):
-            retry(drawn or error, self.model, kept, notes.idioms.stopped)
+            retry(drawn or error, self.model, kept, stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        raise explain(error, self.model, self.call, self.options.is_dynamic, notes.fixing, refusal) from error
+        raise explain(error, self.model, self.call, self.options.is_dynamic, fixing, refusal) from error
 
     def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
         """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
@@ -422,27 +412,7 @@ class Attempt:
         return constants, take_markers(graph_module)
 
 
-@dataclass(frozen=True)
-class _Notes:
-    """What is noted while a model is traced."""
-
-    keeper: Keeper
-    draws: Draws
-    function_calls: list[RecordedCall]
-    idioms: Idioms
-    fixing: list[str]
-    lone: list[str]
-    bounds: list[tuple[int, str]]
-    free: FreeLengths
-    has_cudnn: bool
-
-
 _KEPT = "what is kept whole is tried for one length alone"
-
-
-def _refuse_kept(module: fx.GraphModule) -> None:
-    if any(node.target is run_opaque for region in regions(module) for node in region.graph.nodes):
-        raise TraceError(_KEPT)
 
 
 _OF_HOOKS = (
@@ -465,10 +435,9 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
     while kept is not None:
-        attempt = Attempt(model, call, batch_size, device, options, kept)
         try:
             with quiet_failure():
-                found = attempt.run()
+                found = Attempt(model, call, batch_size, device, options, kept).run()
             warn_of_left(found.left, model)
             return found
         except RetryError as stopped:
