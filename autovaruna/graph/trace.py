@@ -18,13 +18,13 @@ from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.cuts import Marker, crossing_sizes, locate, merge_free_blocks
+from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, Options, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
-from autovaruna.graph.grouping import Builder, Grouping, group
+from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, locate, merge_free_blocks
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.records import Graph
