@@ -136,16 +136,10 @@ def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = Tr
         "splits": splits,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    return found | (_of_cuda() if device.type == "cuda" else _of_cpu())
-
-
-def _of_cpu() -> dict[str, Any]:
-    return {"processor": _processor(), "capability": torch.backends.cpu.get_cpu_capability()}
-
-
-def _of_cuda() -> dict[str, Any]:
+    if device.type != "cuda":
+        return found | {"processor": _processor(), "capability": torch.backends.cpu.get_cpu_capability()}
     kernels: Any = torch.backends.cuda
-    return {
+    return found | {
         "cuda": torch.version.cuda,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,

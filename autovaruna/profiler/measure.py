@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, median, median_low
 from time import perf_counter, thread_time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +57,9 @@ def own_clock(device: torch.device) -> Callable[[], float]:
     """Returns a clock, in seconds; to read it waits until the device has done all that it was given."""
     if device.type != "cuda":
         return thread_time if torch.get_num_threads() == 1 and _is_fine() else perf_counter
-    wait = wait_for(device)
 
     def read() -> float:
-        wait()
+        torch.cuda.synchronize(device)
         return perf_counter()
 
     return read
@@ -113,19 +113,20 @@ def measure_pace(device: torch.device) -> Pace:
     own: list[float] = []
     passed: list[float] = []
     begin = perf_counter()
-    while not _are_enough(own, passed, perf_counter() - begin):
+
+    def are_enough() -> bool:
+        """Says whether samples tell what other programs take; more are needed if they do."""
+        seconds = perf_counter() - begin
+        if len(own) < _LEAST_SAMPLES or seconds < _LEAST_SECONDS:
+            return False
+        return seconds >= _MOST_SECONDS or fmean(passed) < _SHARED * median(own)
+
+    while not are_enough():
         started, own_started = perf_counter(), now()
         _run(matrix)
         own.append(now() - own_started)
         passed.append(perf_counter() - started)
     return Pace(median(own), fmean(passed))
-
-
-def _are_enough(own: Sequence[float], passed: Sequence[float], seconds: float) -> bool:
-    """Says whether samples that took so many seconds tell what other programs take; more are needed if they do."""
-    if len(own) < _LEAST_SAMPLES or seconds < _LEAST_SECONDS:
-        return False
-    return seconds >= _MOST_SECONDS or fmean(passed) < _SHARED * median(own)
 
 
 def _run(matrix: torch.Tensor) -> None:
@@ -155,10 +156,19 @@ def time_work(
         allowance_seconds: No further sample is begun after this time; one is taken in any case.
         kept_bytes: What a forward keeps for its backward.
     """
-    in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
-    forward, backward = _samples(work, iterations, allowance_seconds, device, in_flight)
+    forward, backward = _samples(work, iterations, allowance_seconds, device, _in_flight(kept_bytes))
     empty_forward, empty_backward = call_seconds(sum(value.requires_grad for value in work.values) or 1, device)
     return _without(forward, empty_forward), _without(backward, empty_backward) if work.needs_gradient else 0.0
+
+
+def _in_flight(kept_bytes: float) -> int:
+    """Returns how many runs go forward before the first goes backward."""
+    return _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
+
+
+def _goes_on(samples: Collection[Any], iterations: int, ends: float) -> bool:
+    """Whether another sample is taken: one is in any case."""
+    return not samples or (len(samples) < iterations and perf_counter() < ends)
 
 
 @lru_cache(maxsize=64)
@@ -169,21 +179,21 @@ def call_seconds(num_values: int, device: torch.device) -> Seconds:
 
 def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
     """Times the weight gradients that a split backward leaves for later; arguments are those of `time_work`."""
-    now, started = own_clock(device), perf_counter()
+    now, ends = own_clock(device), perf_counter() + allowance_seconds
     deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
     samples: list[float] = []
     repeats = 1
-    while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
+    while _goes_on(samples, iterations, ends):
         begin = now()
         for _ in range(repeats):
             for each in deferred:
                 each.compute(work.weights, is_last=False)
         seconds = (now() - begin) / repeats / len(deferred)
-        enough = math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-7) / len(deferred))
-        if repeats < min(enough, _MOST_REPEATS):
-            repeats = min(enough, _MOST_REPEATS)
-            continue
-        samples.append(seconds)
+        enough = min(math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-7) / len(deferred)), _MOST_REPEATS)
+        if repeats < enough:
+            repeats = enough
+        else:
+            samples.append(seconds)
     return _without(median_low(samples), call_seconds(1, device)[1])
 
 
@@ -194,10 +204,9 @@ def time_splitting(
 
     Memory that is used late is in no cache, so this is more than the splitting itself takes.
     """
-    in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
-    now, started = own_clock(device), perf_counter()
+    in_flight, now, ends = _in_flight(kept_bytes), own_clock(device), perf_counter() + allowance_seconds
     added: list[float] = []
-    while not added or (len(added) < iterations and perf_counter() - started < allowance_seconds):
+    while _goes_on(added, iterations, ends):
         together = sum(_sample(work, in_flight, now))
         begin = now()
         runs = deque(work.split_forward(work.arguments) for _ in range(in_flight))
@@ -221,11 +230,11 @@ def split_seconds(device: torch.device) -> float:
 
 
 def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device, in_flight: int) -> Seconds:
-    now, started = own_clock(device), perf_counter()
+    now, ends = own_clock(device), perf_counter() + allowance_seconds
     first = _sample(work, 1, now)
     repeats = min(_MOST_REPEATS, max(math.ceil(_SAMPLE_SECONDS / max(first[0], 1e-7)), in_flight))
-    samples = [first] if repeats == in_flight and perf_counter() - started > allowance_seconds else []
-    while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
+    samples = [first] if repeats == in_flight and perf_counter() > ends else []
+    while _goes_on(samples, iterations, ends):
         samples.append(_sample(work, repeats, now))
     forwards, backwards = zip(*samples, strict=True)
     return median_low(forwards), median_low(backwards)
@@ -336,12 +345,11 @@ def merge(shares: Iterable[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:
 
 def settle(costs: Sequence[PartCost]) -> PartCost:
     """Returns what a part takes by several measurements: the mean of each kind of seconds over the undisturbed ones."""
-    return costs[0].with_seconds(map(_undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
 
+    def undisturbed(seconds: Sequence[float]) -> float:
+        return fmean(each for each in seconds if each <= _NOISE * min(seconds))
 
-def _undisturbed(seconds: Sequence[float]) -> float:
-    """Returns the mean of those that another program cannot have slowed much."""
-    return fmean(each for each in seconds if each <= _NOISE * min(seconds))
+    return costs[0].with_seconds(map(undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
 
 
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
@@ -423,7 +431,10 @@ def _block_costs(
     traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
 ) -> tuple[BlockCost, ...]:
     own = [costs[part.signature] for part in blocks]
-    forward, backward, added = _seconds(traced, blocks, layers, costs)
+    forward, backward, added = (_seconds(kind, blocks, layers, costs) for kind in (0, 1, 3))
+    if traced.repeated and blocks:
+        first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
+        forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
     weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
     columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
@@ -435,29 +446,15 @@ def _share(cost: PartCost) -> float:
     return min(cost.weight_seconds / cost.backward_seconds, 1.0) if cost.backward_seconds > 0 else 0.0
 
 
-def _seconds(
-    traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
-) -> tuple[list[float], list[float], list[float]]:
-    """Returns the seconds of each block: forward, backward, and what splitting it adds."""
-    forward = [costs[part.signature].forward_seconds for part in blocks]
-    backward = [costs[part.signature].backward_seconds for part in blocks]
-    added = [costs[part.signature].split_seconds for part in blocks]
+def _seconds(kind: int, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]) -> list[float]:
+    """Returns one of the seconds of each block, scaled to what layers take as a whole."""
+    seconds = [costs[part.signature].seconds[kind] for part in blocks]
     for layer in layers:
-        whole = costs[layer.signature]
-        _scale(forward, layer, whole.forward_seconds)
-        _scale(backward, layer, whole.backward_seconds)
-        _scale(added, layer, whole.split_seconds)
-    if traced.repeated and blocks:
-        first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
-        forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
-    return forward, backward, added
-
-
-def _scale(seconds: list[float], layer: Part, whole: float) -> None:
-    places = [block.index for block in layer.blocks]
-    total = sum(seconds[k] for k in places)
-    for k in places:
-        seconds[k] *= whole / total if total > 0 else 1.0
+        places = [block.index for block in layer.blocks]
+        total, whole = sum(seconds[k] for k in places), costs[layer.signature].seconds[kind]
+        for k in places:
+            seconds[k] *= whole / total if total > 0 else 1.0
+    return seconds
 
 
 def _bytes(traced: TracedModel, blocks: Sequence[Part], measured: Sequence[Bytes]) -> tuple[list[int], list[int]]:
