@@ -203,61 +203,56 @@ def explain(
             f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
         )
+    where = _where(error)
     if _OF_KEYS in str(error):
-        return _of_key(name, _where(error))
-    if uses_transform(error):
-        return _of_transform(name, _where(error), error)
-    if is_dynamic and is_about_batch(error):
-        where = fixing[0] if fixing else _where(error)
-        return of_batch_size(model, call, where, _size_reason(error))
-    if uses_numpy(error):
-        return TraceError(
-            f"{name} cannot be traced{_where(error)}: it goes through NumPy, which needs the numbers in a tensor, and "
-            "a trace has none. Expected operations of torch, such as torch.sign(x) for np.sign(x); or move the line "
-            "into a submodule, which is then kept whole as one operation."
+        text = (
+            "a length that has no fixed number in a trace, that of the batch or one that numbers in tensors decide, is "
+            "hashed there, as a key of a dict, a member of a set, or an argument of a cached function. Expected "
+            "lengths that are compared and computed with. Leave the set or the cache out, move the line out of "
+            "forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
+            "dynamic_batch=False fixes that."
         )
-    if isinstance(error, InModuleError) and error.reason == DRAWN:
-        return TraceError(
-            f"{name} cannot be traced: {DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or "
-            "move the line that draws into a submodule, which is then kept whole, and draws alike on all ranks."
+    elif _uses_transform(error):
+        is_said = _TRANSFORM in str(error)
+        reason = first_line(error) if is_said else f"it uses a {_TRANSFORM}, inside of which a trace stops"
+        text = (
+            f"{reason}. Expected a forward of the model itself without vmap, grad, jacrev, jvp and the like. Move the "
+            "line into a submodule, which is then kept whole as one operation, or write it with ordinary operations."
         )
-    return TraceError(
-        f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
-        "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
-        "forward, or into a submodule, which is then kept whole as one operation."
-    )
+    elif is_dynamic and is_about_batch(error):
+        return of_batch_size(model, call, fixing[0] if fixing else where, _size_reason(error))
+    elif _is_about_data(error) and _NUMPY.search(where):
+        text = (
+            "it goes through NumPy, which needs the numbers in a tensor, and a trace has none. Expected operations of "
+            "torch, such as torch.sign(x) for np.sign(x); or move the line into a submodule, which is then kept whole "
+            "as one operation."
+        )
+    elif isinstance(error, InModuleError) and error.reason == DRAWN:
+        where = ""
+        text = (
+            f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "
+            "into a submodule, which is then kept whole, and draws alike on all ranks."
+        )
+    else:
+        text = (
+            f"{reason_of(error)}. Expected a forward whose Python control flow does not depend on the numbers in "
+            "tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or into a submodule, "
+            "which is then kept whole as one operation."
+        )
+    return TraceError(f"{name} cannot be traced{where}: {text}")
 
 
 def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> BatchSizeError:
     """Returns the error of a model whose graph does not hold for all batch sizes."""
+    is_integer = re.search(r"\bint\(|\brange\(", where) is not None
+    of_integers = "Write x.shape[0] without int() or range(), which need a fixed number. " if is_integer else ""
     return BatchSizeError(
         f"{type(model).__qualname__} fixes its batch size or mixes the samples of a batch{where}: {reason}. "
-        f"{_of_numbers(where)}{advice(model, call)}"
+        f"{of_integers}{advice(model, call)}"
     )
 
 
-def _of_numbers(where: str) -> str:
-    """Returns what to write at a line that makes a number of Python of a size."""
-    is_integer = re.search(r"\bint\(|\brange\(", where) is not None
-    return "Write x.shape[0] without int() or range(), which need a fixed number. " if is_integer else ""
-
-
-def _of_key(name: str, where: str) -> TraceError:
-    return TraceError(
-        f"{name} cannot be traced{where}: a length that has no fixed number in a trace, that of the batch or one that "
-        "numbers in tensors decide, is hashed there, as a key of a dict, a member of a set, or an argument of a cached "
-        "function. Expected lengths that are compared and computed with. Leave the set or the cache out, move the line "
-        "out of forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
-        "dynamic_batch=False fixes that."
-    )
-
-
-def uses_numpy(error: Exception) -> bool:
-    """Whether a trace has stopped where a tensor is made into an array, or the line does so."""
-    return _is_about_data(error) and _NUMPY.search(_where(error)) is not None
-
-
-def uses_transform(error: BaseException) -> bool:
+def _uses_transform(error: BaseException) -> bool:
     """Whether a function transform of ``torch.func`` has stopped a trace, or what runs in one."""
     frames = [frame for link in chain_of(error) for frame in traceback.extract_tb(link.__traceback__)]
     return _TRANSFORM in str(error) or in_transform(frames)
@@ -266,15 +261,6 @@ def uses_transform(error: BaseException) -> bool:
 def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
     """Whether one of some frames is that of a function transform."""
     return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
-
-
-def _of_transform(name: str, where: str, error: Exception) -> TraceError:
-    reason = first_line(error) if _TRANSFORM in str(error) else f"it uses a {_TRANSFORM}, inside of which a trace stops"
-    return TraceError(
-        f"{name} cannot be traced{where}: {reason}. Expected a forward of the model itself without vmap, grad, jacrev, "
-        "jvp and the like. Move the line into a submodule, which is then kept whole as one operation, or write it with "
-        "ordinary operations."
-    )
 
 
 def reason_of(error: Exception) -> str:
@@ -398,7 +384,8 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
 def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
     """Finds lists of edges, which name rows of the batch, and matrices of which rows are joined."""
     first = batch[0]
-    edges = [each for each in others if _is_pairs(each)]
+    whole = [each for each in others if not each.dtype.is_floating_point]
+    edges = [each for each in whole if len(each.shape) == 2 and each.shape[0] == _OF_AN_EDGE]
     square = [each for each in batch[1:] if each.shape == (first.shape[0], first.shape[0])]
     if len(first.shape) != 2 or not (edges or square):
         return ""
@@ -408,10 +395,6 @@ def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
         "plain PyTorch. Or let each rank pass a graph of its own, with dynamic_batch=False: each micro-batch is then a "
         "batch of its own to the model, and with num_micro_batches=the number of ranks so is what each rank passes."
     )
-
-
-def _is_pairs(spec: InputSpec) -> bool:
-    return not spec.dtype.is_floating_point and len(spec.shape) == 2 and spec.shape[0] == _OF_AN_EDGE
 
 
 def _of_lists(call: CallSpec) -> str:
