@@ -29,6 +29,7 @@ from autovaruna.graph.export.batch_size import (
 )
 from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
 from autovaruna.graph.export.errors import (
+    DRAWN,
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
@@ -62,7 +63,7 @@ from autovaruna.graph.opaque.functions import (
 from autovaruna.graph.opaque.keep import is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
-from autovaruna.graph.random import Draws, noted_draws, python_generators
+from autovaruna.graph.random import noted_draws, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
 _FAR = 2**16 - 1
@@ -309,7 +310,7 @@ class Attempt:
             noted_fixed_sizes() as fixing,
             noted_branches(free) as lone,
             tried_guards(free) as bounds,
-            noted_draws(model) as draws,
+            noted_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
             padded_encoders(),
@@ -320,12 +321,12 @@ class Attempt:
             flat = FlatCall(model, self.call, kept.is_told, note, idioms.entered, reports.append)
             try:
                 graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
-                if error := draws.error():
-                    raise error
+                if drawn:
+                    raise InModuleError(drawn[0], DRAWN)
             except InputError:
                 raise
             except Exception as error:
-                self._stop(error, flat, mode, draws, idioms.stopped, fixing)
+                self._stop(error, flat, mode, drawn, idioms.stopped, fixing)
         if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
             raise RetryError(replace(kept, functions=kept.functions | found))
         output_tree, left = reports[-1]
@@ -374,7 +375,7 @@ class Attempt:
         error: Exception,
         flat: FlatCall,
         mode: FakeTensorMode,
-        draws: Draws,
+        drawn: Sequence[str],
         stopped: Sequence[str],
         fixing: list[str],
     ) -> NoReturn:
@@ -383,9 +384,8 @@ class Attempt:
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
             raise error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
-        drawn = draws.error()
         if kept.can_grow and (drawn or not (self.options.is_dynamic and refusal is None and is_about_batch(error))):
-            retry(drawn or error, self.model, kept, stopped)
+            retry(InModuleError(drawn[0], DRAWN) if drawn else error, self.model, kept, stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
