@@ -166,34 +166,29 @@ class _Pass(fx.Interpreter):
         with in_precision(precision) if precision else nullcontext():
             value = super().run_node(n)
         written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
+        statistics = {storage_of(self.env[each]) for each in changed_statistics(self.module, n)}
         outputs = tensors_in(value)
         self.facts[n.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in outputs),
             reads=frozenset(map(storage_of, inputs)),
-            writes=frozenset(written | self._statistics(n)),
+            writes=frozenset(written | statistics),
             makes=frozenset(map(storage_of, outputs)),
             is_random=is_random(self.module, n),
             num_flops=_plain(self.num_flops),
         )
         return value
 
-    def _statistics(self, node: fx.Node) -> set[int]:
-        """Storages of running statistics, which normalisation changes without saying so in its schema."""
-        return {storage_of(self.env[each]) for each in changed_statistics(self.module, node)}
 
-
-@dataclass(frozen=True)
-class KnownGraph:
+@dataclass(frozen=True, kw_only=True)
+class KnownGraph(Exported):
     """A graph of torch.export with what is known of it.
 
     Attributes:
-        module: the graph; placeholders are inputs, attributes have the model's names.
         parameters: first name of each parameter, by each of its names.
         buffers: first name of each buffer, by each of its names.
     """
 
-    module: fx.GraphModule
     facts: dict[str, Fact]
     sizes: Sizes
     call: CallSpec

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from threading import Lock
+from typing import Any
 
 import sympy
 import torch
@@ -32,19 +33,6 @@ from autovaruna.graph.traced import TracedModel, classify, is_same_graph
 from autovaruna.graph.tree import Opaque
 
 logger = logging.getLogger(__name__)
-
-
-def learn_written(
-    exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
-) -> dict[str, Fact]:
-    """Returns what each operation does, by name, where none writes into what is not the graph's to change.
-
-    Raises:
-        TraceError: forward writes into an argument, or into a tensor of the model that is no buffer.
-    """
-    facts = learn(exported, model, call, batch_size, device)
-    _refuse_writing(exported, facts, model)
-    return facts
 
 
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
@@ -140,10 +128,13 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
     with _one_at_a_time:
         exported, batch_size = _export(model, call, device, options)
         sizes = _sizes(exported, call, batch_size)
-        facts = learn_written(exported, model, call, batch_size, device)
+        facts = learn(exported, model, call, batch_size, device)
+        _refuse_writing(exported, facts, model)
         parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
         buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
-        known = KnownGraph(exported.module, facts, sizes, call, parameters, buffers)
+        about: dict[str, Any] = {**vars(exported), "facts": facts, "sizes": sizes, "call": call}
+        about |= {"parameters": parameters, "buffers": buffers}
+        known = KnownGraph(**about)
         totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
         joining = refuse_mixing(model, known) if options.is_parted else []
         _check_computes(exported, type(model).__qualname__)
@@ -155,25 +146,14 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
             _say_what_follows_samples({state[name] for name in changed} - steady, model)
         logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
         return TracedModel(
-            module=exported.module,
-            facts=facts,
-            sizes=sizes,
+            **about,
             graph=graph,
             repeated=grouping.repeated,
-            call=call,
-            output_tree=exported.output_tree,
-            outputs=classify(known, exported.output_tree.tensor_paths(), options.loss_mode),
-            parameters=parameters,
-            buffers=buffers,
-            constants=exported.constants,
+            outputs=classify(known, options.loss_mode),
             changed_state=frozenset(state[name] for name in changed),
             steady_state=steady,
             totals=totals,
             joins_counts=tuple(node.name for node in joining),
-            greatest=exported.greatest,
-            asks_for_one=exported.asks_for_one,
-            watched=exported.watched,
-            fixes_lengths=exported.fixes_lengths,
         )
 
 

@@ -19,13 +19,11 @@ from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_rando
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import origin
-from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.records import Graph
-from autovaruna.graph.tree import Tree
 
 
 class OutputKind(str, Enum):
@@ -78,7 +76,7 @@ def opened(tensor: Tensor, dimension: int, outer: int) -> Tensor:
     return tensor.reshape(*before, outer, tensor.shape[dimension] // outer, *after)
 
 
-def classify(graph: KnownGraph, paths: Sequence[str], loss_mode: str) -> tuple[OutputSpec, ...]:
+def classify(graph: KnownGraph, loss_mode: str) -> tuple[OutputSpec, ...]:
     """Classifies the outputs of a graph; `loss_mode` is ``loss`` (it has one), ``outputs`` (it has none) or ``auto``.
 
     Raises:
@@ -86,7 +84,8 @@ def classify(graph: KnownGraph, paths: Sequence[str], loss_mode: str) -> tuple[O
     """
     nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
     fed, outer = _fed_by_batch(graph.module.graph), _outer_lengths(graph.module.graph, graph.sizes)
-    specs = [_classify_one(node, path, graph, fed, outer) for node, path in zip(nodes, paths, strict=True)]
+    pairs = zip(nodes, graph.output_tree.tensor_paths(), strict=True)
+    specs = [_classify_one(node, path, graph, fed, outer) for node, path in pairs]
     place = None if loss_mode == "outputs" else _find_loss(specs, graph.facts)
     if place is None and loss_mode == "loss":
         found = {spec.path: spec.kind.value for spec in specs}
@@ -234,7 +233,7 @@ def _multiplied(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TracedModel(KnownGraph):
     """A model as a graph that can be cut.
 
@@ -243,25 +242,15 @@ class TracedModel(KnownGraph):
         changed_state: first names of buffers, and of parameters, that forward changes.
         steady_state: those of them that it changes whatever the samples are.
         joins_counts: nodes that join counts of several samples.
-        greatest: the batch size up to which the model takes this way; None: any.
-        asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
-        watched: the calls of modules with hooks that only watch.
-        fixes_lengths: where the model fixes a size; empty: not known.
     """
 
     graph: Graph
     repeated: Mapping[str, tuple[str, ...]]
-    output_tree: Tree
     outputs: tuple[OutputSpec, ...]
-    constants: dict[str, Tensor]
     changed_state: frozenset[str]
     steady_state: frozenset[str] = frozenset()
     totals: BatchTotals = NO_TOTALS
     joins_counts: tuple[str, ...] = ()
-    greatest: int | None = None
-    asks_for_one: str = ""
-    watched: tuple[WatchedCall, ...] = ()
-    fixes_lengths: str = ""
 
     @cached_property
     def key(self) -> str:
