@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -225,18 +225,7 @@ def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[i
     return made
 
 
-class Meter(Protocol):
-    """Finds the most memory that is made and not yet freed while its context runs."""
-
-    def restart(self) -> int:
-        """Returns the most there has been, in bytes, and counts from what is there now."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> Any: ...
-
-
-def meter_of(device: torch.device, known: Iterable[Tensor]) -> Meter:
+def meter_of(device: torch.device, known: Iterable[Tensor]) -> AllocationMeter | _OperationMeter | _AllocatorMeter:
     """Returns a meter of memory on a device; that of `known` was there before."""
     if device.type == "cuda":
         return _AllocatorMeter(device)

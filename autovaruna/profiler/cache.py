@@ -154,7 +154,6 @@ def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = Tr
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    """Returns the processor's name."""
     try:
         lines = _CPU_INFO.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,14 +1,9 @@
-"""Measures: `TracedModel` in, costs of its parts out, and from these its `Profile`.
+"""Measures: `TracedModel` in, costs of its parts out, and from these its `Profile`. No rank talks to another here.
 
-No rank talks to another here; the caller gathers and merges.
-
-Seconds: a block costs what was measured of it alone, times what its layer costs as a whole over the sum of the layer's
-blocks; so blocks of a layer add up to the layer. What splitting its backward adds is measured of a layer, too. The
-repeated operations are counted with the first block that uses them.
-
-Bytes: memory that a block saves and that another block made is counted with the block that made it, and once, so that
-blocks of a stage add up to what the stage keeps. Of memory that repeated operations made, each block that saves it
-counts it: a stage may begin anywhere, and must not hold more than was counted."""
+A block costs what was measured of it alone, times what its layer costs as a whole over the sum of the layer's blocks.
+Memory that a block saves and another made counts once, with the block that made it; what repeated operations made
+counts with each block that saves it, for a stage may begin anywhere. Their seconds are the first user's.
+"""
 
 from __future__ import annotations
 

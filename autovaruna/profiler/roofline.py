@@ -149,6 +149,10 @@ def read_device(name: str) -> DeviceSpec:
         file = read_record(read_toml(path), _File)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
+    try:
+        memory_bytes = int(BYTES.read(file.memory))  # type: ignore[call-overload]
+    except REFUSALS:
+        raise ConfigError(f"{path}: memory is {shown(file.memory)}, expected {BYTES.expected}") from None
     rates = msgspec.structs.asdict(file.compute)
     share, unaligned = rates.pop("efficiency"), rates.pop("unaligned_efficiency")
     return DeviceSpec(
@@ -157,7 +161,7 @@ def read_device(name: str) -> DeviceSpec:
         flops_per_second={dtype: rate * share for dtype, rate in rates.items() if rate is not None},
         bytes_per_second=file.memory_bandwidth.bytes_per_second * file.memory_bandwidth.efficiency,
         operation_seconds=file.operation_seconds,
-        memory_bytes=_memory_bytes(path, file.memory),
+        memory_bytes=memory_bytes,
         local_link=LinkCost(file.local_link.latency_seconds, file.local_link.bytes_per_second),
         remote_link=LinkCost(file.remote_link.latency_seconds, file.remote_link.bytes_per_second),
         local_all_reduce=file.all_reduce.local_bytes_per_second,
@@ -166,13 +170,6 @@ def read_device(name: str) -> DeviceSpec:
         fragmentation=file.fragmentation,
         unaligned_share=1.0 if unaligned is None else unaligned / share,
     )
-
-
-def _memory_bytes(path: Path, value: Any) -> int:
-    try:
-        return int(BYTES.read(value))  # type: ignore[call-overload, no-any-return]
-    except REFUSALS:
-        raise ConfigError(f"{path}: memory is {shown(value)}, expected {BYTES.expected}") from None
 
 
 logger = logging.getLogger(__name__)

@@ -355,7 +355,6 @@ class Work:
     weights: tuple[Tensor, ...] = ()
 
     def forward(self) -> Outputs:
-        """Runs forward."""
         with torch.set_grad_enabled(self.needs_gradient):
             return self.run(*self.arguments)
 
