@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ def describe(
         InputError: no argument is a batch, batches differ in size, or a tensor is sparse.
     """
     tensors, tree = flatten((tuple(args), dict(kwargs)))
-    names = _input_names(getattr(model, method), tree.tensor_paths())
+    names = _names_in(inspect.signature(getattr(model, method)), tree.tensor_paths())
     plain_names = [name for name, _ in names]
     _refuse_layouts(plain_names, tensors)
     wanted = dict(batch_dims)
@@ -231,22 +231,10 @@ _Name = tuple[str, frozenset[str]]
 """The name of an input, and all names that cover it: those of what it is in, and of the argument."""
 
 
-def _input_names(forward: Callable[..., Any], paths: Sequence[str]) -> list[_Name]:
-    if inspect.ismethod(forward):
-        return list(_names_of_method(forward.__func__, tuple(paths)))
-    return _names_in(list(inspect.signature(forward).parameters.values()), paths)
-
-
-@lru_cache(maxsize=64)
-def _names_of_method(function: Callable[..., Any], paths: tuple[str, ...]) -> tuple[_Name, ...]:
-    """Returns the names of inputs of a method; a function of the class, which keeps no model alive."""
-    return tuple(_names_in(list(inspect.signature(function).parameters.values())[1:], paths))
-
-
-def _names_in(parameters: Sequence[inspect.Parameter], paths: Sequence[str]) -> list[_Name]:
+def _names_in(signature: inspect.Signature, paths: Sequence[str]) -> list[_Name]:
     names: dict[str, frozenset[str]] = {}
     for path in paths:
-        keys = _keys(path, parameters)
+        keys = _keys(path, list(signature.parameters.values()))
         name = _joined(keys) or "input"
         while name in names:
             name += "_"

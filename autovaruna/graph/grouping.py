@@ -216,7 +216,10 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
             if source not in names and source not in outside:
                 outside[source] = f"${len(outside)} {_incoming(source, facts)}"
     every = names | outside
-    lines = [f"{_described(node)} {fx.map_arg((node.args, node.kwargs), every.__getitem__)}" for node in nodes]
+    lines = []
+    for node in nodes:
+        words = [_operation(node.target), *map(str, precision_of(node))]
+        lines.append(f"{' '.join(words)} {fx.map_arg((node.args, node.kwargs), every.__getitem__)}")
     leaving = [node for node in nodes if any(user not in names for user in node.users)]
     outputs = [f"{names[node]} {facts[node.name].needs_gradient}" for node in leaving]
     text = _DEVICE.sub("device", "\n".join([*lines, *outputs]))
@@ -234,10 +237,6 @@ def _incoming(node: fx.Node, facts: Mapping[str, Fact]) -> str:
     if isinstance(value, fx.GraphModule):
         return "\n".join(str(each.code) for each in value.modules() if isinstance(each, fx.GraphModule))
     return repr(value)
-
-
-def _described(node: fx.Node) -> str:
-    return " ".join([_operation(node.target), *map(str, precision_of(node))])
 
 
 def _operation(target: Any) -> str:
@@ -270,8 +269,14 @@ class Builder:
             self._block(index, names, buffer_bytes.get(index, 0)) for index, names in enumerate(self.grouping.blocks)
         )
         values = self.values()
-        inputs = tuple(self._input(node) for node in self.module.graph.find_nodes(op="placeholder"))
-        parameters = self._parameters()
+        inputs = tuple(
+            Input(node.name, tuple(sorted(self.users(node))), self.sizes.num_bytes(node.meta["val"]))
+            for node in self.module.graph.find_nodes(op="placeholder")
+        )
+        parameters = tuple(
+            Parameter(name, tensor.numel() * tensor.element_size(), tensor.requires_grad, tuple(sorted(used_by)))
+            for name, (tensor, used_by) in self._attributes(self.parameters).items()
+        )
         text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args), *marks))
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks), self._outputs())
@@ -286,7 +291,12 @@ class Builder:
 
     def values(self) -> tuple[Value, ...]:
         """Returns the tensors that are used by another block than their own, in execution order."""
-        return tuple(self._value(name) for name in self.nodes if name in self.block_of and self._later_users(name))
+        users = {name: self._later_users(name) for name in self.nodes if name in self.block_of}
+        sizes = {name: self.sizes.num_bytes(self.nodes[name].meta["val"]) for name in users if users[name]}
+        return tuple(
+            Value(name, self.block_of[name], users[name], size, self.facts[name].needs_gradient)
+            for name, size in sizes.items()
+        )
 
     def users(self, node: fx.Node) -> set[int]:
         """Returns the blocks that use a node, directly or through repeated nodes and sizes."""
@@ -307,14 +317,6 @@ class Builder:
             return ()
         return tuple(sorted(self.users(self.nodes[name]) - {self.block_of[name]}))
 
-    def _value(self, name: str) -> Value:
-        size = self.sizes.num_bytes(self.nodes[name].meta["val"])
-        fact = self.facts[name]
-        return Value(name, self.block_of[name], self._later_users(name), size, fact.needs_gradient)
-
-    def _input(self, node: fx.Node) -> Input:
-        return Input(node.name, tuple(sorted(self.users(node))), self.sizes.num_bytes(node.meta["val"]))
-
     def _attributes(self, names: Mapping[str, str]) -> dict[str, tuple[Tensor, set[int]]]:
         """Returns, for each attribute in `names`, its tensor and the blocks that use it."""
         found: dict[str, tuple[Tensor, set[int]]] = {}
@@ -324,12 +326,6 @@ class Builder:
                 _, blocks = found.setdefault(name, (self.facts[node.name].value, set()))
                 blocks |= self.users(node)
         return found
-
-    def _parameters(self) -> tuple[Parameter, ...]:
-        return tuple(
-            Parameter(name, tensor.numel() * tensor.element_size(), tensor.requires_grad, tuple(sorted(blocks)))
-            for name, (tensor, blocks) in self._attributes(self.parameters).items()
-        )
 
     def _buffer_bytes(self) -> dict[int, int]:
         num_bytes: dict[int, int] = {}

@@ -156,7 +156,8 @@ class _Extraction:
             self.copies[node.name] = self._copy(node)
         switch.to(())
         self.graph.output(tuple(self._resolve(self.traced.nodes[name], -1) for name in outputs))
-        self._arguments_first()
+        for node in reversed(self.arguments.values()):  # placeholders first, in the order of the arguments
+            self.graph._root.append(node)
         module = fx.GraphModule(self.regions, self.graph)
         return Piece(module, tuple(self.arguments), tuple(outputs))
 
@@ -221,11 +222,6 @@ class _Extraction:
             name = re.sub(r"\W", "_", f"{argument.source.value}_{argument.name}{suffix}")
             self.arguments[argument] = self.graph.placeholder(name)
         return self.arguments[argument]
-
-    def _arguments_first(self) -> None:
-        """Moves the placeholders to the front, in the order of the arguments."""
-        for node in reversed(self.arguments.values()):
-            self.graph._root.append(node)
 
 
 _OPERATION = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
@@ -371,7 +367,6 @@ def _entered(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-aten = torch.ops.aten
 _BIAS_PLACE: dict[Any, int] = {
     aten.linear: 2,
     aten.conv1d: 2,

@@ -32,7 +32,7 @@ def inside(module: fx.GraphModule, region: fx.Node) -> tuple[fx.GraphModule, dic
 
 
 DEVICES = ("cpu", "cuda")
-_ENTER, _EXIT = enter_autocast, exit_autocast
+is_autocast = is_any_autocast_enabled
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,6 @@ class Autocast:
 
 Precision = tuple[Autocast, ...]
 """The autocasts that are on, by device; empty: every operation runs in the dtypes of its arguments."""
-
-
-def is_autocast() -> bool:
-    """Says whether autocast is on, for any device type."""
-    return is_any_autocast_enabled()
 
 
 def current_precision() -> Precision:
@@ -127,10 +122,10 @@ class Switch:
         if precision == self._now:
             return
         while self._entered:
-            self._graph.call_function(_EXIT, (self._entered.pop(),))
+            self._graph.call_function(exit_autocast, (self._entered.pop(),))
         for each in precision:
             arguments = (each.device, each.dtype, True, each.is_cached)
-            self._entered.append(self._graph.call_function(_ENTER, arguments))
+            self._entered.append(self._graph.call_function(enter_autocast, arguments))
         self._now = precision
 
 
@@ -155,10 +150,10 @@ def _note(module: fx.GraphModule, around: Precision) -> None:
     now = [around]
     switches: list[fx.Node] = []
     for node in module.graph.nodes:
-        if node.target is _ENTER:
+        if node.target is enter_autocast:
             now.append(_inside(now[-1], *node.args[:3]))
             switches.append(node)
-        elif node.target is _EXIT:
+        elif node.target is exit_autocast:
             now.pop()
             switches.append(node)
         node.meta["precision"] = now[-1]
@@ -173,16 +168,12 @@ def switch_in_regions(module: fx.GraphModule) -> None:
             node.meta["precision"] = ()
             region, _ = inside(module, node)
             switch_in_regions(region)
-            _switch_inside(region)
-
-
-def _switch_inside(region: fx.GraphModule) -> None:
-    switch = Switch(region.graph)
-    for node in list(region.graph.nodes):
-        if node.op in ("call_function", "output"):
-            with region.graph.inserting_before(node):
-                switch.to(precision_of(node) if node.op == "call_function" else ())
-    region.recompile()
+            switch = Switch(region.graph)
+            for each in list(region.graph.nodes):
+                if each.op in ("call_function", "output"):
+                    with region.graph.inserting_before(each):
+                        switch.to(precision_of(each) if each.op == "call_function" else ())
+            region.recompile()
 
 
 def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Precision:

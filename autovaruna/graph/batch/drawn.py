@@ -1,9 +1,8 @@
 """Says with which power of the number of samples a value grows, and computes parts of a graph for a drawn batch.
 
-Nothing in a loss's shape tells a sum over the samples from a mean, but its last operations do: from the loss back,
-through what only scales, adds or reshapes, to where the samples were reduced. What an operator that is not listed makes
-of several samples is shown by a batch of five, and the micro-batches of three and two that it has; so it is shown
-whether rows that are picked by number are those of all samples in turn.
+A sum over the samples is told from a mean by the last operations of a loss: from it back, through what scales, adds or
+reshapes, to where samples were reduced. What an operator that is not listed makes of several samples is shown by
+a batch of five and its micro-batches of three and two; so is whether rows picked by number are all samples' in turn.
 """
 
 from __future__ import annotations

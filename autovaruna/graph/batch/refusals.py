@@ -1,12 +1,9 @@
 """Refuses graphs in which samples meet, and losses of micro-batches that do not make up that of the batch.
 
-A shape with the batch in two dimensions says so at once. What else joins samples is found by how far each value reaches
-over the batch: a number that was reduced over it (or is one sample's) may end in the loss, but must not come back to
-the samples, nor into layers; and no operation may run along the batch.
-
-A root of a mean, or a product of two, is another for micro-batches. From the loss back, operations on numbers that are
-made of several samples must keep means: they add such numbers, or scale them by what has nothing to do with the batch.
-Where the samples were reduced, they must have been added up."""
+A number that was reduced over the batch (or is one sample's) may end in the loss, but must not come back to samples,
+nor into layers; and no operation may run along the batch. From the loss back, operations on numbers that are made of
+several samples must keep means: a root of a mean, or a product of two, is another for micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -112,12 +109,10 @@ class _Meetings:
         what = f"{made_of_all[0].name}, which is made of several samples,"
         if self._reach(node) is Reach.SAMPLES:
             return f"{what} meets each sample in {node.name}"
-        if has(node, Trait.LAYER) and any(map(self._is_weight, node.all_input_nodes)):
+        others = [each for each in node.all_input_nodes if self._reach(each) is Reach.NONE]
+        if has(node, Trait.LAYER) and any(self._facts[each.name].needs_gradient for each in others):
             return f"{what} goes through the layer {node.name}"
         return ""
-
-    def _is_weight(self, node: fx.Node) -> bool:
-        return self._reach(node) is Reach.NONE and self._facts[node.name].needs_gradient
 
     def _by_place(self, node: fx.Node) -> str:
         """Finds numbers for samples that follow from their places in the batch, and are computed with."""
@@ -175,17 +170,13 @@ def _in_bags(node: fx.Node) -> str:
     if not has(node, Trait.IN_BAGS):
         return ""
     begin: Any = node.args[2]
-    for each in reached([begin], _tensor_sources):
+    for each in reached([begin], lambda node: filter(_tensors_of, node.all_input_nodes)):
         if each.op == "placeholder":
             return (
                 f"{each.name} says where bags begin among the indices of the whole batch (pass indices of the shape "
                 f"(batch, most in a bag), filled up with padding_idx, and no offsets) in {node.name}"
             )
     return ""
-
-
-def _tensor_sources(node: fx.Node) -> list[fx.Node]:
-    return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
 
 
 logger = logging.getLogger(__name__)
@@ -334,14 +325,14 @@ def _averages_labels(node: fx.Node, given: Mapping[str, Any]) -> bool:
 
 def _may_hold(labels: fx.Node, ignored: int) -> bool:
     """Whether integers that a model makes may be those of labels that do not count: it names that number somewhere."""
-    nodes = reached([labels], lambda node: filter(_is_whole, node.all_input_nodes))
+
+    def is_whole(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return node.op == "call_function" and isinstance(value, Tensor) and not value.is_floating_point()
+
+    nodes = reached([labels], lambda node: filter(is_whole, node.all_input_nodes))
     given = (argument for node in nodes for argument in (*node.args, *node.kwargs.values()))
     return any(argument == ignored for argument in given if isinstance(argument, int))
-
-
-def _is_whole(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _says_what_is_finite(node: fx.Node) -> bool:

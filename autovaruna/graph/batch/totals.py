@@ -1,11 +1,8 @@
 """Finds the values of a graph that are of the whole batch: what was reduced over the batch from the inputs alone.
 
-The number of labels that count is one, and whether any is there. A micro-batch alone would give another. Such a value
-is computed before the step, from the samples of all ranks: each computes the first reductions, the *totals*, of its own
-samples; they are merged; and what is made of them is computed from the merged ones. Where the model goes on with it,
-the graph has a call of `of_batch`, for which stages are given the value. So it is with the greatest length of the
-inputs, which is how far plain PyTorch goes with each sample, and with the size of the batch where it is a number among
-others: of that a micro-batch has its own where a loss divides sums over the samples by it, or scales what it adds up.
+Such are the number of labels that count, the greatest length, and the size of the batch where it is a number among
+others. Before a step each rank computes the first reductions, the *totals*, of its own samples; they are merged, and
+the rest is computed from them. Where the model goes on with one, the graph has a call of `of_batch`.
 """
 
 from __future__ import annotations
@@ -91,7 +88,10 @@ def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     if sizes.symbol is None:
         return NO_TOTALS
     additions = _Additions(graph.module.graph, facts)
-    _part_means(graph, additions)
+    means = _Means(graph, additions)
+    for node in list(graph.module.graph.nodes):
+        if node.op == "call_function" and (count := means.count_of(node)) is not None:
+            means.part(node, count)
     known = from_inputs(graph)
     values = Values(graph, known)
     marks = _Marks(graph, values, additions)
@@ -313,15 +313,6 @@ def _replace(user: fx.Node, number: fx.Node, given: fx.Node) -> None:
     user.replace_input_with(number, given)
 
 
-def _part_means(graph: KnownGraph, additions: _Additions) -> None:
-    """Parts the means of a graph whose counts follow from its inputs."""
-    means = _Means(graph, additions)
-    for node in list(graph.module.graph.nodes):
-        count = means.count_of(node) if node.op == "call_function" else None
-        if count is not None:
-            means.part(node, count)
-
-
 class _Means:
     """Parts each mean over a number of elements that the inputs decide into a sum and its count.
 
@@ -342,7 +333,9 @@ class _Means:
             given = arguments(node)
             target, weight = given["target"], given.get("weight")
             is_known = target in self._known and (weight is None or weight in self._known)
-            if given["reduction"] != MEAN or not is_known or not self._counts_labels(target):
+            if given["reduction"] != MEAN or not is_known:
+                return None
+            if has_numbers(target.meta["val"]) or not self._sizes.has_samples(target):  # no labels of samples
                 return None
             return lambda: self._labels(node, target, weight, given["ignore_index"])
         if node.target in SUM_OF or arguments(node).get("reduction") == MEAN:
@@ -372,10 +365,6 @@ class _Means:
         value = argument.meta["val"] if isinstance(argument, fx.Node) else None
         is_half = isinstance(value, Tensor) and value.dtype in _HALF
         return self._add.before(node, aten.to.dtype, argument, torch.float32) if is_half else argument
-
-    def _counts_labels(self, target: fx.Node) -> bool:
-        """Whether a target is one of class numbers that grows with the batch, or with what was picked from it."""
-        return not has_numbers(target.meta["val"]) and self._sizes.has_samples(target)
 
     def _labels(self, node: fx.Node, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
         """Adds the number of labels that are not ignored, or the sum of the weights of their classes."""

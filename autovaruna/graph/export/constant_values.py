@@ -93,12 +93,10 @@ def _is_computable(node: fx.Node) -> bool:
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
-    is_drawn = torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in _EMPTY
-    return not is_drawn and not (isinstance(value, Tensor) and _elements(value) > _MOST_ELEMENTS)
-
-
-def _elements(tensor: Tensor) -> int:
-    return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in tensor.shape)
+    if torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in _EMPTY:
+        return False
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in shape) <= _MOST_ELEMENTS
 
 
 def _refuse_writes(cone: list[fx.Node]) -> None:

@@ -205,12 +205,10 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Returns the tensor."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuses."""
         raise OrderError(
             "Backward reached a tensor that a forward hook has kept, left beside what the model returns. Expected a "
             "loss made of what the model returns; return that tensor, too."

@@ -197,6 +197,12 @@ class TensorKind:
     dtype: torch.dtype
     needs_gradient: bool
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        """Returns what stands for a tensor."""
+        shape = tuple(int(each.node.hint) if isinstance(each, torch.SymInt) else each for each in tensor.shape)
+        return cls(shape, tensor.dtype, tensor.requires_grad)
+
     def draw(self, generator: torch.Generator) -> Tensor:
         """Returns random numbers of this kind."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -204,12 +210,8 @@ class TensorKind:
         return torch.zeros(self.shape, dtype=self.dtype)
 
 
-@dataclass(frozen=True)
-class RecordedCall:
-    """One call of a ``torch.autograd.Function`` during a trace."""
-
-    function: Function
-    arguments: tuple[Any, ...]
+RecordedCall = tuple[Function, tuple[Any, ...]]
+"""One call of a function during a trace; a `TensorKind` stands for each tensor among its arguments."""
 
 
 @contextmanager
@@ -229,7 +231,7 @@ def watched(
             raise weights_error(function, holder)
         if call.wants_gradient and function in kept:
             return keep(function, args)
-        calls.append(RecordedCall(function, pytree.tree_map_only(Tensor, _kind_of, args)))
+        calls.append((function, pytree.tree_map_only(Tensor, TensorKind.of, args)))
         return call.run()
 
     with plain_checkpoints(), applied_by(noting):
@@ -242,12 +244,12 @@ def with_own_backward(calls: list[RecordedCall]) -> set[Function]:
     A trace lets autograd derive a function's forward. Both are compared on random numbers of the shapes of the call.
     """
     found: set[Function] = set()
-    for call in {(call.function, str(call.arguments)): call for call in calls}.values():
+    for function, arguments in {(call[0], str(call[1])): call for call in calls}.values():
         try:
-            is_derivative = _same_gradients(call)
+            is_derivative = _same_gradients(function, arguments)
         except Exception:
             is_derivative = False
-        found |= set() if is_derivative else {call.function}
+        found |= set() if is_derivative else {function}
     return found
 
 
@@ -336,33 +338,25 @@ def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> 
             )
 
 
-def _kind_of(tensor: Tensor) -> TensorKind:
-    shape = tuple(int(length.node.hint) if isinstance(length, torch.SymInt) else length for length in tensor.shape)
-    return TensorKind(shape, tensor.dtype, tensor.requires_grad)
-
-
-def _same_gradients(call: RecordedCall) -> bool:
-    own = _gradients(call, lambda args: call.function.apply(*args))  # type: ignore[no-untyped-call]
-    derived = _gradients(call, lambda args: _plain_forward(call.function, args))
+def _same_gradients(function: Function, arguments: tuple[Any, ...]) -> bool:
+    own = _gradients(arguments, lambda args: function.apply(*args))  # type: ignore[no-untyped-call]
+    derived = _gradients(arguments, lambda args: _plain_forward(function, args))
     return len(own) == len(derived) and all(
         torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(own, derived, strict=True)
     )
 
 
-def _gradients(call: RecordedCall, run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
+def _gradients(arguments: tuple[Any, ...], run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
     """Returns the gradients of a call's arguments, zeros where there are none."""
     generator = torch.Generator().manual_seed(0)
-    args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), call.arguments)
+    args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), arguments)
     leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
     with torch.enable_grad():
         outputs = [leaf for leaf in pytree.tree_leaves(run(args)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves or not outputs:
         return [torch.zeros_like(leaf) for leaf in leaves]
     starts = [torch.randn(output.shape, dtype=output.dtype, generator=generator) for output in outputs]
-    found = torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
-    ]
+    return list(torch.autograd.grad(outputs, leaves, starts, materialize_grads=True))
 
 
 class _NoContext:

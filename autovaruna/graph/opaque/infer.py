@@ -138,7 +138,8 @@ class Trial:
         state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [each._version for each in tensors]
         outputs, tree, _ = self.run(tensors, state)
-        if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
+        is_open = any(_open_symbols(length, self.batch) for each in self.inputs for length in each.shape)
+        if is_open and any(0 in each.shape for each in outputs):  # the numbers in other tensors decide a length
             raise CannotKeepError(_BY_NUMBERS)
         if [each._version for each in tensors] != versions:
             raise CannotKeepError("it changes its arguments in place")
@@ -182,11 +183,12 @@ class Trial:
     def numbers(self) -> list[Tensor]:
         """Returns numbers of the module's state: its own, or random ones."""
         generator = torch.Generator().manual_seed(0)
-        return [self._number_of(each, generator) for each in self.state]
-
-    def _number_of(self, own: Tensor, generator: torch.Generator) -> Tensor:
-        made = _drawn(own.shape, own.dtype, generator, Numbers.PLAIN) if own.is_meta else own.detach().clone()
-        return made.to(self.device).requires_grad_(own.requires_grad)
+        made = [
+            _drawn(own.shape, own.dtype, generator, Numbers.PLAIN) if own.is_meta else own.detach().clone()
+            for own in self.state
+        ]
+        pairs = zip(made, self.state, strict=True)
+        return [each.to(self.device).requires_grad_(own.requires_grad) for each, own in pairs]
 
     def arguments(self, numbers: Numbers, size: int) -> list[Tensor]:
         """Returns arguments for `size` samples."""
@@ -197,10 +199,6 @@ class Trial:
             .requires_grad_(each.requires_grad and self.is_differentiated)
             for each in self.inputs
         ]
-
-    def _has_open_length(self, tensor: Tensor) -> bool:
-        """Whether the numbers in other tensors decide a length."""
-        return any(_open_symbols(length, self.batch) for length in tensor.shape)
 
 
 def run_apart(act: Callable[[], Any], device: torch.device) -> Any:
@@ -362,10 +360,8 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], starts: Sequ
     ends = [place for place, start in enumerate(starts) if start is not None]
     if not ends or not leaves:
         return []
-    found = torch.autograd.grad(
-        [outputs[place] for place in ends], leaves, [starts[place] for place in ends], allow_unused=True
-    )
-    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
+    begin = [outputs[place] for place in ends], leaves, [starts[place] for place in ends]
+    return [each.detach() for each in torch.autograd.grad(*begin, materialize_grads=True)]
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:

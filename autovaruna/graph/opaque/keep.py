@@ -1,11 +1,8 @@
-"""Keeps submodules that cannot be traced whole: each call of one is one node of the graph.
+"""Keeps submodules that cannot be traced whole: each call leaves the operator ``autovaruna::module`` in the trace.
 
-While a model is traced, a call of such a module leaves the operator ``autovaruna::module``; `take_modules` makes each a
-call of `run_opaque`. What the module returns is learned by trying it out (`infer.py`).
-
-So are recurrent modules on packed sequences, whose length depends on numbers. What ``pack_padded_sequence`` computes of
-the lengths is a stand-in here, which holds the padded tensor; the module that is called on it is kept with the packing
-and padding around it; and ``pad_packed_sequence`` takes the padded tensor out again.
+So are recurrent modules on packed sequences, whose length depends on numbers. What ``pack_padded_sequence`` computes is
+a stand-in, which holds the padded tensor; the module that is called on it is kept with the packing and padding around
+it; and ``pad_packed_sequence`` takes the padded tensor out again.
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ def kept_whole(
 class Spare:
     """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
-    found: nn.Module | CannotKeepError
+    copy: nn.Module | CannotKeepError
     state: Sequence[Tensor]
 
     @classmethod
@@ -89,12 +86,6 @@ class Spare:
             return cls(copy_of(module), own_tensors(module))
         except CannotKeepError as error:
             return cls(error, ())
-
-    def copy(self) -> nn.Module:
-        """Returns the copy."""
-        if isinstance(self.found, CannotKeepError):
-            raise self.found
-        return self.found
 
 
 class Keeper:
@@ -150,7 +141,9 @@ class Keeper:
             raise CannotKeepError("it neither takes nor holds a tensor")
         is_own = isinstance(module, KeptFunction) and module.is_own
         mode = current_precision(), is_own or torch.is_grad_enabled()
-        trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
+        if isinstance(spare.copy, CannotKeepError):
+            raise spare.copy
+        trial = Trial(spare.copy, spare.state, call, tensors, self._batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
         kind = path, bool(state), call.key(), str(inputs), *mode
@@ -158,7 +151,7 @@ class Keeper:
         if returned is None:
             returned = self._known[kind] = run_apart(lambda: infer_reductions(trial), self._device)
         key = f"{path} {len(_calls)}"
-        _calls[key] = OpaqueModule(path, module, spare.copy(), call, returned, num_parameters)
+        _calls[key] = OpaqueModule(path, module, spare.copy, call, returned, num_parameters)
         results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
 
@@ -221,7 +214,6 @@ class Padded:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets torch take it for a tensor."""
         return called_on_padded(function, args)
 
 

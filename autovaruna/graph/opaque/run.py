@@ -110,11 +110,9 @@ class KeptFunction(nn.Module):
         self.name, self.function, self.is_own = name, function, is_own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
         return self.function(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Returns the function's name."""
         return self.name
 
 
@@ -171,17 +169,9 @@ class OpaqueModule:
         seed = default_generator(device).initial_seed()
         with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
             outputs, tree = flatten(_called(module, args, kwargs), "output")
-            self._take_buffers(places, state)
-        self._check(outputs, tree, batch)
-        return _apart(outputs, [*tensors, *given])
-
-    def _take_buffers(self, places: Places, state: Sequence[Tensor]) -> None:
-        """Copies the module's buffers, changed or assigned, into this rank's."""
-        with torch.no_grad():
-            for ((module, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
-                buffer.copy_(getattr(module, name))
-
-    def _check(self, outputs: Sequence[Tensor], tree: Tree, batch: int) -> None:
+            with torch.no_grad():  # what it has changed or assigned
+                for ((owner, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
+                    buffer.copy_(getattr(owner, name))
         got = [(tuple(each.shape), each.dtype) for each in outputs]
         expected = [(tuple(line.shape(batch)), line.dtype) for line in self.returned.tensors]
         if got != expected or tree.key() != self.returned.tree.key():
@@ -190,6 +180,7 @@ class OpaqueModule:
                 f"when it was tried: got {_words(got)}, expected {_words(expected)} for {batch} samples and the same "
                 "values in place of what is no tensor. Return tensors whose shapes follow from those of the arguments."
             )
+        return _apart(outputs, [*tensors, *given])
 
     def _pretend(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
         """Returns fake results of fake arguments; all buffers count as changed."""
@@ -207,14 +198,12 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, results: list[Tensor], *sources: Tensor) -> Any:
-        """Returns the results."""
         ctx.mark_non_differentiable(*(each for each in results if not is_differentiable(each)))
         ctx.save_for_backward(*sources)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Returns empty gradients."""
         return (None, *map(torch.empty_like, ctx.saved_tensors))
 
 
