@@ -64,11 +64,6 @@ class InputSpec:
         text = f"({shape}) {str(self.dtype).removeprefix('torch.')}"
         return f"{text} with a gradient" if self.needs_gradient else text
 
-    def key(self) -> str:
-        """Returns a text that is equal for inputs that one trace serves."""
-        shape = ("batch", *self.shape[1:]) if self.is_batch else self.shape
-        return f"{self.name}:{shape}:{self.dtype}:{self.needs_gradient}"
-
 
 @dataclass(frozen=True)
 class CallSpec:
@@ -120,7 +115,8 @@ class CallSpec:
     @cached_property
     def _key(self) -> str:
         method = [] if self.method == "forward" else [self.method]
-        text = "\n".join([self.tree.key(), *(spec.key() for spec in self.inputs), self.mode, *method])
+        inputs = [f"{spec.name}:{spec.words()}" for spec in self.inputs]
+        text = "\n".join([self.tree.key(), *inputs, self.mode, *method])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
