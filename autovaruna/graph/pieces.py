@@ -367,22 +367,11 @@ def _entered(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
+_CONVOLUTIONS = [getattr(aten, f"conv{kind}{number}d") for kind in ("", "_transpose") for number in (1, 2, 3)]
 _BIAS_PLACE: dict[Any, int] = {
-    aten.linear: 2,
-    aten.conv1d: 2,
-    aten.conv2d: 2,
-    aten.conv3d: 2,
-    aten.conv_transpose1d: 2,
-    aten.conv_transpose2d: 2,
-    aten.conv_transpose3d: 2,
-    aten.convolution: 2,
-    aten.addmm: 0,
-    aten.baddbmm: 0,
-    aten.mm: -1,
-    aten.matmul: -1,
-    aten.bmm: -1,
-    aten.einsum: -1,
-    aten.embedding: -1,
+    **dict.fromkeys((aten.linear, aten.convolution, *_CONVOLUTIONS), 2),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), 0),
+    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.einsum, aten.embedding), -1),
 }
 """The operations, with the place of the argument that is no reason to defer (its gradient is a sum); -1: none."""
 _VIEWS = {

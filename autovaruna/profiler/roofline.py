@@ -87,11 +87,9 @@ class DeviceSpec:
 
     Attributes:
         name: as torch names it; a deployment is valid for it.
-        kind: ``cpu`` or ``cuda``.
         flops_per_second: by dtype, what a product of large matrices reaches (data sheet times efficiency).
         bytes_per_second: what a pass over memory reaches (likewise).
         memory_bytes: of the device; 0: the file does not say.
-        local_link, remote_link: messages inside a host and between hosts.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
         all_reduce_latency_seconds: of an all-reduce, for each rank that takes part.
         fragmentation: bytes that its allocator takes for each byte that micro-batches make and free; 1 if not said.

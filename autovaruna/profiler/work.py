@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
+from autovaruna.graph.batch.operators import name_of
+from autovaruna.graph.export.constant_values import EMPTY
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, extract, split_backward
 from autovaruna.graph.precision import precision_of, regions
@@ -28,14 +30,6 @@ from autovaruna.graph.records import Block
 from autovaruna.graph.traced import TracedModel
 
 aten = torch.ops.aten
-_LEFT_TO_CHANCE = (
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.empty_permuted.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-)
 _OF_SHARES = (aten.binary_cross_entropy, aten.bernoulli, aten.multinomial, aten.poisson, aten.binomial)
 """Operations that refuse other numbers; on a GPU that ends the process, so none is tried out there."""
 
@@ -61,7 +55,7 @@ def make_code(traced: TracedModel, nodes: Sequence[str], outputs: Sequence[str])
     piece = extract(traced, nodes, outputs, is_bare=True)
     graph = piece.module.graph
     for node in list(graph.nodes):
-        if node.target in _LEFT_TO_CHANCE:  # it may hold places that the graph goes on to index with
+        if name_of(node) in EMPTY:  # it may hold places that the graph goes on to index with
             with graph.inserting_after(node):
                 graph.call_function(aten.zero_.default, (node,))
     every = [node for each in regions(piece.module) for node in each.graph.nodes]
@@ -275,7 +269,7 @@ class Samples:
 
     def _value(self, name: str, batch_size: int) -> Tensor:
         if self.numbers is Numbers.COMPUTED and name in self.traced.repeated:
-            return self._computed(name, batch_size)
+            return self._run(extract(self.traced, (), [name]), batch_size)
         traced: Tensor = self.traced.nodes[name].meta["val"]
         shape = self.traced.sizes.shape(traced, batch_size)
         strides = tuple(self.traced.sizes.number(stride, batch_size) for stride in traced.stride())
@@ -288,12 +282,9 @@ class Samples:
             return torch.ones(value.shape, dtype=value.dtype, device=self.device)
         totals = self.traced.totals
         piece = extract(self.traced, (*totals.before, *totals.after), [totals.values[name][0]], is_bare=True)
-        with torch.no_grad():
-            (found,) = piece.module(*(self.argument(argument, batch_size) for argument in piece.arguments))
-        return torch.as_tensor(found, dtype=value.dtype, device=self.device)
+        return torch.as_tensor(self._run(piece, batch_size), dtype=value.dtype, device=self.device)
 
-    def _computed(self, name: str, batch_size: int) -> Tensor:
-        piece = extract(self.traced, (), [name])
+    def _run(self, piece: Piece, batch_size: int) -> Tensor:
         with torch.no_grad():
             (value,) = piece.module(*(self.argument(argument, batch_size) for argument in piece.arguments))
         return value  # type: ignore[no-any-return]

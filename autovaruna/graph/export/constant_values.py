@@ -25,7 +25,8 @@ from autovaruna.graph.export.errors import is_users
 _SIZES = (2, 7)
 """Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
 _MOST_ELEMENTS = 2**24
-_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Operators that leave memory to chance."""
 _SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
@@ -93,7 +94,7 @@ def _is_computable(node: fx.Node) -> bool:
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in _EMPTY:
+    if torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in EMPTY:
         return False
     shape = value.shape if isinstance(value, Tensor) else ()
     return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in shape) <= _MOST_ELEMENTS
