@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,11 +25,10 @@ _CONSTANTS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One tensor argument.
+    """One tensor argument; a batch input's `shape` begins with the batch size of the call described.
 
-    `shape` is the full shape; for a batch input the first number is the batch size of the call described. The caller
-    passes the batch in `dimension`; it is moved to the first one as the call is read, and back where the model is
-    called.
+    The caller passes the batch in `dimension`; it is moved to the first one as the call is read, and back where the
+    model is called.
     """
 
     name: str
@@ -65,11 +64,6 @@ class InputSpec:
         text = f"({shape}) {str(self.dtype).removeprefix('torch.')}"
         return f"{text} with a gradient" if self.needs_gradient else text
 
-    def key(self) -> str:
-        """Returns a text that is equal for inputs that one trace serves."""
-        shape = ("batch", *self.shape[1:]) if self.is_batch else self.shape
-        return f"{self.name}:{shape}:{self.dtype}:{self.needs_gradient}"
-
 
 @dataclass(frozen=True)
 class CallSpec:
@@ -78,7 +72,6 @@ class CallSpec:
     Attributes:
         tree: structure of ``(args, kwargs)``.
         mode: texts that the trace depends on besides the inputs (training flags, grad mode, autocast).
-        method: the method of the model that is called.
     """
 
     tree: Tree
@@ -122,7 +115,8 @@ class CallSpec:
     @cached_property
     def _key(self) -> str:
         method = [] if self.method == "forward" else [self.method]
-        text = "\n".join([self.tree.key(), *(spec.key() for spec in self.inputs), self.mode, *method])
+        inputs = [f"{spec.name}:{spec.words()}" for spec in self.inputs]
+        text = "\n".join([self.tree.key(), *inputs, self.mode, *method])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -135,23 +129,19 @@ def describe(
     method: str = "forward",
     batch_dims: Sequence[tuple[str, int]] = (),
 ) -> tuple[list[Tensor], CallSpec]:
-    """Takes the arguments of a call apart.
+    """Takes the arguments of a call apart; returns the tensors in order, with the batch first, and the description.
 
     Args:
         batch_inputs: Names of the arguments whose first dimension is the batch; empty: every tensor whose first
             dimension has the size of the first tensor's.
         mode: What `mode_of` says of the model now, if that is known.
-        batch_dims: Names of arguments, each with the dimension that is the batch in its tensors, where that is not
-            the first one.
-
-    Returns:
-        The tensors in order, with the batch in the first dimension, and the description.
+        batch_dims: Names of arguments, each with the dimension that is the batch, where that is not the first one.
 
     Raises:
         InputError: no argument is a batch, batches differ in size, or a tensor is sparse.
     """
     tensors, tree = flatten((tuple(args), dict(kwargs)))
-    names = _input_names(getattr(model, method), tree.tensor_paths())
+    names = _names_in(inspect.signature(getattr(model, method)), tree.tensor_paths())
     plain_names = [name for name, _ in names]
     _refuse_layouts(plain_names, tensors)
     wanted = dict(batch_dims)
@@ -169,11 +159,7 @@ def describe(
 
 
 class CallReader:
-    """Describes the calls of a model; one that is like an earlier call is known by its outline, at little cost.
-
-    Args:
-        batch_inputs, batch_dims: As in `describe`.
-    """
+    """Describes the calls of a model; one that is like an earlier call is known by its outline, at little cost."""
 
     def __init__(
         self, model: nn.Module, batch_inputs: Sequence[str] = (), batch_dims: Sequence[tuple[str, int]] = ()
@@ -186,11 +172,7 @@ class CallReader:
     def read(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: str, method: str = "forward"
     ) -> tuple[list[Tensor], CallSpec]:
-        """Returns what `describe` returns; the description is the same object for calls that do not differ.
-
-        Raises:
-            InputError: as `describe`.
-        """
+        """Returns what `describe` returns; the description is the same object for calls that do not differ."""
         tensors: list[Tensor] = []
         forward = getattr(getattr(self._model, method), "__func__", None)  # its parameters name the inputs
         try:
@@ -245,22 +227,10 @@ _Name = tuple[str, frozenset[str]]
 """The name of an input, and all names that cover it: those of what it is in, and of the argument."""
 
 
-def _input_names(forward: Callable[..., Any], paths: Sequence[str]) -> list[_Name]:
-    if inspect.ismethod(forward):
-        return list(_names_of_method(forward.__func__, tuple(paths)))
-    return _names_in(list(inspect.signature(forward).parameters.values()), paths)
-
-
-@lru_cache(maxsize=64)
-def _names_of_method(function: Callable[..., Any], paths: tuple[str, ...]) -> tuple[_Name, ...]:
-    """Returns the names of inputs of a method; a function of the class, which keeps no model alive."""
-    return tuple(_names_in(list(inspect.signature(function).parameters.values())[1:], paths))
-
-
-def _names_in(parameters: Sequence[inspect.Parameter], paths: Sequence[str]) -> list[_Name]:
+def _names_in(signature: inspect.Signature, paths: Sequence[str]) -> list[_Name]:
     names: dict[str, frozenset[str]] = {}
     for path in paths:
-        keys = _keys(path, parameters)
+        keys = _keys(path, list(signature.parameters.values()))
         name = _joined(keys) or "input"
         while name in names:
             name += "_"

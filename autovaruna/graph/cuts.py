@@ -1,23 +1,21 @@
-"""Finds where a graph may be cut: at the user's cut points, and where no smaller cut is next to one."""
+"""Marks places in a trace: those where a user lets the model be cut, and tensors that hooks watch."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.records import CutMark, Size, Value
 
 CUT, WATCHED = "cut", "watched"
 _tracing = threading.local()
-_FIRST, _LAST = "nothing of the model lies before it", "nothing of the model lies after it"
 
 
 @torch.library.custom_op("autovaruna::mark", mutates_args=())
@@ -164,136 +162,3 @@ def _final_users(node: fx.Node) -> Iterator[fx.Node]:
             yield from _final_users(user)
         else:
             yield user
-
-
-class Blocks(Protocol):
-    """What `locate` asks of a grouped graph."""
-
-    nodes: dict[str, fx.Node]
-    block_of: dict[str, int]
-
-    def users(self, node: fx.Node) -> set[int]:
-        """Returns the blocks that use a node, directly or through nodes that are in no block."""
-
-
-def locate(
-    markers: Sequence[Marker],
-    blocks: Sequence[Sequence[str]],
-    graph: Blocks,
-    joins: Sequence[tuple[Sequence[str], str]],
-) -> list[CutMark]:
-    """Finds the cut that each marker means: its value is made before, what used it comes after.
-
-    Args:
-        joins: Nodes that no cut may part, and why.
-    """
-    places = {name: place for place, name in enumerate(graph.nodes)}
-    starts = [places[names[0]] for names in blocks]
-    found = []
-    for marker in markers:
-        least = graph.block_of.get(marker.source, -1) + 1
-        most = min(_user_blocks(marker, graph), default=len(blocks))
-        block = min(max(sum(start < marker.place for start in starts), least), most)
-        reason = _reason(marker, least, most, block, len(blocks), joins)
-        found.append(CutMark(marker.name, -1 if reason else block, reason))
-    return found
-
-
-def _user_blocks(marker: Marker, graph: Blocks) -> set[int]:
-    found: set[int] = set()
-    for name in marker.users if not marker.region else ():
-        found |= {graph.block_of[name]} if name in graph.block_of else graph.users(graph.nodes[name])
-    return found
-
-
-def _reason(
-    marker: Marker, least: int, most: int, block: int, num_blocks: int, joins: Sequence[tuple[Sequence[str], str]]
-) -> str:
-    """Returns why there can be no cut; empty if there can be one."""
-    if marker.region:
-        return "it lies inside a region of the graph that is run as one operation (torch.no_grad(), torch.cond)"
-    if least > most:
-        return why_joined(marker.source, marker.users, joins)
-    if block == 0:
-        return _FIRST
-    return _LAST if block == num_blocks else ""
-
-
-def why_joined(source: str, users: Collection[str], joins: Sequence[tuple[Sequence[str], str]]) -> str:
-    """Returns the rules that keep a value and its users on one stage, by the shortest chain of joins."""
-    reached: dict[str, tuple[str, ...]] = {source: ()}
-    waiting = [source]
-    while waiting:
-        name = waiting.pop(0)
-        if name in users:
-            return "no cut may part what is before and after it: " + "; ".join(dict.fromkeys(reached[name]))
-        for members, rule in joins:
-            if name in members:
-                new = [member for member in members if member not in reached]
-                reached |= dict.fromkeys(new, (*reached[name], rule))
-                waiting += new
-    return "no cut may part what is before and after it"
-
-
-def crossing_sizes(values: Sequence[Value], num_blocks: int) -> list[Size]:
-    """Returns the bytes that cross the cut after each block (the last one: nothing does)."""
-    fixed, sample = [0.0] * (num_blocks + 1), [0.0] * (num_blocks + 1)
-    for value in values:
-        if value.consumers:
-            last = max(value.consumers)
-            for totals, num_bytes in ((fixed, value.size.fixed_bytes), (sample, value.size.sample_bytes)):
-                totals[value.producer] += num_bytes
-                totals[last] -= num_bytes
-    running = Size(0.0, 0.0)
-    sizes = []
-    for index in range(num_blocks):
-        running = Size(running.fixed_bytes + fixed[index], running.sample_bytes + sample[index])
-        sizes.append(running)
-    return sizes
-
-
-def merge_free_blocks(
-    blocks: Sequence[tuple[str, ...]],
-    crossing: Sequence[Size],
-    is_free: Callable[[int], bool],
-    marked: Collection[int] = (),
-) -> tuple[tuple[str, ...], ...]:
-    """Joins blocks so that only cuts are left that no other cut beats.
-
-    Args:
-        blocks: Node names of each block, in order.
-        crossing: Bytes that cross the cut after each block.
-        is_free: Whether the block of an index holds views alone.
-        marked: Cuts that stay in any case, because a cut point of the user's means them.
-    """
-    kept: list[int] = []
-    run: list[int] = []
-    for cut in range(len(blocks) - 1):
-        if run and not is_free(cut):
-            kept += _unbeaten(run, crossing)
-            run = []
-        run.append(cut)
-    kept += _unbeaten(run, crossing)
-    if len(blocks) > 1 and is_free(len(blocks) - 1):
-        kept = [cut for cut in kept if cut not in run]
-    if kept and is_free(0):
-        first_run = [cut for cut in range(len(blocks) - 1) if all(is_free(block) for block in range(cut + 1))]
-        kept = [cut for cut in kept if cut not in first_run]
-    kept = sorted({*kept, *marked})
-    starts = [0, *(cut + 1 for cut in kept)]
-    ends = [*(cut + 1 for cut in kept), len(blocks)]
-    return tuple(
-        tuple(name for block in blocks[start:end] for name in block) for start, end in zip(starts, ends, strict=True)
-    )
-
-
-def _unbeaten(run: Sequence[int], crossing: Sequence[Size]) -> list[int]:
-    return [cut for cut in run if not any(_beats(other, cut, crossing) for other in run)]
-
-
-def _beats(one: int, other: int, crossing: Sequence[Size]) -> bool:
-    """Whether cut `one` is never worse than `other`; of equals the earlier one wins."""
-    mine, its = crossing[one], crossing[other]
-    never_worse = mine.fixed_bytes <= its.fixed_bytes and mine.sample_bytes <= its.sample_bytes
-    is_equal = mine == its
-    return one != other and never_worse and (not is_equal or one < other)

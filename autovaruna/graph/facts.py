@@ -22,12 +22,11 @@ from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import Counting, changed_statistics, is_random
 from autovaruna.graph.call import CallSpec, InputSpec
-from autovaruna.graph.export.errors import reason_of
+from autovaruna.graph.export.errors import origin, reason_of
 from autovaruna.graph.export.exported import Exported
 from autovaruna.graph.export.fakes import example_inputs, fake_like, without_cudnn
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
-from autovaruna.graph.source_lines import origin
 
 _aten = torch.ops.aten
 Shape = Sequence[int]
@@ -105,12 +104,9 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of one node.
+    """What is known of one node; its fake value has the batch size of the pass.
 
-    Attributes:
-        value: its fake result for the batch size of the pass.
-        needs_gradient: whether any tensor of the result takes part in autograd, at the end: what is written into a
-            view of it counts.
+    `needs_gradient` is what holds at the end: what is written into a view of it counts.
     """
 
     value: Any
@@ -170,34 +166,29 @@ class _Pass(fx.Interpreter):
         with in_precision(precision) if precision else nullcontext():
             value = super().run_node(n)
         written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
+        statistics = {storage_of(self.env[each]) for each in changed_statistics(self.module, n)}
         outputs = tensors_in(value)
         self.facts[n.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in outputs),
             reads=frozenset(map(storage_of, inputs)),
-            writes=frozenset(written | self._statistics(n)),
+            writes=frozenset(written | statistics),
             makes=frozenset(map(storage_of, outputs)),
             is_random=is_random(self.module, n),
             num_flops=_plain(self.num_flops),
         )
         return value
 
-    def _statistics(self, node: fx.Node) -> set[int]:
-        """Storages of running statistics, which normalisation changes without saying so in its schema."""
-        return {storage_of(self.env[each]) for each in changed_statistics(self.module, node)}
 
-
-@dataclass(frozen=True)
-class KnownGraph:
+@dataclass(frozen=True, kw_only=True)
+class KnownGraph(Exported):
     """A graph of torch.export with what is known of it.
 
     Attributes:
-        module: the graph; placeholders are inputs, attributes have the model's names.
         parameters: first name of each parameter, by each of its names.
         buffers: first name of each buffer, by each of its names.
     """
 
-    module: fx.GraphModule
     facts: dict[str, Fact]
     sizes: Sizes
     call: CallSpec
@@ -231,12 +222,7 @@ class KnownGraph:
 def learn(
     exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
 ) -> dict[str, Fact]:
-    """Returns a `Fact` for every node of a graph, by node name.
-
-    Args:
-        model: Where parameters and buffers come from (shapes alone are read).
-        batch_size: The batch size that the values of the facts have.
-    """
+    """Returns a `Fact` for every node of a graph, by name, for a batch size; reads shapes of the model alone."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     attributes: dict[str, Tensor] = {}
     memo: dict[int, Tensor] = {}

@@ -1,12 +1,16 @@
-"""Groups the nodes of a graph into blocks that are never cut, and builds the record of them with their signatures."""
+"""Groups the nodes of a graph into blocks that are never cut, and builds the record of them with their signatures.
+
+Cuts lie between blocks: at the user's cut points, and where no smaller cut is next to one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import networkx as nx
@@ -15,12 +19,13 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import counted
+from autovaruna.graph.cuts import Marker
+from autovaruna.graph.export.errors import modules_of
 from autovaruna.graph.export.idioms import check
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import cast_dtype, precision_of
-from autovaruna.graph.records import Block, CutMark, Graph, Input, Output, Parameter, Value
-from autovaruna.graph.source_lines import modules_of
+from autovaruna.graph.records import Block, CutMark, Graph, Input, Output, Parameter, Size, Value
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
@@ -128,9 +133,7 @@ class _Rules:
 
     def ordered(self, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
         """Returns the groups in topological order, the earliest node first among those that are free."""
-        members: dict[fx.Node, list[fx.Node]] = {}
-        for node in nodes:
-            members.setdefault(self.sets[node], []).append(node)
+        members = self.groups(nodes)
         order = nx.lexicographical_topological_sort(self._waiting(nodes), lambda root: self.position[members[root][0]])
         return [members[root] for root in order]
 
@@ -149,12 +152,12 @@ class _Rules:
             self.sets.union(*known)
             self.joins.append((tuple(node.name for node in known), rule))
 
-    def groups(self) -> list[list[fx.Node]]:
-        """Returns the groups in order of their first nodes."""
+    def groups(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+        """Returns the groups by their roots, in order of their first nodes."""
         members: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.nodes:
+        for node in nodes:
             members.setdefault(self.sets[node], []).append(node)
-        return list(members.values())
+        return members
 
 
 def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -163,16 +166,25 @@ def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str
     written = {storage for node in rules.nodes for storage in rules.facts[node.name].writes}
     changed = written & rules.known.outliving_storages()
     repeated: dict[str, tuple[str, ...]] = {}
-    waiting = [
-        members
-        for members in rules.groups()
-        if all(
-            _is_cheap(rules.facts[node.name], node, total) and not _touches(rules.facts[node.name], changed)
-            for node in members
-        )
-    ]
+
+    def may_repeat(node: fx.Node) -> bool:
+        fact = rules.facts[node.name]
+        return _is_cheap(fact, node, total) and not (fact.reads | fact.writes | fact.makes) & changed
+
+    def is_there(source: fx.Node) -> bool:
+        """Whether every stage has a value: an input without gradient, a buffer, constant or size, or a repeated one."""
+        if source.op == "get_attr":
+            return str(source.target) not in parameters
+        is_outside = source not in rules.position and not rules.facts[source.name].needs_gradient
+        return source.name in repeated or is_outside
+
+    def is_fed(members: Sequence[fx.Node]) -> bool:
+        sources = {source for node in members for source in node.all_input_nodes}
+        return all(map(is_there, sources.difference(members)))
+
+    waiting = [members for members in rules.groups(rules.nodes).values() if all(map(may_repeat, members))]
     while True:
-        ready = [members for members in waiting if _is_fed(members, repeated, rules, parameters)]
+        ready = [members for members in waiting if is_fed(members)]
         if not ready:
             return repeated
         waiting = [members for members in waiting if members not in ready]
@@ -187,28 +199,6 @@ def _is_cheap(fact: Fact, node: fx.Node, total_flops: float) -> bool:
     return is_light and not fact.needs_gradient and not fact.is_random
 
 
-def _touches(fact: Fact, storages: set[int]) -> bool:
-    return bool((fact.reads | fact.writes | fact.makes) & storages)
-
-
-def _is_fed(
-    members: Sequence[fx.Node], repeated: Mapping[str, object], rules: _Rules, parameters: Collection[str]
-) -> bool:
-    """Whether a group needs only inputs without gradient, buffers, constants, sizes and repeated nodes."""
-    inside = set(members)
-    return all(
-        source in inside or source.name in repeated or _is_free(source, rules, parameters)
-        for node in members
-        for source in node.all_input_nodes
-    )
-
-
-def _is_free(source: fx.Node, rules: _Rules, parameters: Collection[str]) -> bool:
-    if source.op == "get_attr":
-        return str(source.target) not in parameters
-    return source not in rules.position and not rules.facts[source.name].needs_gradient
-
-
 _SYMBOL = re.compile(r"\b[suz]\d+\b")
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
@@ -218,9 +208,6 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
 
     Of a tensor that comes in it holds the shape (the batch size as a symbol), strides, dtype and whether it needs a
     gradient; of one that goes out, whether it needs a gradient. It holds no names and no device.
-
-    Args:
-        sizes: Says which symbol is the batch size.
     """
     names = {node: f"%{index}" for index, node in enumerate(nodes)}
     outside: dict[fx.Node, str] = {}
@@ -229,7 +216,10 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
             if source not in names and source not in outside:
                 outside[source] = f"${len(outside)} {_incoming(source, facts)}"
     every = names | outside
-    lines = [f"{_described(node)} {fx.map_arg((node.args, node.kwargs), every.__getitem__)}" for node in nodes]
+    lines = []
+    for node in nodes:
+        words = [_operation(node.target), *map(str, precision_of(node))]
+        lines.append(f"{' '.join(words)} {fx.map_arg((node.args, node.kwargs), every.__getitem__)}")
     leaving = [node for node in nodes if any(user not in names for user in node.users)]
     outputs = [f"{names[node]} {facts[node.name].needs_gradient}" for node in leaving]
     text = _DEVICE.sub("device", "\n".join([*lines, *outputs]))
@@ -247,10 +237,6 @@ def _incoming(node: fx.Node, facts: Mapping[str, Fact]) -> str:
     if isinstance(value, fx.GraphModule):
         return "\n".join(str(each.code) for each in value.modules() if isinstance(each, fx.GraphModule))
     return repr(value)
-
-
-def _described(node: fx.Node) -> str:
-    return " ".join([_operation(node.target), *map(str, precision_of(node))])
 
 
 def _operation(target: Any) -> str:
@@ -283,8 +269,14 @@ class Builder:
             self._block(index, names, buffer_bytes.get(index, 0)) for index, names in enumerate(self.grouping.blocks)
         )
         values = self.values()
-        inputs = tuple(self._input(node) for node in self.module.graph.find_nodes(op="placeholder"))
-        parameters = self._parameters()
+        inputs = tuple(
+            Input(node.name, tuple(sorted(self.users(node))), self.sizes.num_bytes(node.meta["val"]))
+            for node in self.module.graph.find_nodes(op="placeholder")
+        )
+        parameters = tuple(
+            Parameter(name, tensor.numel() * tensor.element_size(), tensor.requires_grad, tuple(sorted(used_by)))
+            for name, (tensor, used_by) in self._attributes(self.parameters).items()
+        )
         text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args), *marks))
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks), self._outputs())
@@ -299,7 +291,12 @@ class Builder:
 
     def values(self) -> tuple[Value, ...]:
         """Returns the tensors that are used by another block than their own, in execution order."""
-        return tuple(self._value(name) for name in self.nodes if name in self.block_of and self._later_users(name))
+        users = {name: self._later_users(name) for name in self.nodes if name in self.block_of}
+        sizes = {name: self.sizes.num_bytes(self.nodes[name].meta["val"]) for name in users if users[name]}
+        return tuple(
+            Value(name, self.block_of[name], users[name], size, self.facts[name].needs_gradient)
+            for name, size in sizes.items()
+        )
 
     def users(self, node: fx.Node) -> set[int]:
         """Returns the blocks that use a node, directly or through repeated nodes and sizes."""
@@ -320,14 +317,6 @@ class Builder:
             return ()
         return tuple(sorted(self.users(self.nodes[name]) - {self.block_of[name]}))
 
-    def _value(self, name: str) -> Value:
-        size = self.sizes.num_bytes(self.nodes[name].meta["val"])
-        fact = self.facts[name]
-        return Value(name, self.block_of[name], self._later_users(name), size, fact.needs_gradient)
-
-    def _input(self, node: fx.Node) -> Input:
-        return Input(node.name, tuple(sorted(self.users(node))), self.sizes.num_bytes(node.meta["val"]))
-
     def _attributes(self, names: Mapping[str, str]) -> dict[str, tuple[Tensor, set[int]]]:
         """Returns, for each attribute in `names`, its tensor and the blocks that use it."""
         found: dict[str, tuple[Tensor, set[int]]] = {}
@@ -337,12 +326,6 @@ class Builder:
                 _, blocks = found.setdefault(name, (self.facts[node.name].value, set()))
                 blocks |= self.users(node)
         return found
-
-    def _parameters(self) -> tuple[Parameter, ...]:
-        return tuple(
-            Parameter(name, tensor.numel() * tensor.element_size(), tensor.requires_grad, tuple(sorted(blocks)))
-            for name, (tensor, blocks) in self._attributes(self.parameters).items()
-        )
 
     def _buffer_bytes(self) -> dict[int, int]:
         num_bytes: dict[int, int] = {}
@@ -378,3 +361,105 @@ class Builder:
             buffer_bytes=buffer_bytes,
             num_flops_per_sample=flops / self.sizes.batch_size,
         )
+
+
+def locate(
+    markers: Sequence[Marker],
+    blocks: Sequence[Sequence[str]],
+    graph: Builder,
+    joins: Sequence[tuple[Sequence[str], str]],
+) -> list[CutMark]:
+    """Finds the cut that each marker means: its value is made before, what used it comes after."""
+    places = {name: place for place, name in enumerate(graph.nodes)}
+    starts = [places[names[0]] for names in blocks]
+    found = []
+    for marker in markers:
+        least = graph.block_of.get(marker.source, -1) + 1
+        most = min(_user_blocks(marker, graph), default=len(blocks))
+        block = min(max(sum(start < marker.place for start in starts), least), most)
+        if marker.region:
+            reason = "it lies inside a region of the graph that is run as one operation (torch.no_grad(), torch.cond)"
+        elif least > most:
+            reason = _why_joined(marker.source, marker.users, joins)
+        else:
+            ends = {0: "nothing of the model lies before it", len(blocks): "nothing of the model lies after it"}
+            reason = ends.get(block, "")
+        found.append(CutMark(marker.name, -1 if reason else block, reason))
+    return found
+
+
+def _user_blocks(marker: Marker, graph: Builder) -> set[int]:
+    found: set[int] = set()
+    for name in marker.users if not marker.region else ():
+        found |= {graph.block_of[name]} if name in graph.block_of else graph.users(graph.nodes[name])
+    return found
+
+
+def _why_joined(source: str, users: Collection[str], joins: Sequence[tuple[Sequence[str], str]]) -> str:
+    """Returns the rules that keep a value and its users on one stage, by the shortest chain of joins."""
+    reached: dict[str, tuple[str, ...]] = {source: ()}
+    waiting = [source]
+    while waiting:
+        name = waiting.pop(0)
+        if name in users:
+            return "no cut may part what is before and after it: " + "; ".join(dict.fromkeys(reached[name]))
+        for members, rule in joins:
+            if name in members:
+                new = [member for member in members if member not in reached]
+                reached |= dict.fromkeys(new, (*reached[name], rule))
+                waiting += new
+    return "no cut may part what is before and after it"
+
+
+def crossing_sizes(values: Sequence[Value], num_blocks: int) -> list[Size]:
+    """Returns the bytes that cross the cut after each block (the last one: nothing does)."""
+    fixed, sample = [0.0] * (num_blocks + 1), [0.0] * (num_blocks + 1)
+    for value in values:
+        if value.consumers:
+            last = max(value.consumers)
+            for totals, num_bytes in ((fixed, value.size.fixed_bytes), (sample, value.size.sample_bytes)):
+                totals[value.producer] += num_bytes
+                totals[last] -= num_bytes
+    return list(map(Size, accumulate(fixed[:-1]), accumulate(sample[:-1])))
+
+
+def merge_free_blocks(
+    blocks: Sequence[tuple[str, ...]],
+    crossing: Sequence[Size],
+    is_free: Callable[[int], bool],
+    marked: Collection[int] = (),
+) -> tuple[tuple[str, ...], ...]:
+    """Joins blocks so that only cuts are left that no other cut beats, and those that the user has `marked`.
+
+    `crossing` is what crosses the cut after each block; `is_free` says whether a block holds views alone.
+    """
+    kept: list[int] = []
+    run: list[int] = []
+    for cut in range(len(blocks) - 1):
+        if run and not is_free(cut):
+            kept += _unbeaten(run, crossing)
+            run = []
+        run.append(cut)
+    kept += _unbeaten(run, crossing)
+    if len(blocks) > 1 and is_free(len(blocks) - 1):
+        kept = [cut for cut in kept if cut not in run]
+    if kept and is_free(0):
+        first_run = [cut for cut in range(len(blocks) - 1) if all(is_free(block) for block in range(cut + 1))]
+        kept = [cut for cut in kept if cut not in first_run]
+    kept = sorted({*kept, *marked})
+    starts = [0, *(cut + 1 for cut in kept)]
+    ends = [*(cut + 1 for cut in kept), len(blocks)]
+    return tuple(
+        tuple(name for block in blocks[start:end] for name in block) for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _unbeaten(run: Sequence[int], crossing: Sequence[Size]) -> list[int]:
+    """Returns the cuts than which no other is never worse; of equals the earlier one wins."""
+
+    def beats(one: int, other: int) -> bool:
+        mine, its = crossing[one], crossing[other]
+        is_never_worse = mine.fixed_bytes <= its.fixed_bytes and mine.sample_bytes <= its.sample_bytes
+        return is_never_worse and (mine != its or one < other)
+
+    return [cut for cut in run if not any(beats(other, cut) for other in run)]

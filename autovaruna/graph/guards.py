@@ -1,13 +1,8 @@
 """Guards a trace by what it depends on besides tensors: attributes, hooks, training flags, grad mode, autocast.
 
-A trace fixes the numbers, texts, lists and the like that modules hold, and those in the objects that modules hold, a
-configuration for example. What a script has set of them since then is part of what a call is known by: another value
-is another trace. What a forward of the library's own has set is not, for it differs between ranks. Globals and
-variables of closures are read once, when the model is traced.
-
-A script may keep what no trace depends on in a model, a counter for example. So where one attribute has changed, the
-model is traced without it, and with something in its place that cannot be used: if neither makes a difference, the
-attribute does not count any more.
+A trace fixes what modules hold, and the objects in them: another value that a script has set is another trace; what a
+forward has set does not count, for it differs between ranks. Where an attribute has changed, the model is traced
+without it, and with something unusable in its place: if neither makes a difference, it does not count any more.
 """
 
 from __future__ import annotations
@@ -83,15 +78,12 @@ def _collect(path: str, owner: Any, depth: int, found: dict[int, tuple[str, Any]
         is_of_c = type(value).__flags__ & _IMMUTABLE_TYPE and type(value) is not SimpleNamespace
         if is_of_c or id(value) in found or len(found) >= _MOST:
             continue
-        if _is_record(value):
+        library = type(value).__module__.partition(".")[0]
+        is_record = hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
+        if is_record and library not in _NO_CONFIGURATIONS:
             found[id(value)] = full_name(path, name), value
             if depth > 1:
                 _collect(full_name(path, name), value, depth - 1, found)
-
-
-def _is_record(value: object) -> bool:
-    library = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS) and library not in _NO_CONFIGURATIONS
 
 
 def full_name(path: str, name: str) -> str:
@@ -116,9 +108,8 @@ class Guards:
         self._new: set[str] = set()
         self._latest: tuple[Any, ...] = ()
         self._latest_words = ""
-        self._learn()
+        self.settle()
         self._first, self._first_kinds = dict(self._last), self._kinds
-        self._slots, self._settled = self._slots_now(), self._ids()
 
     def words(self) -> str:
         """Returns all of it as a text that is equal for calls that one trace serves."""
@@ -216,7 +207,7 @@ class Guards:
         self._last: dict[str, Any] = {}
         inner = {id(place) for place in self._places}
         for path, place in owners:
-            counted = [name for name in place if self._is_guarded(path, name)]
+            counted = [name for name in place if name not in OF_MODULES and full_name(path, name) not in self._ignored]
             plain = [name for name in counted if is_plain(place[name])]
             if plain:
                 self._getters.append((itemgetter(*plain), place))
@@ -229,9 +220,6 @@ class Guards:
                 self._last[full_name(path, kind)] = len(vars(module).get(kind, ()))
         self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
         self._values = self._read()
-
-    def _is_guarded(self, path: str, name: str) -> bool:
-        return name not in OF_MODULES and full_name(path, name) not in self._ignored
 
     def _add_other(self, full: str, place: dict[str, Any], name: str, inner: set[int]) -> None:
         """Adds an attribute that is no plain value; the attributes of a configuration count by themselves."""
@@ -324,11 +312,10 @@ class Unusable:
     def __init__(self, name: str) -> None:
         self._attribute = name
 
-    def __copy__(self) -> Unusable:
+    def __copy__(self, memo: Any = None) -> Unusable:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unusable:
-        return self
+    __deepcopy__ = __copy__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and libraries ask every object for some

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.values import is_of_batch
+from autovaruna.graph.batch.operators import is_of_batch
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.precision import regions
 from autovaruna.graph.records import Size
@@ -120,9 +120,14 @@ def _number(value: Any, symbols: tuple[sympy.Symbol, ...], numbers: tuple[int, .
     if not isinstance(expression, sympy.Basic):
         return expression
     number = _at(expression, symbols, numbers)
-    if isinstance(value, torch.SymBool):
+    return _plain_of(value, number)
+
+
+def _plain_of(size: Any, number: Any) -> Any:
+    """Returns a number as Python has it, of the kind that a size is."""
+    if isinstance(size, torch.SymBool):
         return bool(number)
-    return float(number) if isinstance(value, torch.SymFloat) else int(number)
+    return float(number) if isinstance(size, torch.SymFloat) else int(number)
 
 
 @lru_cache(maxsize=4096)
@@ -206,12 +211,7 @@ def find_lengths(
 ) -> Lengths | None:
     """Finds the lengths that are symbols in a graph of torch.export, and puts numbers in their place.
 
-    Args:
-        module: The graph; the values of its nodes are changed.
-        is_dynamic: Whether the batch size is a symbol.
-
-    Returns:
-        The lengths; None: the model has fixed them all.
+    Returns None if the model has fixed them all.
 
     Raises:
         TraceError: it cannot be told which they may be.
@@ -283,12 +283,9 @@ def _number_at(size: Any, numbers: Mapping[Any, Any]) -> Any:
     if not _free(size) & numbers.keys():
         return size
     expression, symbols = size.node.expr.xreplace(dict(numbers)), size.node.shape_env
-    if isinstance(size, torch.SymBool):
-        return bool(expression) if not expression.free_symbols else symbols.create_symboolnode(expression)
-    if isinstance(size, torch.SymFloat):
-        if not expression.free_symbols:
-            return float(expression)
-        return symbols.create_symfloatnode(expression, hint=size.node.hint)
     if not expression.free_symbols:
-        return int(expression)
-    return symbols.create_symintnode(expression, hint=size.node.hint)
+        return _plain_of(size, expression)
+    if isinstance(size, torch.SymBool):
+        return symbols.create_symboolnode(expression)
+    make = symbols.create_symfloatnode if isinstance(size, torch.SymFloat) else symbols.create_symintnode
+    return make(expression, hint=size.node.hint)

@@ -19,12 +19,12 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autovaruna._torch import OpOverload, run_backward
-from autovaruna.graph.batch.values import is_of_batch
+from autovaruna.graph.batch.operators import is_of_batch
+from autovaruna.graph.export.errors import GENERATED
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
-from autovaruna.graph.source_lines import GENERATED
 from autovaruna.graph.traced import TracedModel
 
 aten = torch.ops.aten
@@ -90,10 +90,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Piece:
-    """Blocks as a callable.
-
-    `module(*arguments)` returns one tensor for each name in `outputs`.
-    """
+    """Blocks as a callable: `module(*arguments)` returns one tensor for each name in `outputs`."""
 
     module: fx.GraphModule
     arguments: tuple[Argument, ...]
@@ -105,27 +102,18 @@ class Piece:
 
 
 def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str], *, is_bare: bool = False) -> Piece:
-    """Takes nodes out of a traced graph.
+    """Takes nodes out of a traced graph, in the order of one process.
 
     Args:
         nodes: Names of the nodes of the blocks that the piece holds; repeated nodes come along by themselves.
-        outputs: Names of the nodes whose values the piece returns: its own, repeated ones, inputs or values that
-            pass through.
+        outputs: What the piece returns: its own nodes, repeated ones, inputs or values that pass through.
         is_bare: Whether repeated nodes stay outside; what the piece needs of them are then `VALUE` arguments.
-
-    Returns:
-        The piece; its operations are in the order of one process.
     """
     return _Extraction(traced, set(nodes), {} if is_bare else traced.repeated).run(outputs)
 
 
 def reads(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the values and the inputs that a piece would get as arguments, by name, without making the piece.
-
-    Args:
-        nodes: As for `extract`.
-        outputs: As for `extract`.
-    """
+    """Returns the names of the values and of the inputs that a piece would get as arguments; see `extract`."""
     wanted = _wanted(traced, nodes, traced.repeated, outputs)
     inside = {node.name for node in wanted}
     sources = [source for node in wanted for source in node.all_input_nodes] + [traced.nodes[name] for name in outputs]
@@ -168,7 +156,8 @@ class _Extraction:
             self.copies[node.name] = self._copy(node)
         switch.to(())
         self.graph.output(tuple(self._resolve(self.traced.nodes[name], -1) for name in outputs))
-        self._arguments_first()
+        for node in reversed(self.arguments.values()):  # placeholders first, in the order of the arguments
+            self.graph._root.append(node)
         module = fx.GraphModule(self.regions, self.graph)
         return Piece(module, tuple(self.arguments), tuple(outputs))
 
@@ -234,11 +223,6 @@ class _Extraction:
             self.arguments[argument] = self.graph.placeholder(name)
         return self.arguments[argument]
 
-    def _arguments_first(self) -> None:
-        """Moves the placeholders to the front, in the order of the arguments."""
-        for node in reversed(self.arguments.values()):
-            self.graph._root.append(node)
-
 
 _OPERATION = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 _numbers = count()
@@ -282,12 +266,7 @@ class Deferred:
         self._gradients.append(gradient)
 
     def compute(self, weights: Sequence[Tensor], *, is_last: bool = True) -> None:
-        """Computes the gradients and adds them to those of the weights.
-
-        Args:
-            weights: The leaves that the operations get their weights from.
-            is_last: Whether the graphs are let go of; False to compute them again.
-        """
+        """Computes the gradients and adds them to those of the weights; graphs are let go of if this `is_last`."""
         if self._edges:
             edges, gradients = tuple(self._edges), tuple(self._gradients)
             if is_last:
@@ -305,9 +284,7 @@ class Deferred:
 def defer(deferred: Deferred, operation: Callable[..., Any], weights: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """Runs an operation whose weight gradients are deferred; a function, since graphs call functions.
 
-    Args:
-        operation: The operation; it returns one tensor.
-        weights: Which of its arguments are weights, or views and casts of them.
+    `weights` are the places of arguments that are weights, or views and casts of them.
     """
     hidden = tuple((place, args[place]) for place in weights)
     visible = [None if place in weights else value for place, value in enumerate(args)]
@@ -390,23 +367,11 @@ def _entered(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-aten = torch.ops.aten
+_CONVOLUTIONS = [getattr(aten, f"conv{kind}{number}d") for kind in ("", "_transpose") for number in (1, 2, 3)]
 _BIAS_PLACE: dict[Any, int] = {
-    aten.linear: 2,
-    aten.conv1d: 2,
-    aten.conv2d: 2,
-    aten.conv3d: 2,
-    aten.conv_transpose1d: 2,
-    aten.conv_transpose2d: 2,
-    aten.conv_transpose3d: 2,
-    aten.convolution: 2,
-    aten.addmm: 0,
-    aten.baddbmm: 0,
-    aten.mm: -1,
-    aten.matmul: -1,
-    aten.bmm: -1,
-    aten.einsum: -1,
-    aten.embedding: -1,
+    **dict.fromkeys((aten.linear, aten.convolution, *_CONVOLUTIONS), 2),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), 0),
+    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.einsum, aten.embedding), -1),
 }
 """The operations, with the place of the argument that is no reason to defer (its gradient is a sum); -1: none."""
 _VIEWS = {
@@ -417,11 +382,7 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class SplitPiece:
-    """A piece whose backward can be run in two parts.
-
-    Attributes:
-        run: called with a `Deferred` and the piece's arguments.
-    """
+    """A piece whose backward can be run in two parts; `run` takes a `Deferred` and the piece's arguments."""
 
     run: Callable[..., Any]
     weights: tuple[Argument, ...]

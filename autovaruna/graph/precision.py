@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,7 +32,7 @@ def inside(module: fx.GraphModule, region: fx.Node) -> tuple[fx.GraphModule, dic
 
 
 DEVICES = ("cpu", "cuda")
-_ENTER, _EXIT = enter_autocast, exit_autocast
+is_autocast = is_any_autocast_enabled
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,6 @@ class Autocast:
 
 Precision = tuple[Autocast, ...]
 """The autocasts that are on, by device; empty: every operation runs in the dtypes of its arguments."""
-
-
-def is_autocast() -> bool:
-    """Says whether autocast is on, for any device type."""
-    return is_any_autocast_enabled()
 
 
 def current_precision() -> Precision:
@@ -105,11 +101,7 @@ def precision_of(node: fx.Node) -> Precision:
 
 
 def cast_dtype(user: fx.Node, weight: Tensor, result: Any) -> torch.dtype | None:
-    """Returns the dtype of the copy of a weight that autocast keeps for an operation that uses it; None: it keeps none.
-
-    Args:
-        result: What the operation returns; its dtype tells whether autocast cast the arguments.
-    """
+    """Returns the dtype of the copy of a weight that autocast keeps for an operation on it; None: it keeps none."""
     first = result[0] if isinstance(result, tuple | list) and result else result
     if not (isinstance(first, Tensor) and weight.dtype is torch.float32 and weight.requires_grad):
         return None
@@ -118,11 +110,7 @@ def cast_dtype(user: fx.Node, weight: Tensor, result: Any) -> torch.dtype | None
 
 
 class Switch:
-    """Adds to a graph what enters and leaves autocast.
-
-    Args:
-        graph: The graph; it runs where autocast is off.
-    """
+    """Adds to a graph, which runs where autocast is off, what enters and leaves autocast."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -134,10 +122,10 @@ class Switch:
         if precision == self._now:
             return
         while self._entered:
-            self._graph.call_function(_EXIT, (self._entered.pop(),))
+            self._graph.call_function(exit_autocast, (self._entered.pop(),))
         for each in precision:
             arguments = (each.device, each.dtype, True, each.is_cached)
-            self._entered.append(self._graph.call_function(_ENTER, arguments))
+            self._entered.append(self._graph.call_function(enter_autocast, arguments))
         self._now = precision
 
 
@@ -154,21 +142,18 @@ def noted_precision(around: Precision) -> Iterator[None]:
         _note(module, around)
         return make_regions(module, *rest)
 
-    passes.replace_set_grad_with_hop_pass = note_first
-    try:
+    with patch.object(passes, "replace_set_grad_with_hop_pass", note_first):
         yield
-    finally:
-        passes.replace_set_grad_with_hop_pass = make_regions
 
 
 def _note(module: fx.GraphModule, around: Precision) -> None:
     now = [around]
     switches: list[fx.Node] = []
     for node in module.graph.nodes:
-        if node.target is _ENTER:
+        if node.target is enter_autocast:
             now.append(_inside(now[-1], *node.args[:3]))
             switches.append(node)
-        elif node.target is _EXIT:
+        elif node.target is exit_autocast:
             now.pop()
             switches.append(node)
         node.meta["precision"] = now[-1]
@@ -183,16 +168,12 @@ def switch_in_regions(module: fx.GraphModule) -> None:
             node.meta["precision"] = ()
             region, _ = inside(module, node)
             switch_in_regions(region)
-            _switch_inside(region)
-
-
-def _switch_inside(region: fx.GraphModule) -> None:
-    switch = Switch(region.graph)
-    for node in list(region.graph.nodes):
-        if node.op in ("call_function", "output"):
-            with region.graph.inserting_before(node):
-                switch.to(precision_of(node) if node.op == "call_function" else ())
-    region.recompile()
+            switch = Switch(region.graph)
+            for each in list(region.graph.nodes):
+                if each.op in ("call_function", "output"):
+                    with region.graph.inserting_before(each):
+                        switch.to(precision_of(each) if each.op == "call_function" else ())
+            region.recompile()
 
 
 def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Precision:
@@ -202,36 +183,20 @@ def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Prec
     return tuple(sorted((*others, *own), key=lambda each: each.device))
 
 
-class _Stance:
-    """How ``torch.compile`` runs what it is given, which is of a whole process; its users may be threads."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_users = 0
-        self._eager: Any = None
-
-    def take(self) -> None:
-        with self._lock:
-            self._num_users += 1
-            if self._num_users == 1:
-                self._eager = torch.compiler.set_stance("force_eager")
-                self._eager.__enter__()
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                self._eager.__exit__(None, None, None)
-
-
-_stance = _Stance()
+_lock = Lock()
+_users: list[ExitStack] = []
+"""Contexts of all threads that last; the first holds the stance, which is of the whole process."""
 
 
 @contextmanager
 def compiling_nothing() -> Iterator[None]:
     """Has ``torch.compile`` run what it is given as it is, on all threads, while the context lasts."""
-    _stance.take()
+    with _lock:
+        _users.append(ExitStack())
+        if len(_users) == 1:
+            _users[0].enter_context(torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        _stance.give_back()
+        with _lock:
+            _users.pop().close()  # the first comes last

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from threading import Lock, get_ident
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
-
-from autovaruna.graph.export.errors import DRAWN, InModuleError
 
 _generator_lock = Lock()
 
@@ -89,59 +88,41 @@ def untouched_generator(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def own_cache() -> Iterator[None]:
-    """Keeps what a run computes apart from what others have, where a script calls a model in `parametrize.cached()`.
-
-    A trace has no use for the numbers of another run, nor a micro-batch for values whose graph another one has freed.
-    """
+    """Keeps what a run computes apart from what others have, where a script calls a model in `parametrize.cached()`."""
     module: Any = parametrize
     if not module._cache_enabled:
         yield
         return
-    before, module._cache = module._cache, {}
-    try:
+    with patch.object(module, "_cache", {}):
         yield
-    finally:
-        module._cache = before
 
 
 @contextmanager
-def noted_draws(model: nn.Module) -> Iterator[Draws]:
-    """Notes which modules of a model draw from Python's or numpy's generators, on this thread, in the context."""
-    draws = Draws(model)
-    hooks = [register_module_forward_pre_hook(draws.begin), register_module_forward_hook(draws.end)]
+def noted_draws(model: nn.Module) -> Iterator[list[str]]:
+    """Notes the innermost modules of a model that draw from Python's or numpy's generators, on this thread."""
+    paths = {id(vars(module)): path for path, module in reversed(list(model.named_modules()))}
+    thread = get_ident()
+    running: list[tuple[int, Any]] = []
+    found: list[str] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if get_ident() == thread:
+            running.append((len(found), _place()))
+
+    def end(module: nn.Module, args: Any, result: Any) -> None:
+        if get_ident() != thread or not running:
+            return
+        num_found, place = running.pop()
+        path = paths.get(id(vars(module)))
+        if path is not None and len(found) == num_found and _place() != place:
+            found.append(path)
+
+    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
     try:
-        yield draws
+        yield found
     finally:
         for hook in hooks:
             hook.remove()
-
-
-class Draws:
-    """The innermost modules of a model that have drawn."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._paths = {id(vars(module)): path for path, module in reversed(list(model.named_modules()))}
-        self._thread = get_ident()
-        self._running: list[tuple[int, Any]] = []
-        self._found: list[str] = []
-
-    def begin(self, module: nn.Module, args: Any) -> None:
-        """Notes where the generators are when a module is called."""
-        if get_ident() == self._thread:
-            self._running.append((len(self._found), _place()))
-
-    def end(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Notes a module if it has drawn, and none inside of it."""
-        if get_ident() != self._thread or not self._running:
-            return
-        num_found, place = self._running.pop()
-        path = self._paths.get(id(vars(module)))
-        if path is not None and len(self._found) == num_found and _place() != place:
-            self._found.append(path)
-
-    def error(self) -> InModuleError | None:
-        """Returns an error that says which module has drawn; None: none has."""
-        return InModuleError(self._found[0], DRAWN) if self._found else None
 
 
 def _place() -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from threading import Lock
+from typing import Any
 
 import sympy
 import torch
@@ -18,41 +19,24 @@ from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.cuts import Marker, crossing_sizes, locate, merge_free_blocks
+from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.errors import BatchSizeError, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, Options, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
-from autovaruna.graph.grouping import Builder, Grouping, group
+from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, locate, merge_free_blocks
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.run import run_opaque
-from autovaruna.graph.outputs import classify
 from autovaruna.graph.records import Graph
-from autovaruna.graph.traced import TracedModel, is_same_graph
+from autovaruna.graph.traced import TracedModel, classify, is_same_graph
 from autovaruna.graph.tree import Opaque
 
 logger = logging.getLogger(__name__)
 
 
-def learn_written(
-    exported: Exported, model: nn.Module, call: CallSpec, batch_size: int, device: torch.device
-) -> dict[str, Fact]:
-    """Returns what each operation does, by its node's name, where none writes into what is not the graph's to change.
-
-    Raises:
-        TraceError: forward writes into an argument, or into a tensor of the model that is no buffer.
-    """
-    facts = learn(exported, model, call, batch_size, device)
-    _refuse_writing(exported, facts, model)
-    return facts
-
-
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
-    """Refuses a forward that writes into a tensor of its own that is no buffer, which ranks would not share.
-
-    So it does one that writes into an argument: stages share it, and the caller's tensor would stay as it was.
-    """
+    """Refuses a forward that writes into a tensor of its own that is no buffer, which ranks would not share."""
     written = {storage for fact in facts.values() for storage in fact.writes}
     placeholders = exported.module.graph.find_nodes(op="placeholder")
     if changed := [node.name for node in placeholders if facts[node.name].makes & written]:
@@ -85,11 +69,8 @@ def trace(
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
-    Forward hooks of the script that change what the model computes are traced with it; others watch its steps.
-
-    Args:
-        model: The model; its parameters may be on ``meta``.
-        call: The call, from `describe`.
+    Forward hooks of the script that change what the model computes are traced with it; others watch its steps. The
+    parameters may be on ``meta``.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -130,11 +111,7 @@ def _num_kept(traced: TracedModel) -> int:
 
 
 def _refuse_watching(traced: TracedModel) -> None:
-    """Refuses hooks that see a tensor which a later operation writes into: they would see it as it is in the end.
-
-    Raises:
-        TraceError: there is one.
-    """
+    """Refuses hooks that see a tensor which a later operation writes into: they would see it as it is in the end."""
     written = {storage for fact in traced.facts.values() for storage in fact.writes}
     for call in traced.watched:
         for name in call.names[call.num_given :]:
@@ -151,10 +128,13 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
     with _one_at_a_time:
         exported, batch_size = _export(model, call, device, options)
         sizes = _sizes(exported, call, batch_size)
-        facts = learn_written(exported, model, call, batch_size, device)
+        facts = learn(exported, model, call, batch_size, device)
+        _refuse_writing(exported, facts, model)
         parameters = _first_names(dict(model.named_parameters(remove_duplicate=False)))
         buffers = _first_names(dict(model.named_buffers(remove_duplicate=False)))
-        known = KnownGraph(exported.module, facts, sizes, call, parameters, buffers)
+        about: dict[str, Any] = {**vars(exported), "facts": facts, "sizes": sizes, "call": call}
+        about |= {"parameters": parameters, "buffers": buffers}
+        known = KnownGraph(**about)
         totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
         joining = refuse_mixing(model, known) if options.is_parted else []
         _check_computes(exported, type(model).__qualname__)
@@ -166,25 +146,14 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
             _say_what_follows_samples({state[name] for name in changed} - steady, model)
         logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
         return TracedModel(
-            module=exported.module,
-            facts=facts,
-            sizes=sizes,
+            **about,
             graph=graph,
             repeated=grouping.repeated,
-            call=call,
-            output_tree=exported.output_tree,
-            outputs=classify(known, exported.output_tree.tensor_paths(), options.loss_mode),
-            parameters=parameters,
-            buffers=buffers,
-            constants=exported.constants,
+            outputs=classify(known, options.loss_mode),
             changed_state=frozenset(state[name] for name in changed),
             steady_state=steady,
             totals=totals,
             joins_counts=tuple(node.name for node in joining),
-            greatest=exported.greatest,
-            asks_for_one=exported.asks_for_one,
-            watched=exported.watched,
-            fixes_lengths=exported.fixes_lengths,
         )
 
 

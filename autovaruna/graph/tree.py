@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -22,9 +22,8 @@ _DEPTH = 3
 def words(value: Any, depth: int = _DEPTH) -> str:
     """Returns what tells an object from others, the same in every process.
 
-    That is its own text, or its attributes if the text only says where it lies in memory. Arrays (and images, tables:
-    whatever turns into an array) leave numbers out of their text, so a digest of them comes with it; so it does for
-    functions, by their code and what they hold.
+    That is its own text, or its attributes if the text only says where it lies in memory. Of arrays a digest of their
+    numbers comes with it, of functions one of their code and what they hold.
     """
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(words(each, depth) for each in value))}}}"
@@ -136,11 +135,9 @@ class Tree:
             else:
                 yield leaf
 
-    def unflatten(self, tensors: Sequence[Any], opaque: Callable[[Opaque], Any] | None = None) -> Any:
+    def unflatten(self, tensors: Iterable[Any], opaque: Callable[[Opaque], Any] | None = None) -> Any:
         """Puts the structure together again around `tensors`, given in the order of `flatten`."""
-        return self._unflatten(iter(tensors), opaque)
-
-    def _unflatten(self, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:
+        tensors = iter(tensors)
         values = [_value(leaf, tensors, opaque) for leaf in self.leaves]
         return values[0] if self.spec.is_leaf() else pytree.tree_unflatten(values, self.spec)
 
@@ -169,19 +166,12 @@ def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] |
         case Record(cls, fields, trees):
             record: Any = object.__new__(cls)
             for field, tree in zip(fields, trees, strict=True):
-                object.__setattr__(record, field, tree._unflatten(tensors, opaque))
+                object.__setattr__(record, field, tree.unflatten(tensors, opaque))
             return record
 
 
 def flatten(value: Any, path: str = "") -> tuple[list[torch.Tensor], Tree]:
-    """Takes a value apart.
-
-    Args:
-        path: What the paths of its tensors start with.
-
-    Returns:
-        Its tensors in order, and its `Tree`.
-    """
+    """Takes a value apart: its tensors in order, and its `Tree`, whose paths start with `path`."""
     with_paths, spec = _with_paths(value, _is_dataclass)
     tensors: list[torch.Tensor] = []
     leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), tensors) for keys, leaf in with_paths]
@@ -228,10 +218,8 @@ def _hides_tensors(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         return True
-    if isinstance(value, list | tuple | set):
-        return any(_hides_tensors(item, seen) for item in value)
-    if isinstance(value, dict):
-        return any(_hides_tensors(item, seen) for item in value.values())
+    if isinstance(value, list | tuple | set | dict):
+        return any(_hides_tensors(item, seen) for item in (value.values() if isinstance(value, dict) else value))
     inner = getattr(value, "__dict__", None)
     return isinstance(inner, dict) and not isinstance(value, type) and _hides_tensors(inner, seen)
 
@@ -249,21 +237,14 @@ class Undelivered:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _undelivered(self.__dict__["_leaf"])
+        self._refuse()
 
-    def __getitem__(self, key: object) -> Any:
-        raise _undelivered(self.__dict__["_leaf"])
+    def _refuse(self, *args: Any) -> NoReturn:
+        leaf: Opaque = self.__dict__["_leaf"]
+        raise InputError(
+            f"The output {leaf.path} is a {leaf.type_name}, whose tensors stay on the stages that made them. "
+            "Expected outputs are tensors in tuples, lists, dicts or dataclasses; return those tensors, or turn the "
+            "output off in the model (use_cache=False for a Hugging Face model)."
+        )
 
-    def __iter__(self) -> Iterator[Any]:
-        raise _undelivered(self.__dict__["_leaf"])
-
-    def __len__(self) -> int:
-        raise _undelivered(self.__dict__["_leaf"])
-
-
-def _undelivered(leaf: Opaque) -> InputError:
-    return InputError(
-        f"The output {leaf.path} is a {leaf.type_name}, whose tensors stay on the stages that made them. "
-        "Expected outputs are tensors in tuples, lists, dicts or dataclasses; return those tensors, or turn the "
-        "output off in the model (use_cache=False for a Hugging Face model)."
-    )
+    __getitem__ = __iter__ = __len__ = _refuse

@@ -25,18 +25,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.values import is_of_batch
-from autovaruna.graph.export.errors import FOR_COUNTS, first_line
+from autovaruna.graph.batch.operators import is_of_batch
+from autovaruna.graph.export.errors import FOR_COUNTS, first_line, modules_of, origin
+from autovaruna.graph.export.fakes import changed_attributes, profiling_mode
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
-from autovaruna.graph.module_state import changed_attributes, profiling_mode
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import OpaqueModule, Reduction, forgetting, run_opaque
-from autovaruna.graph.outputs import OutputKind, joined, opened
 from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, draw_from, own_cache, python_generators, untouched_generator
-from autovaruna.graph.source_lines import modules_of, origin
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import OutputKind, TracedModel, joined, opened
 from autovaruna.graph.tree import flatten
 
 _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "linear", "rnn")
@@ -45,10 +43,7 @@ _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "li
 class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets each random operator draw numbers that follow from its name and arguments, whatever was drawn before.
 
-    Tensors among them count by shape and dtype. The law of the numbers is the operator's own.
-
-    Args:
-        device: Whose default generator operators draw from; it is left in another state.
+    Tensors among them count by shape and dtype. The device's default generator is left in another state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,11 +113,7 @@ class EagerVsGraph:
         return self._called(own, around)
 
     def plain_again(self) -> tuple[list[Tensor], list[str]]:
-        """Calls a copy twice, with the same samples and state; returns the same of its second call.
-
-        Returns:
-            Outputs and state, and the names of attributes that the first call has changed.
-        """
+        """Returns outputs and state of a copy's second call, and the names of attributes that the first has changed."""
         own = self._copy()
         self._called(own)
         left = changed_attributes(self.model, own)
@@ -135,7 +126,13 @@ class EagerVsGraph:
     def _called(self, own: nn.Module, around: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         args, kwargs = self.traced.call.arguments(self._inputs())
         seeded = [own.get_submodule(path).register_forward_pre_hook(_seed_python) for path in self._kept_paths]
-        with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), _as_it_is():
+        with (
+            around or nullcontext(),
+            self._alike(),
+            in_precision(self.traced.call.precision),
+            compiling_nothing(),
+            own_cache(),
+        ):
             outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
         for hook in seeded:
             hook.remove()
@@ -148,11 +145,7 @@ class EagerVsGraph:
         each: Callable[[Run, fx.Node], Any] | None = None,
         around: AbstractContextManager[Any] | None = None,
     ) -> list[Tensor]:
-        """Runs the graph; returns the same.
-
-        Args:
-            nodes: Gets the last node of each module, by path, with its value.
-        """
+        """Runs the graph; returns the same. `nodes` gets the last node of each module, by path, with its value."""
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in _state(self.model).items()}
         run = Run(self.traced.module, named | self.traced.constants, self.device, nodes, each)
@@ -227,7 +220,6 @@ class Run(fx.Interpreter):
         return super().get_attr(target, args, kwargs) if known is None else known
 
     def plain(self, node: fx.Node) -> Any:
-        """Runs a node as it is."""
         return super().run_node(node)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -239,13 +231,6 @@ class Run(fx.Interpreter):
         if self._nodes is not None:
             self._nodes |= dict.fromkeys(modules_of(n), (n, value))
         return value
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    """Compiles nothing, and leaves cached values as they are."""
-    with compiling_nothing(), own_cache():
-        yield
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -290,14 +275,11 @@ CLEAR = 10.0
 
 
 def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Makes sure that a trace computes what its model does.
+    """Makes sure that a trace computes what its model does, all of whose numbers are on `device`.
 
     Both run on the samples, drawing the same random numbers; neither leaves anything behind. The model must give the
     same in a second call, or it keeps something in Python that a trace would fix. If they differ, the model runs again
     with sums that are off by their rounding, to see whether that explains it.
-
-    Args:
-        model: The model, all of whose numbers are on `device`.
 
     Raises:
         TraceError: they differ; says where that begins.
@@ -334,41 +316,29 @@ def _compare(both: EagerVsGraph, plain: list[Tensor], ours: list[Tensor], model:
     if found[worst] <= bounds[worst]:
         return
     names = [*(spec.path for spec in both.traced.outputs), *both.state]
-    difference = Difference(names[worst], ours[worst], plain[worst], found[worst], bounds[worst])
-    _report(f": {difference}{_where(both, allowed)}", difference, model)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A tensor that the trace gives and the model does not."""
-
-    name: str
-    ours: Tensor
-    plain: Tensor
-    size: float
-    allowed: float
-
-    def __str__(self) -> str:
-        if self.ours.shape != self.plain.shape or self.ours.dtype != self.plain.dtype:
-            return f"{self.name} is {_kind(self.ours)} by the trace and {_kind(self.plain)} by the model itself"
-        place = int((_wide(self.ours) - _wide(self.plain)).abs().nan_to_num(torch.inf, torch.inf).argmax())
-        ours, plain = (each.reshape(-1)[place].item() for each in (self.ours, self.plain))
-        return (
-            f"{self.name}{f', element {place},' if self.ours.dim() else ''} is {ours:.9g} by the trace and "
-            f"{plain:.9g} by the model itself (they differ by {self.size:.1e} of the largest, {self.allowed:.1e} is "
-            "what rounding may do)"
-        )
-
-
-def _report(what: str, difference: Difference, model: nn.Module) -> None:
-    text = f"The trace of {type(model).__qualname__} computes something else than the model itself{what}."
-    if difference.size <= CLEAR * difference.allowed:
+    sizes = f"{found[worst]:.1e} of the largest, {bounds[worst]:.1e} is what rounding may do"
+    difference = _difference(names[worst], ours[worst], plain[worst], sizes)
+    text = f"The trace of {type(model).__qualname__} computes something else than the model itself: {difference}"
+    text += f"{_where(both, allowed)}."
+    if found[worst] <= CLEAR * bounds[worst]:
         logger.warning("%s Training goes on with the numbers of the trace.", text)
         return
     raise TraceError(
         f"{text} Expected the same numbers. Forward depends on something that a trace does not see, or a library takes "
         "another way while it is traced. Pass what it depends on to the model as an argument, make it a buffer, or "
         "write the line as operations on tensors; with check_trace=False the numbers are those of the trace."
+    )
+
+
+def _difference(name: str, ours: Tensor, plain: Tensor, sizes: str) -> str:
+    """Says what a tensor is that the trace gives and the model does not."""
+    if ours.shape != plain.shape or ours.dtype != plain.dtype:
+        return f"{name} is {_kind(ours)} by the trace and {_kind(plain)} by the model itself"
+    place = int((_wide(ours) - _wide(plain)).abs().nan_to_num(torch.inf, torch.inf).argmax())
+    numbers = [each.reshape(-1)[place].item() for each in (ours, plain)]
+    return (
+        f"{name}{f', element {place},' if ours.dim() else ''} is {numbers[0]:.9g} by the trace and "
+        f"{numbers[1]:.9g} by the model itself (they differ by {sizes})"
     )
 
 
@@ -393,6 +363,10 @@ def distance(one: Tensor, other: Tensor) -> float:
     off = (first - second)[is_finite].abs()
     largest = second[is_finite].abs().max().item() if off.numel() else 0.0
     return float(off.max().nan_to_num(torch.inf, torch.inf)) / max(largest, 1e-300) if off.numel() else 0.0
+
+
+def _most_distant(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return max(map(distance, found, expected), default=0.0)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -428,7 +402,6 @@ def _kind(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-logger = logging.getLogger(__name__)
 _MOST_LINES = 3
 _UNTRIED = "it changes buffers by its samples, or has modules that are kept whole and draw numbers"
 _PARTS = (2, 3, 5)
@@ -439,12 +412,9 @@ _AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "drop
 
 @dataclass(frozen=True)
 class Parts:
-    """A graph, and a batch that goes through it whole and in two parts.
+    """A graph, and a batch of two samples or more that goes through it whole and in two parts.
 
-    Args:
-        model: Its model, all of whose numbers are on `device`.
-        num_samples: How many; two at least.
-        share: Returns the weight of a part's loss for its part of the samples; None: the loss does not count.
+    `share` returns the weight of a part's loss for its part of the samples; None: the loss does not count.
     """
 
     traced: TracedModel
@@ -469,11 +439,17 @@ class Parts:
             worst = max(self._off(whole, parts) for parts in self._cuts())
             if worst <= allowed:
                 return None
-            noise = [self._distance(self._whole(Rounded(self.device, seed)), whole) for seed in SEEDS]
+            noise = [_most_distant(self._whole(Rounded(self.device, seed)), whole) for seed in SEEDS]
         except Exception as error:  # the step will say so, if it is one of the model
             return warn_untried(self.traced, self.model, f"{type(error).__name__}: {first_line(error)}")
         if worst > max(CLEAR * allowed, BY_ROUNDING * max(noise)):
-            self._refuse(worst)
+            raise TraceError(
+                f"{type(self.model).__qualname__} mixes the samples of a batch: what it counts over them at "
+                f"{_lines(self.traced)} goes into what it gives for each. Got other numbers for two parts of "
+                f"{self.num_samples} samples than for all of them (they differ by {worst:.1e} of the largest). "
+                f"{FOR_COUNTS}"
+            )
+        return None
 
     def _off(self, whole: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> float:
         """Returns how far what parts of the batch give is from what all of it gives."""
@@ -481,7 +457,7 @@ class Parts:
         runs = [self._run(part) for part in parts]
         shares = [1.0 if self.share is None else self.share(len(part) / self.num_samples) for part in parts]
         joined = [self._joined(place, [run[place] for run in runs], shares, order) for place in self._counting]
-        return self._distance(joined, whole)
+        return _most_distant(joined, whole)
 
     def _whole(self, around: Rounded | None = None) -> list[Tensor]:
         """Returns what counts of the outputs for the batch."""
@@ -511,15 +487,30 @@ class Parts:
             return made.flatten(spec.dimension, spec.dimension + 1)
         return sum((part * share for part, share in zip(parts[1:], shares[1:], strict=True)), parts[0] * shares[0])
 
-    def _distance(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-        return max((distance(one, other) for one, other in zip(found, expected, strict=True)), default=0.0)
-
     def _run(self, samples: Sequence[int], around: Rounded | None = None) -> list[Tensor]:
         pairs = zip(self.tensors, self.traced.call.inputs, strict=True)
         tensors = [tensor[list(samples)] if spec.is_batch else tensor for tensor, spec in pairs]
         both = EagerVsGraph(self.traced, self.model, tensors, self.device)
-        part = _Part(self.traced, self._known, samples, self.num_samples, self.share)
-        return both.trace(each=part, around=around)
+        return both.trace(each=partial(self._run_node, samples), around=around)
+
+    def _run_node(self, samples: Sequence[int], run: Run, node: fx.Node) -> Any:
+        """Runs a node for a part of the batch, with what the whole batch has drawn and counted."""
+        is_drawn = node.name in self.traced.facts and self.traced.facts[node.name].is_random
+        if _in_training(node.target):
+            return _evaluated(run, node)
+        if is_of_batch(node):
+            (value, use, dtype), _ = run.fetch_args_kwargs_from_env(node)
+            value, part = self._known.setdefault(node.name, value), len(samples) / self.num_samples
+            return torch.as_tensor(use.of_share(value, part if self.share is None else self.share(part))).to(dtype)
+        if not is_drawn or not isinstance(node.target, OpOverload):
+            return run.plain(node)
+        if node.name not in self._known:
+            self._known[node.name] = run.plain(node)
+        drawn: Tensor = self._known[node.name]
+        dimension = self.traced.sizes.batch_dimension(node.meta["val"])
+        if dimension is None:
+            return drawn.clone()
+        return _of_samples(drawn, dimension, self.num_samples, torch.tensor(samples))
 
     def _can_run(self) -> bool:
         """Whether nothing but counts can make parts differ."""
@@ -533,14 +524,6 @@ class Parts:
         memory = {storage for node in state for storage in facts[node.name].makes}
         return all(
             _in_training(node.target) for node in nodes if node.name in facts and facts[node.name].writes & memory
-        )
-
-    def _refuse(self, worst: float) -> None:
-        raise TraceError(
-            f"{type(self.model).__qualname__} mixes the samples of a batch: what it counts over them at "
-            f"{_lines(self.traced)} goes into what it gives for each. Got other numbers for two parts of "
-            f"{self.num_samples} samples than for all of them (they differ by {worst:.1e} of the largest). "
-            f"{FOR_COUNTS}"
         )
 
 
@@ -559,46 +542,14 @@ def _lines(traced: TracedModel) -> str:
     return ", ".join(list(dict.fromkeys(origin(node) or node.name for node in nodes))[:_MOST_LINES])
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Runs the nodes of a graph for a part of a batch, with what the whole batch has drawn and counted."""
-
-    traced: TracedModel
-    known: dict[str, Any]
-    samples: Sequence[int]
-    num_samples: int
-    share: Callable[[float], float] | None
-
-    def __call__(self, run: Run, node: fx.Node) -> Any:
-        is_drawn = node.name in self.traced.facts and self.traced.facts[node.name].is_random
-        if _in_training(node.target):
-            return self._evaluated(run, node)
-        if is_of_batch(node):
-            return self._of_batch(run, node)
-        return self._drawn(run, node) if is_drawn and isinstance(node.target, OpOverload) else run.plain(node)
-
-    def _evaluated(self, run: Run, node: fx.Node) -> Any:
-        args, kwargs = run.fetch_args_kwargs_from_env(node)
-        target: Any = node.target
-        names = [argument.name for argument in target._schema.arguments]
-        args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
-        kwargs = {name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()}
-        return target(*args, **kwargs)
-
-    def _of_batch(self, run: Run, node: fx.Node) -> Any:
-        (value, use, dtype), _ = run.fetch_args_kwargs_from_env(node)
-        value = self.known.setdefault(node.name, value)
-        part = len(self.samples) / self.num_samples
-        return torch.as_tensor(use.of_share(value, part if self.share is None else self.share(part))).to(dtype)
-
-    def _drawn(self, run: Run, node: fx.Node) -> Any:
-        if node.name not in self.known:
-            self.known[node.name] = run.plain(node)
-        drawn: Tensor = self.known[node.name]
-        dimension = self.traced.sizes.batch_dimension(node.meta["val"])
-        if dimension is None:
-            return drawn.clone()
-        return _of_samples(drawn, dimension, self.num_samples, torch.tensor(self.samples))
+def _evaluated(run: Run, node: fx.Node) -> Any:
+    """Runs an operation as in evaluation."""
+    args, kwargs = run.fetch_args_kwargs_from_env(node)
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
+    kwargs = {name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()}
+    return target(*args, **kwargs)
 
 
 def _of_samples(tensor: Tensor, dimension: int, num_samples: int, samples: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from autovaruna.graph.facts import storage_of
 from autovaruna.graph.pieces import Deferred
 from autovaruna.profiler.work import Work
 
-_QUIET = "KINETO_LOG_LEVEL", "99"
 _alone = Lock()
 """The profiler is one for the process."""
 
@@ -28,8 +27,7 @@ _alone = Lock()
 class AllocationMeter:
     """Finds the most memory that this thread has allocated and not yet freed while its context runs.
 
-    Attributes:
-        events: the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
+    `events` has the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
     """
 
     def __enter__(self) -> AllocationMeter:
@@ -71,11 +69,6 @@ class AllocationMeter:
         return peak
 
 
-def is_profiled() -> bool:
-    """Returns whether the script runs the profiler, of which there is one at a time."""
-    return bool(is_profiler_enabled())
-
-
 def _allocations(done: profile) -> list[tuple[int, int]]:
     """Returns the bytes of each allocation, less than 0 where it is freed, and its address, in order."""
     assert done.kineto_results is not None
@@ -96,15 +89,13 @@ def _events(tree: Iterable[Any]) -> Iterator[Any]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Lets the profiler start without a line on the terminal."""
-    name, value = _QUIET
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
+    is_ours = "KINETO_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         yield
     finally:
-        del os.environ[name]
+        if is_ours:
+            del os.environ["KINETO_LOG_LEVEL"]
 
 
 @dataclass(frozen=True)
@@ -210,7 +201,11 @@ def _transient_gradients(work: Work) -> Iterator[None]:
         each for each in work.arguments if isinstance(each, Tensor) and each.requires_grad and id(each) not in values
     ]
     gradients = [leaf.grad for leaf in leaves]
-    hooks = [leaf.register_post_accumulate_grad_hook(_forget_gradient) for leaf in leaves]  # type: ignore[no-untyped-call]
+
+    def forget(leaf: Tensor) -> None:
+        leaf.grad = None
+
+    hooks = [leaf.register_post_accumulate_grad_hook(forget) for leaf in leaves]  # type: ignore[no-untyped-call]
     try:
         for leaf in leaves:
             leaf.grad = None
@@ -219,10 +214,6 @@ def _transient_gradients(work: Work) -> Iterator[None]:
         for leaf, gradient, hook in zip(leaves, gradients, hooks, strict=True):
             leaf.grad = gradient
             hook.remove()
-
-
-def _forget_gradient(tensor: Tensor) -> None:
-    tensor.grad = None
 
 
 def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[int, Tensor]) -> dict[int, Made]:
@@ -234,23 +225,12 @@ def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[i
     return made
 
 
-class Meter(Protocol):
-    """Finds the most memory that is made and not yet freed while its context runs."""
-
-    def restart(self) -> int:
-        """Returns the most there has been, in bytes, and counts from what is there now."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> Any: ...
-
-
-def meter_of(device: torch.device, known: Iterable[Tensor]) -> Meter:
+def meter_of(device: torch.device, known: Iterable[Tensor]) -> AllocationMeter | _OperationMeter | _AllocatorMeter:
     """Returns a meter of memory on a device; that of `known` was there before."""
     if device.type == "cuda":
         return _AllocatorMeter(device)
     tensors = tuple(known)
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors) or is_profiled():
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors) or is_profiler_enabled():  # there is one at a time
         return _OperationMeter({storage_of(tensor) for tensor in tensors})
     return AllocationMeter()
 

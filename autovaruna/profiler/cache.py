@@ -126,12 +126,7 @@ _METHOD = ("bytes", "measure", "work")
 
 
 def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:
-    """Returns what measured costs are valid for.
-
-    Args:
-        num_sharing: Ranks on this host, which measure at the same time and share its memory bandwidth.
-        splits: Whether weight gradients are measured apart, too.
-    """
+    """Returns what measured costs are valid for."""
     found: dict[str, Any] = {
         "device": device_name(device),
         "ranks_on_host": num_sharing,
@@ -141,16 +136,10 @@ def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = Tr
         "splits": splits,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    return found | (_of_cuda() if device.type == "cuda" else _of_cpu())
-
-
-def _of_cpu() -> dict[str, Any]:
-    return {"processor": _processor(), "capability": torch.backends.cpu.get_cpu_capability()}
-
-
-def _of_cuda() -> dict[str, Any]:
+    if device.type != "cuda":
+        return found | {"processor": _processor(), "capability": torch.backends.cpu.get_cpu_capability()}
     kernels: Any = torch.backends.cuda
-    return {
+    return found | {
         "cuda": torch.version.cuda,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
@@ -165,7 +154,6 @@ def _of_cuda() -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    """Returns the processor's name."""
     try:
         lines = _CPU_INFO.read_text(errors="replace").splitlines()
     except OSError:

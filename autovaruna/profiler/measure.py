@@ -1,14 +1,9 @@
-"""Measures: `TracedModel` in, costs of its parts out, and from these its `Profile`.
+"""Measures: `TracedModel` in, costs of its parts out, and from these its `Profile`. No rank talks to another here.
 
-No rank talks to another here; the caller gathers and merges.
-
-Seconds: a block costs what was measured of it alone, times what its layer costs as a whole over the sum of the layer's
-blocks; so blocks of a layer add up to the layer. What splitting its backward adds is measured of a layer, too. The
-repeated operations are counted with the first block that uses them.
-
-Bytes: memory that a block saves and that another block made is counted with the block that made it, and once, so that
-blocks of a stage add up to what the stage keeps. Of memory that repeated operations made, each block that saves it
-counts it: a stage may begin anywhere, and must not hold more than was counted."""
+A block costs what was measured of it alone, times what its layer costs as a whole over the sum of the layer's blocks.
+Memory that a block saves and another made counts once, with the block that made it; what repeated operations made
+counts with each block that saves it, for a stage may begin anywhere. Their seconds are the first user's.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +15,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, median, median_low
 from time import perf_counter, thread_time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna.config.files import Amount, Whole
 from autovaruna.errors import MeasureError
-from autovaruna.graph.export.errors import first_line
-from autovaruna.graph.module_state import profiling_mode
+from autovaruna.graph.export.errors import failed_at, first_line
+from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
-from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.records import BlockCost, Profile
@@ -57,10 +52,9 @@ def own_clock(device: torch.device) -> Callable[[], float]:
     """Returns a clock, in seconds; to read it waits until the device has done all that it was given."""
     if device.type != "cuda":
         return thread_time if torch.get_num_threads() == 1 and _is_fine() else perf_counter
-    wait = wait_for(device)
 
     def read() -> float:
-        wait()
+        torch.cuda.synchronize(device)
         return perf_counter()
 
     return read
@@ -94,13 +88,10 @@ _SHARED = 1.2
 
 @dataclass(frozen=True)
 class Pace:
-    """The seconds of a fixed kernel: a matrix product and a pass over memory.
+    """The seconds of a fixed kernel, a matrix product and a pass over memory; their inverse ratios are ranks' speeds.
 
-    The ranks' relative speeds are the inverse ratios of these numbers. Where other programs take turns on a core, a
-    rank's own time knows nothing of it, as that of a profile; what has passed from begin to end says what a step gets.
-
-    Attributes:
-        typical: the median of the rank's own time.
+    `typical` is the median of the rank's own time, which knows nothing of programs that take turns on its core; `mean`
+    is of what has passed from begin to end, which says what a step gets.
     """
 
     typical: float
@@ -117,19 +108,20 @@ def measure_pace(device: torch.device) -> Pace:
     own: list[float] = []
     passed: list[float] = []
     begin = perf_counter()
-    while not _are_enough(own, passed, perf_counter() - begin):
+
+    def are_enough() -> bool:
+        """Says whether samples tell what other programs take; more are needed if they do."""
+        seconds = perf_counter() - begin
+        if len(own) < _LEAST_SAMPLES or seconds < _LEAST_SECONDS:
+            return False
+        return seconds >= _MOST_SECONDS or fmean(passed) < _SHARED * median(own)
+
+    while not are_enough():
         started, own_started = perf_counter(), now()
         _run(matrix)
         own.append(now() - own_started)
         passed.append(perf_counter() - started)
     return Pace(median(own), fmean(passed))
-
-
-def _are_enough(own: Sequence[float], passed: Sequence[float], seconds: float) -> bool:
-    """Says whether samples that took so many seconds tell what other programs take; more are needed if they do."""
-    if len(own) < _LEAST_SAMPLES or seconds < _LEAST_SECONDS:
-        return False
-    return seconds >= _MOST_SECONDS or fmean(passed) < _SHARED * median(own)
 
 
 def _run(matrix: torch.Tensor) -> None:
@@ -153,20 +145,25 @@ Seconds = tuple[float, float]
 def time_work(
     work: Work, iterations: int, allowance_seconds: float, device: torch.device, kept_bytes: float = 0.0
 ) -> Seconds:
-    """Times forward and backward.
+    """Times work that has run once; returns seconds of one forward and of one backward, without those of an empty call.
 
     Args:
-        work: What to time; it has run once already.
         allowance_seconds: No further sample is begun after this time; one is taken in any case.
         kept_bytes: What a forward keeps for its backward.
-
-    Returns:
-        Seconds of one forward and of one backward (0 if there is none), without what a call of an empty piece costs.
     """
-    in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
-    forward, backward = _samples(work, iterations, allowance_seconds, device, in_flight)
+    forward, backward = _samples(work, iterations, allowance_seconds, device, _in_flight(kept_bytes))
     empty_forward, empty_backward = call_seconds(sum(value.requires_grad for value in work.values) or 1, device)
     return _without(forward, empty_forward), _without(backward, empty_backward) if work.needs_gradient else 0.0
+
+
+def _in_flight(kept_bytes: float) -> int:
+    """Returns how many runs go forward before the first goes backward."""
+    return _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
+
+
+def _goes_on(samples: Collection[Any], iterations: int, ends: float) -> bool:
+    """Whether another sample is taken: one is in any case."""
+    return not samples or (len(samples) < iterations and perf_counter() < ends)
 
 
 @lru_cache(maxsize=64)
@@ -177,21 +174,21 @@ def call_seconds(num_values: int, device: torch.device) -> Seconds:
 
 def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
     """Times the weight gradients that a split backward leaves for later; arguments are those of `time_work`."""
-    now, started = own_clock(device), perf_counter()
+    now, ends = own_clock(device), perf_counter() + allowance_seconds
     deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
     samples: list[float] = []
     repeats = 1
-    while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
+    while _goes_on(samples, iterations, ends):
         begin = now()
         for _ in range(repeats):
             for each in deferred:
                 each.compute(work.weights, is_last=False)
         seconds = (now() - begin) / repeats / len(deferred)
-        enough = math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-7) / len(deferred))
-        if repeats < min(enough, _MOST_REPEATS):
-            repeats = min(enough, _MOST_REPEATS)
-            continue
-        samples.append(seconds)
+        enough = min(math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-7) / len(deferred)), _MOST_REPEATS)
+        if repeats < enough:
+            repeats = enough
+        else:
+            samples.append(seconds)
     return _without(median_low(samples), call_seconds(1, device)[1])
 
 
@@ -200,13 +197,11 @@ def time_splitting(
 ) -> float:
     """Returns the seconds that forward, backward and weight gradients take more if the last two are apart.
 
-    Memory that is used late is in no cache, so this is more than the splitting itself takes. Arguments are those of
-    `time_work`; both ways are sampled in turn.
+    Memory that is used late is in no cache, so this is more than the splitting itself takes.
     """
-    in_flight = _IN_FLIGHT if kept_bytes * _IN_FLIGHT <= _MOST_CACHED_BYTES else 1
-    now, started = own_clock(device), perf_counter()
+    in_flight, now, ends = _in_flight(kept_bytes), own_clock(device), perf_counter() + allowance_seconds
     added: list[float] = []
-    while not added or (len(added) < iterations and perf_counter() - started < allowance_seconds):
+    while _goes_on(added, iterations, ends):
         together = sum(_sample(work, in_flight, now))
         begin = now()
         runs = deque(work.split_forward(work.arguments) for _ in range(in_flight))
@@ -230,11 +225,11 @@ def split_seconds(device: torch.device) -> float:
 
 
 def _samples(work: Work, iterations: int, allowance_seconds: float, device: torch.device, in_flight: int) -> Seconds:
-    now, started = own_clock(device), perf_counter()
+    now, ends = own_clock(device), perf_counter() + allowance_seconds
     first = _sample(work, 1, now)
     repeats = min(_MOST_REPEATS, max(math.ceil(_SAMPLE_SECONDS / max(first[0], 1e-7)), in_flight))
-    samples = [first] if repeats == in_flight and perf_counter() - started > allowance_seconds else []
-    while not samples or (len(samples) < iterations and perf_counter() - started < allowance_seconds):
+    samples = [first] if repeats == in_flight and perf_counter() > ends else []
+    while _goes_on(samples, iterations, ends):
         samples.append(_sample(work, repeats, now))
     forwards, backwards = zip(*samples, strict=True)
     return median_low(forwards), median_low(backwards)
@@ -303,21 +298,15 @@ def measure(
     inputs: Sequence[Tensor] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[Key, PartCost]:
-    """Measures every distinct block and layer of a traced model, or one rank's share of them.
+    """Measures every distinct block and layer of a traced model, or one rank's share of them; changes nothing of it.
 
     Args:
-        model: The model; its parameters may be on ``meta``, and nothing of it is changed.
-        micro_batch_sizes: Samples in a micro-batch; one measurement of each.
         budget_seconds: Time after which each part is sampled once only.
         splits: Whether weight gradients are measured apart, too.
         share: ``(rank, num_ranks)``; this rank measures every num_ranks-th part.
         known: Parts that are not measured; the same on all ranks.
-        inputs: Tensors of a call in the order of ``traced.call.inputs``, so that integers are what they will be;
-            without them integers are zeros.
+        inputs: Tensors of a call in the order of ``traced.call.inputs``; without them integers are zeros.
         on_progress: Called with the parts measured so far and their number.
-
-    Returns:
-        A cost for each part of this rank's share. A model that was traced without gradients has no backward.
 
     Raises:
         MeasureError: a part cannot be run; says which.
@@ -351,12 +340,11 @@ def merge(shares: Iterable[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:
 
 def settle(costs: Sequence[PartCost]) -> PartCost:
     """Returns what a part takes by several measurements: the mean of each kind of seconds over the undisturbed ones."""
-    return costs[0].with_seconds(map(_undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
 
+    def undisturbed(seconds: Sequence[float]) -> float:
+        return fmean(each for each in seconds if each <= _NOISE * min(seconds))
 
-def _undisturbed(seconds: Sequence[float]) -> float:
-    """Returns the mean of those that another program cannot have slowed much."""
-    return fmean(each for each in seconds if each <= _NOISE * min(seconds))
+    return costs[0].with_seconds(map(undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
 
 
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
@@ -413,11 +401,7 @@ def _explain(part: Part, size: int, error: Exception, where: str) -> str:
 def to_profile(
     traced: TracedModel, costs: Mapping[Key, PartCost], device: torch.device, *, has_layers: bool = True
 ) -> Profile:
-    """Returns the profile of a graph from the costs of all its parts.
-
-    Args:
-        has_layers: Whether layers are among them; without, they take what their blocks take.
-    """
+    """Returns the profile of a graph from the costs of all its parts; without layers, these take what blocks take."""
     sizes, blocks = tuple(sorted({size for _, size in costs})), block_parts(traced)
     layers = layer_parts(traced) if has_layers else []
     return Profile(
@@ -442,7 +426,10 @@ def _block_costs(
     traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
 ) -> tuple[BlockCost, ...]:
     own = [costs[part.signature] for part in blocks]
-    forward, backward, added = _seconds(traced, blocks, layers, costs)
+    forward, backward, added = (_seconds(kind, blocks, layers, costs) for kind in (0, 1, 3))
+    if traced.repeated and blocks:
+        first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
+        forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
     weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
     columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
@@ -454,29 +441,15 @@ def _share(cost: PartCost) -> float:
     return min(cost.weight_seconds / cost.backward_seconds, 1.0) if cost.backward_seconds > 0 else 0.0
 
 
-def _seconds(
-    traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
-) -> tuple[list[float], list[float], list[float]]:
-    """Returns the seconds of each block: forward, backward, and what splitting it adds."""
-    forward = [costs[part.signature].forward_seconds for part in blocks]
-    backward = [costs[part.signature].backward_seconds for part in blocks]
-    added = [costs[part.signature].split_seconds for part in blocks]
+def _seconds(kind: int, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]) -> list[float]:
+    """Returns one of the seconds of each block, scaled to what layers take as a whole."""
+    seconds = [costs[part.signature].seconds[kind] for part in blocks]
     for layer in layers:
-        whole = costs[layer.signature]
-        _scale(forward, layer, whole.forward_seconds)
-        _scale(backward, layer, whole.backward_seconds)
-        _scale(added, layer, whole.split_seconds)
-    if traced.repeated and blocks:
-        first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
-        forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
-    return forward, backward, added
-
-
-def _scale(seconds: list[float], layer: Part, whole: float) -> None:
-    places = [block.index for block in layer.blocks]
-    total = sum(seconds[k] for k in places)
-    for k in places:
-        seconds[k] *= whole / total if total > 0 else 1.0
+        places = [block.index for block in layer.blocks]
+        total, whole = sum(seconds[k] for k in places), costs[layer.signature].seconds[kind]
+        for k in places:
+            seconds[k] *= whole / total if total > 0 else 1.0
+    return seconds
 
 
 def _bytes(traced: TracedModel, blocks: Sequence[Part], measured: Sequence[Bytes]) -> tuple[list[int], list[int]]:

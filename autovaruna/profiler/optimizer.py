@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +31,29 @@ _MOST_ELEMENTS = 1 << 16
 """A larger tensor is tried out as a smaller one of about the same shape."""
 
 Options = dict[str, Any]
+Tried = TypeVar("Tried")
+
+
+def _by_shape(
+    group: dict[str, Any], try_out: Callable[[Options, torch.Size, torch.dtype], Tried]
+) -> Iterator[tuple[nn.Parameter, Tried]]:
+    """Yields the trained parameters of a group, each with what a trial with its options shows of its shape."""
+    known: dict[tuple[torch.Size, torch.dtype], Tried] = {}
+    for parameter in group["params"]:
+        if parameter.requires_grad and parameter.numel():
+            key = parameter.shape, parameter.dtype
+            if key not in known:
+                known[key] = try_out(_options(group), *key)
+            yield parameter, known[key]
 
 
 def state_factor(optimizer: torch.optim.Optimizer) -> float:
-    """Returns the bytes of state for each byte of a trained parameter, over the shapes that the optimizer has.
-
-    Each shape of each group is tried out once, with the group's options.
-    """
+    """Returns the bytes of state for each byte of a trained parameter, trying out each shape of each group once."""
     parameter_bytes, state_bytes = 0.0, 0.0
     for group in optimizer.param_groups:
-        factors: dict[tuple[torch.Size, torch.dtype], float] = {}
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.numel():
-                key = parameter.shape, parameter.dtype
-                if key not in factors:
-                    factors[key] = _state_factor_of(optimizer, _options(group), *key)
-                parameter_bytes += parameter.nbytes
-                state_bytes += factors[key] * parameter.nbytes
+        for parameter, factor in _by_shape(group, partial(_state_factor_of, optimizer)):
+            parameter_bytes += parameter.nbytes
+            state_bytes += factor * parameter.nbytes
     return state_bytes / parameter_bytes if parameter_bytes else 0.0
 
 
@@ -76,11 +83,7 @@ def _affordable(
 ) -> tuple[tuple[int, ...], float, float]:
     """Finds the largest tensor of about a shape that can be tried out.
 
-    Args:
-        seconds: Takes a shape and a number of tensors; returns what a step over them takes.
-
-    Returns:
-        Its shape, the seconds of a step with it, and how many times longer one with `shape` takes.
+    Returns its shape, the seconds of a step with it, and how many times longer one with `shape` takes.
     """
     power, most = 1.0, _LEAST_ELEMENTS
     tried = _shrunk(shape, most)
@@ -112,16 +115,11 @@ def work_factors(optimizer: torch.optim.Optimizer, device: torch.device) -> tupl
     total = of_all = largest = of_largest = 0.0
     for group in optimizer.param_groups:
         left = 0.0
-        factors: dict[tuple[torch.Size, torch.dtype], tuple[float, float, float]] = {}
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.numel():
-                key = parameter.shape, parameter.dtype
-                if key not in factors:
-                    factors[key] = _work_factors_of(optimizer, _options(group), *key, device)
-                each, own, kept = (factor * parameter.nbytes for factor in factors[key])
-                total, of_all = total + parameter.nbytes, of_all + each
-                largest, of_largest = max(largest, parameter.nbytes), max(of_largest, left + own)
-                left = kept
+        for parameter, factors in _by_shape(group, partial(_work_factors_of, optimizer, device)):
+            each, own, kept = (factor * parameter.nbytes for factor in factors)
+            total, of_all = total + parameter.nbytes, of_all + each
+            largest, of_largest = max(largest, parameter.nbytes), max(of_largest, left + own)
+            left = kept
     return (of_all / total, of_largest / largest) if total else (0.0, 0.0)
 
 
@@ -143,32 +141,25 @@ def _state_factor_of(
 
 
 def _work_factors_of(
-    optimizer: torch.optim.Optimizer, options: Options, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    optimizer: torch.optim.Optimizer, device: torch.device, options: Options, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[float, float, float]:
     """Returns the bytes that a step needs for each byte of a tensor: with all, while at it, and while at the next."""
-    one, two, three = (_work_bytes(optimizer, options, shape, dtype, device, count) for count in (1, 2, 3))
+
+    def needed(count: int) -> float:
+        """Returns what the second step over so many tensors needs on top; the first one makes the state."""
+        trials = [_trial(_shrunk(shape), dtype, device) for _ in range(count)]
+        copy = _copy(optimizer, options, trials)
+        _step(copy)
+        state = [each for trial in trials for each in _state_of(copy, trial)]
+        gradients = [trial.grad for trial in trials if trial.grad is not None]
+        with meter_of(device, [*trials, *gradients, *state]) as meter:
+            _step(copy)
+            return float(meter.restart())
+
+    one, two, three = map(needed, (1, 2, 3))
     num_bytes = math.prod(_shrunk(shape)) * dtype.itemsize
     each = max(0.0, three - two)
     return each / num_bytes, max(0.0, one - each) / num_bytes, max(0.0, two - one - each) / num_bytes
-
-
-def _work_bytes(
-    optimizer: torch.optim.Optimizer,
-    options: Options,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    count: int,
-) -> float:
-    """Returns the bytes that the second step over so many tensors needs on top; the first one makes the state."""
-    trials = [_trial(_shrunk(shape), dtype, device) for _ in range(count)]
-    copy = _copy(optimizer, options, trials)
-    _step(copy)
-    state = [each for trial in trials for each in _state_of(copy, trial)]
-    gradients = [trial.grad for trial in trials if trial.grad is not None]
-    with meter_of(device, [*trials, *gradients, *state]) as meter:
-        _step(copy)
-        return float(meter.restart())
 
 
 def _shrunk(shape: Iterable[int], most: int = _MOST_ELEMENTS) -> tuple[int, ...]:

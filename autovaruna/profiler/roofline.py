@@ -24,11 +24,10 @@ from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_di
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph.batch.operators import changed_by
-from autovaruna.graph.export.errors import first_line
+from autovaruna.graph.export.errors import failed_at, first_line
 from autovaruna.graph.export.fakes import fake_like
 from autovaruna.graph.facts import flop_formulas, storage_of, tensors_in
 from autovaruna.graph.pieces import Argument, Source
-from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
 from autovaruna.profiler.measure import Key, PartCost, to_profile
@@ -88,11 +87,9 @@ class DeviceSpec:
 
     Attributes:
         name: as torch names it; a deployment is valid for it.
-        kind: ``cpu`` or ``cuda``.
         flops_per_second: by dtype, what a product of large matrices reaches (data sheet times efficiency).
         bytes_per_second: what a pass over memory reaches (likewise).
         memory_bytes: of the device; 0: the file does not say.
-        local_link, remote_link: messages inside a host and between hosts.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
         all_reduce_latency_seconds: of an all-reduce, for each rank that takes part.
         fragmentation: bytes that its allocator takes for each byte that micro-batches make and free; 1 if not said.
@@ -150,6 +147,10 @@ def read_device(name: str) -> DeviceSpec:
         file = read_record(read_toml(path), _File)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
+    try:
+        memory_bytes = int(BYTES.read(file.memory))  # type: ignore[call-overload]
+    except REFUSALS:
+        raise ConfigError(f"{path}: memory is {shown(file.memory)}, expected {BYTES.expected}") from None
     rates = msgspec.structs.asdict(file.compute)
     share, unaligned = rates.pop("efficiency"), rates.pop("unaligned_efficiency")
     return DeviceSpec(
@@ -158,7 +159,7 @@ def read_device(name: str) -> DeviceSpec:
         flops_per_second={dtype: rate * share for dtype, rate in rates.items() if rate is not None},
         bytes_per_second=file.memory_bandwidth.bytes_per_second * file.memory_bandwidth.efficiency,
         operation_seconds=file.operation_seconds,
-        memory_bytes=_memory_bytes(path, file.memory),
+        memory_bytes=memory_bytes,
         local_link=LinkCost(file.local_link.latency_seconds, file.local_link.bytes_per_second),
         remote_link=LinkCost(file.remote_link.latency_seconds, file.remote_link.bytes_per_second),
         local_all_reduce=file.all_reduce.local_bytes_per_second,
@@ -167,13 +168,6 @@ def read_device(name: str) -> DeviceSpec:
         fragmentation=file.fragmentation,
         unaligned_share=1.0 if unaligned is None else unaligned / share,
     )
-
-
-def _memory_bytes(path: Path, value: Any) -> int:
-    try:
-        return int(BYTES.read(value))  # type: ignore[call-overload, no-any-return]
-    except REFUSALS:
-        raise ConfigError(f"{path}: memory is {shown(value)}, expected {BYTES.expected}") from None
 
 
 logger = logging.getLogger(__name__)
@@ -282,13 +276,7 @@ def predict(
     device: DeviceSpec,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Returns a profile that was predicted, not measured.
-
-    Args:
-        traced: The traced model; it was traced for the CPU.
-        model: The model; only shapes of its tensors are read.
-        micro_batch_sizes: Samples in a micro-batch; one prediction of each.
-        on_progress: Called with the parts predicted so far and their number.
+    """Returns a profile that was predicted, not measured, of a model that was traced for the CPU.
 
     Raises:
         MeasureError: a block cannot run without numbers; says which.
@@ -306,11 +294,7 @@ def predict(
 
 
 def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
-    """Returns what an optimizer step takes: parameter, gradient and state are read, parameter and state written.
-
-    Args:
-        bytes_factor: Bytes of optimizer state for each byte of parameters.
-    """
+    """Returns what an optimizer step takes: parameter, gradient and state are read, parameter and state written."""
     return OptimizerCost(0.0, (3.0 + 2.0 * bytes_factor) / device.bytes_per_second)
 
 

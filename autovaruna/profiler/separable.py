@@ -25,10 +25,9 @@ class CannotCopyError(Exception):
 
 
 def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> list[Optimizer]:
-    """Returns a copy of an optimizer, and of those that it steps with, without state; hooks are left out.
+    """Returns a copy of an optimizer, and of those that it steps with, without state and hooks.
 
-    Args:
-        exchanged: What stands for a parameter in the copy, by identity; the others have no elements in it.
+    Parameters that are not `exchanged`, by identity, have no elements in it.
 
     Raises:
         CannotCopyError: it holds a module, or a function with variables of its own.
@@ -36,7 +35,7 @@ def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> lis
     originals = list(nested(optimizer))
     memo: dict[int, Any] = {id(each): type(each).__new__(type(each)) for each in originals}
     for each in originals:
-        for parameter in _parameters(each):
+        for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
             memo[id(parameter)] = exchanged.get(id(parameter), nn.Parameter(torch.empty(0)))
     for each in originals:
         for value in vars(each).values():
@@ -67,31 +66,18 @@ def _flat(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _contents(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes that a copy needs: not methods that have been replaced, and no hooks.
-
-    Raises:
-        CannotCopyError: see `copy_for`.
-    """
+    """Yields the attributes that a copy needs: not methods that have been replaced, and no hooks."""
     for name, value in vars(optimizer).items():
         if callable(value) and hasattr(type(optimizer), name):
             continue
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             yield name, OrderedDict()
             continue
-        _check(name, value)
+        for each in _flat(value):
+            if isinstance(each, nn.Module) or (isinstance(each, FunctionType) and each.__closure__):
+                raise CannotCopyError(f"its attribute {name} holds a {type(each).__name__}")
         yield name, value
-
-
-def _check(name: str, value: Any) -> None:
-    for each in _flat(value):
-        if isinstance(each, nn.Module) or (isinstance(each, FunctionType) and each.__closure__):
-            raise CannotCopyError(f"its attribute {name} holds a {type(each).__name__}")
 
 
 def _cut_table(table: dict[Any, Any], exchanged: Mapping[int, nn.Parameter], memo: dict[int, Any]) -> dict[Any, Any]:
@@ -122,28 +108,27 @@ Paths = dict[int, list[Tensor]]
 """The numbers of each parameter after each step, by its place among those that are tried."""
 
 
+@dataclass(frozen=True)
 class Trial:
     """Steps of copies of an optimizer.
 
-    Args:
-        keeps_state: Whether steps go on from the state that the optimizer has: some make it before the first step.
-        rate, gradient: What rates and gradients are multiplied by.
+    Attributes:
+        keeps_state: whether steps go on from the state that the optimizer has: some make it before the first step.
+        rate, gradient: what rates and gradients are multiplied by.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        chosen: Sequence[Tensor],
-        device: torch.device,
-        way: Way,
-        keeps_state: bool,
-        rate: float,
-        gradient: float,
-    ) -> None:
-        self.chosen = chosen
-        self._optimizer, self._device, self._way, self._keeps_state = optimizer, device, way, keeps_state
-        self._rate, self._scale = rate, gradient
-        self.starts = [self._start(place, parameter) for place, parameter in enumerate(chosen)]
+    optimizer: Optimizer
+    chosen: Sequence[Tensor]
+    device: torch.device
+    way: Way
+    keeps_state: bool
+    rate: float
+    gradient: float
+
+    @cached_property
+    def starts(self) -> list[Tensor]:
+        """The numbers that each parameter starts with."""
+        return [self._start(place, parameter) for place, parameter in enumerate(self.chosen)]
 
     @cached_property
     def whole(self) -> tuple[Paths, dict[str, float]]:
@@ -155,18 +140,19 @@ class Trial:
         shape = tuple(min(size, _LONGEST) for size in parameter.shape)
         sign, exponent, choice = (_normal(place, -number, shape) for number in (1, 2, 3))
         numbers = sign.sign() * 10.0 ** (exponent - 1.0) * (choice > -0.7)
-        return numbers.to(self._device, parameter.dtype)
+        return numbers.to(self.device, parameter.dtype)
 
     def run(self, part: Sequence[int]) -> tuple[Paths, dict[str, float]]:
         """Returns what steps over some of the parameters make of them, and of the optimizer's own numbers."""
         made = {place: self._parameter(place) for place in range(len(self.chosen))}
-        optimizers = copy_for(self._optimizer, {id(self.chosen[place]): made[place] for place in made})
+        optimizers = copy_for(self.optimizer, {id(self.chosen[place]): made[place] for place in made})
         stepped = {place: made[place] for place in part}
         for each in optimizers:
-            if not self._keeps_state:
+            if not self.keeps_state:
                 each.state.clear()  # the first steps make it
-            _leave(each, {id(parameter) for parameter in stepped.values()})
-        _scale_rates(optimizers, self._rate)
+            for group in each.param_groups:
+                group["params"][:] = [own for own in group["params"] if id(own) in map(id, stepped.values())]
+        _scale_rates(optimizers, self.rate)
         paths: Paths = {place: [] for place in part}
         for number in range(_NUM_STEPS):
             self._step(optimizers[0], stepped, number)
@@ -187,18 +173,18 @@ class Trial:
             calls += 1
             for place, parameter in parameters.items():
                 parameter.grad = self._gradient(place, number, calls, parameter)
-            return torch.tensor(2.0 - number / _NUM_STEPS + calls / 100, device=self._device)
+            return torch.tensor(2.0 - number / _NUM_STEPS + calls / 100, device=self.device)
 
         closure()
         with torch.enable_grad():
-            self._way(optimizer, closure)
+            self.way(optimizer, closure)
 
     def _gradient(self, place: int, number: int, calls: int, parameter: Tensor) -> Tensor:
         """Draws a gradient, which changes with the parameter; those of one are up to 30,000 times those of another."""
         shape = tuple(parameter.shape)
         curved = parameter.detach().to("cpu", torch.float64) * _curvature(place, shape)
         scale: float = 10.0 ** (1.5 * (place * 5 % 4) - 3.0) * (30.0 if number >= _NUM_ALIKE else 1.0)
-        return curved.add_(_slope(place, number, calls, shape)).mul_(scale * self._scale).to(parameter)
+        return curved.add_(_slope(place, number, calls, shape)).mul_(scale * self.gradient).to(parameter)
 
 
 @lru_cache(maxsize=4096)
@@ -219,12 +205,6 @@ def _normal(place: int, number: int, shape: tuple[int, ...]) -> Tensor:
     """Draws normal numbers that depend on the arguments alone."""
     generator = torch.Generator().manual_seed(1_000_003 * (place + 1) + number)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _leave(optimizer: Optimizer, stepped: set[int]) -> None:
-    """Leaves some parameters in the groups."""
-    for group in optimizer.param_groups:
-        group["params"][:] = [each for each in group["params"] if id(each) in stepped]
 
 
 def _scale_rates(optimizers: Sequence[Optimizer], scale: float) -> None:
@@ -256,15 +236,10 @@ def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def _alone(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
-    _plain_step(optimizer)(optimizer)
-
-
-def _with_closure(optimizer: Optimizer, closure: Callable[[], Tensor]) -> None:
-    _plain_step(optimizer)(optimizer, closure)
-
-
-WAYS: tuple[Way, ...] = (_alone, _with_closure)
+WAYS: tuple[Way, ...] = (
+    lambda optimizer, closure: _plain_step(optimizer)(optimizer),
+    lambda optimizer, closure: _plain_step(optimizer)(optimizer, closure),
+)
 
 
 _SCALES = (1.0, 1.0), (1e3, 1e3), (1.0, 1e-4), (1e3, 1e-4)
@@ -289,11 +264,8 @@ class Steps:
 def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
     """Compares some steps over a few small tensors with the same steps over halves of them, the others left out.
 
-    A copy steps, with the options, attributes and optimizers that the optimizer holds, whose generators of random
-    numbers are given back as they were. What a step does later than a few steps is not seen.
-
-    Args:
-        optimizer: The optimizer, with all its parameters, of which some may be elsewhere.
+    A copy steps, with the options, attributes and optimizers that the optimizer holds. Generators are given back as
+    they were. What a step does later than a few steps is not seen.
     """
     chosen = list(_chosen(optimizer))
     if len(chosen) < 2:
@@ -332,7 +304,8 @@ def _repeated(trial: Trial) -> Steps | None:
     for place in every:
         if not whole[place][0].isfinite().all() or torch.equal(whole[place][-1], trial.starts[place]):
             return Steps("unknown", "a trial step on small tensors changes nothing, or gives no numbers")
-    if not all(_are_equal(whole[place], again[place]) for place in every):
+    pairs = (pair for place in every for pair in zip(whole[place], again[place], strict=True))
+    if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
         return Steps("random", "the same steps from the same start gave other numbers")
     return None
 
@@ -364,11 +337,6 @@ def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
                 alike[parameter.dim()] = alike.get(parameter.dim(), 0) + 1
                 if alike[parameter.dim()] <= _MOST_ALIKE:
                     yield parameter
-
-
-def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)) for first, second in pairs)
 
 
 def _are_close(one: Tensor, other: Tensor, start: Tensor) -> bool:

@@ -20,22 +20,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
+from autovaruna.graph.batch.operators import name_of
+from autovaruna.graph.export.constant_values import EMPTY
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, extract, split_backward
-from autovaruna.graph.precision import precision_of
+from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.records import Block
 from autovaruna.graph.traced import TracedModel
 
 aten = torch.ops.aten
-_LEFT_TO_CHANCE = (
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.empty_permuted.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-)
 _OF_SHARES = (aten.binary_cross_entropy, aten.bernoulli, aten.multinomial, aten.poisson, aten.binomial)
 """Operations that refuse other numbers; on a GPU that ends the process, so none is tried out there."""
 
@@ -59,33 +53,17 @@ class Code:
 def make_code(traced: TracedModel, nodes: Sequence[str], outputs: Sequence[str]) -> Code:
     """Returns what runs some nodes of a traced model, and gives some of their values."""
     piece = extract(traced, nodes, outputs, is_bare=True)
-    _fill_memory(piece.module)
+    graph = piece.module.graph
+    for node in list(graph.nodes):
+        if name_of(node) in EMPTY:  # it may hold places that the graph goes on to index with
+            with graph.inserting_after(node):
+                graph.call_function(aten.zero_.default, (node,))
+    every = [node for each in regions(piece.module) for node in each.graph.nodes]
+    called = [target for node in every for target in (node.target, *node.args)]  # `draw` takes what it calls
+    takes_shares = any(isinstance(each, OpOverload) and each.overloadpacket in _OF_SHARES for each in called)
     needs_gradient = any(traced.facts[name].needs_gradient for name in outputs)
-    return Code(
-        direct(piece.module),
-        piece.arguments,
-        needs_gradient,
-        split_backward(piece) if needs_gradient else None,
-        _takes_shares(piece.module),
-    )
-
-
-def _takes_shares(module: fx.GraphModule) -> bool:
-    nodes = [node for each in module.modules() if isinstance(each, fx.GraphModule) for node in each.graph.nodes]
-    called = [target for node in nodes for target in (node.target, *node.args)]  # a stream's `draw` takes what it calls
-    return any(isinstance(each, OpOverload) and each.overloadpacket in _OF_SHARES for each in called)
-
-
-def _fill_memory(module: fx.GraphModule) -> None:
-    """Has a graph fill memory that it leaves to chance.
-
-    A model that writes it all at the places of a permutation, to index with it then, would index with what is there:
-    here the permutation is zeros.
-    """
-    for node in list(module.graph.nodes):
-        if node.target in _LEFT_TO_CHANCE:
-            with module.graph.inserting_after(node):
-                module.graph.call_function(aten.zero_.default, (node,))
+    split = split_backward(piece) if needs_gradient else None
+    return Code(direct(piece.module), piece.arguments, needs_gradient, split, takes_shares)
 
 
 _LEAST_BLOCKS = 12
@@ -94,11 +72,7 @@ _MOST_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive blocks of a traced model.
-
-    Attributes:
-        name: What to call it in a message.
-    """
+    """Consecutive blocks of a traced model."""
 
     traced: TracedModel
     blocks: tuple[Block, ...]
@@ -270,15 +244,11 @@ class Samples:
             case _:
                 return self._value(argument.name, batch_size)
 
-    def _random_like(self, tensor: Tensor) -> Tensor:
-        """Returns random numbers in the layout of a tensor."""
-        return self._make(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
     def _parameter(self, name: str) -> Tensor:
         """Returns a parameter in the steady state of a step: its gradient is there and is added to."""
         parameter = self.model.get_parameter(name)
-        random = self._random_like(parameter).detach()  # autocast keeps no copies of views, which this is no more
-        made = random.requires_grad_(parameter.requires_grad)
+        random = self._make(tuple(parameter.shape), parameter.stride(), parameter.dtype)
+        made = random.detach().requires_grad_(parameter.requires_grad)  # no view, of which autocast keeps no copies
         if made.requires_grad:
             made.grad = torch.zeros_like(made)
         return made
@@ -299,7 +269,7 @@ class Samples:
 
     def _value(self, name: str, batch_size: int) -> Tensor:
         if self.numbers is Numbers.COMPUTED and name in self.traced.repeated:
-            return self._computed(name, batch_size)
+            return self._run(extract(self.traced, (), [name]), batch_size)
         traced: Tensor = self.traced.nodes[name].meta["val"]
         shape = self.traced.sizes.shape(traced, batch_size)
         strides = tuple(self.traced.sizes.number(stride, batch_size) for stride in traced.stride())
@@ -312,12 +282,9 @@ class Samples:
             return torch.ones(value.shape, dtype=value.dtype, device=self.device)
         totals = self.traced.totals
         piece = extract(self.traced, (*totals.before, *totals.after), [totals.values[name][0]], is_bare=True)
-        with torch.no_grad():
-            (found,) = piece.module(*(self.argument(argument, batch_size) for argument in piece.arguments))
-        return torch.as_tensor(found, dtype=value.dtype, device=self.device)
+        return torch.as_tensor(self._run(piece, batch_size), dtype=value.dtype, device=self.device)
 
-    def _computed(self, name: str, batch_size: int) -> Tensor:
-        piece = extract(self.traced, (), [name])
+    def _run(self, piece: Piece, batch_size: int) -> Tensor:
         with torch.no_grad():
             (value,) = piece.module(*(self.argument(argument, batch_size) for argument in piece.arguments))
         return value  # type: ignore[no-any-return]
@@ -372,7 +339,6 @@ class Work:
     run: Callable[..., Outputs]
     arguments: tuple[Any, ...]
     values: tuple[Tensor, ...]
-    make_gradient: Callable[[Tensor], Tensor]
     needs_gradient: bool
     gradients: list[Tensor] = field(default_factory=list)
     is_cast: bool = False
@@ -380,22 +346,17 @@ class Work:
     weights: tuple[Tensor, ...] = ()
 
     def forward(self) -> Outputs:
-        """Runs forward."""
         with torch.set_grad_enabled(self.needs_gradient):
             return self.run(*self.arguments)
 
     def backward(self, outputs: Outputs) -> None:
         """Runs backward from outputs of `forward`; gradients of parameters add up, as over micro-batches."""
-        torch.autograd.backward(self._roots(outputs), self.gradients)
-        for value in self.values:
-            value.grad = None
-
-    def _roots(self, outputs: Outputs) -> list[Tensor]:
-        """Returns the outputs that have a gradient; makes their gradients if there are none yet."""
         roots = [output for output in outputs if output.requires_grad]
         if not self.gradients:
-            self.gradients.extend(map(self.make_gradient, roots))
-        return roots
+            self.gradients.extend(torch.full_like(root, 0.05) for root in roots)
+        torch.autograd.backward(roots, self.gradients)
+        for value in self.values:
+            value.grad = None
 
     def split_forward(self, arguments: Sequence[Any]) -> tuple[Outputs, Deferred]:
         """Runs forward; its `backward` leaves weight gradients for later."""
@@ -423,7 +384,6 @@ def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
         code.run,
         arguments,
         tuple(values[name] for name in part.values),
-        _make_gradient,
         code.needs_gradient,
         is_cast=any(precision_of(traced.nodes[name]) for name in part.nodes),
         split=split,
@@ -437,7 +397,7 @@ def empty_work(num_values: int, device: torch.device) -> Work:
     placeholders = [graph.placeholder(f"value_{index}") for index in range(num_values)]
     graph.output(tuple(placeholders))
     values = tuple(torch.zeros(1, device=device, requires_grad=True) for _ in range(num_values))
-    return Work(direct(fx.GraphModule({}, graph)), values, values, _make_gradient, True)
+    return Work(direct(fx.GraphModule({}, graph)), values, values, True)
 
 
 def smallest_split(device: torch.device) -> Work:
@@ -450,8 +410,4 @@ def smallest_split(device: torch.device) -> Work:
     value, weight = (torch.zeros(1, 1, device=device, requires_grad=True) for _ in range(2))
     weight.grad = torch.zeros_like(weight)
     split, run = split_backward(piece), direct(piece.module)
-    return Work(run, (value, weight), (value,), _make_gradient, True, split=split, weights=(weight,))
-
-
-def _make_gradient(output: Tensor) -> Tensor:
-    return torch.full_like(output, 0.05)
+    return Work(run, (value, weight), (value,), True, split=split, weights=(weight,))

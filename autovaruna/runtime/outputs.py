@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.outputs import OutputKind, OutputSpec, joined, opened
+from autovaruna.graph.traced import OutputKind, OutputSpec, joined, opened
 from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
 from autovaruna.runtime.mail import Kind, Mail, Route
 from autovaruna.runtime.world import World

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autovaruna.graph.batch.values import Merge
+from autovaruna.graph.batch.operators import Merge
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.pieces import Argument, Piece, Source, direct, extract
 from autovaruna.graph.precision import is_autocast, without_autocast

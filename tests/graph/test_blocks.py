@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.cuts import crossing_sizes, merge_free_blocks
+from autovaruna.graph.grouping import crossing_sizes, merge_free_blocks
 from autovaruna.graph.pieces import Source, extract, reads
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.records import Size, Value

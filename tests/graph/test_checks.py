@@ -18,9 +18,8 @@ from autovaruna._torch import TorchDispatchMode
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import Options
-from autovaruna.graph.outputs import OutputKind
 from autovaruna.graph.trace import trace
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import OutputKind, TracedModel
 from autovaruna.graph.verify import compare
 from tests.graph.models import CPU, Function, call_of, traced
 

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.operators import Means, Trait, operator_of, rows
-from autovaruna.graph.batch.values import Merge
+from autovaruna.graph.batch.operators import Means, Merge, Trait, operator_of, rows
 from autovaruna.graph.call import describe
 from autovaruna.graph.verify import EagerVsGraph, compare
 from tests.catalogue import CASES

@@ -91,7 +91,7 @@ def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without what kernels take for themselves: only who runs them finds out."""
-    monkeypatch.setattr(bytes, "is_profiled", lambda: True)
+    monkeypatch.setattr(bytes, "is_profiler_enabled", lambda: True)
     model, graph, tensors = traced_case(name, 3)
     predicted = predict(graph, model, [4], SPEC).costs[0]
     measured = profile(graph, model, [4], CPU, iterations=1, budget_seconds=0, inputs=tensors).costs[0]

@@ -1,9 +1,8 @@
 """Says with which power of the number of samples a value grows, and computes parts of a graph for a drawn batch.
 
-Nothing in a loss's shape tells a sum over the samples from a mean, but its last operations do: from the loss back,
-through what only scales, adds or reshapes, to where the samples were reduced. What an operator that is not listed makes
-of several samples is shown by a batch of five, and the micro-batches of three and two that it has; so it is shown
-whether rows that are picked by number are those of all samples in turn.
+A sum over the samples is told from a mean by the last operations of a loss: from it back, through what scales, adds or
+reshapes, to where samples were reduced. What an operator that is not listed makes of several samples is shown by
+a batch of five and its micro-batches of three and two; so is whether rows picked by number are all samples' in turn.
 """
 
 from __future__ import annotations
@@ -18,8 +17,20 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import Values, is_number
-from autovaruna.graph.batch.operators import KEEPING, SCALING, Means, Trait, adds_up, has, is_listed, operator_of
-from autovaruna.graph.batch.values import Source, Use, is_of_batch, reached
+from autovaruna.graph.batch.operators import (
+    KEEPING,
+    SCALING,
+    Means,
+    Source,
+    Trait,
+    Use,
+    adds_up,
+    has,
+    is_listed,
+    is_of_batch,
+    operator_of,
+    reached,
+)
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction, opaque_module_of
@@ -32,9 +43,7 @@ _POWERS = {Use.PLAIN: 0.0, Use.DIVISOR: 1.0, Use.FACTOR: -1.0}
 class Powers:
     """Finds the reductions that a value is made of, each with the power of the batch size that scales it.
 
-    Args:
-        values: What the nodes have to do with the batch.
-        is_added: Whether losses of micro-batches are added up: each gets values of the whole batch as they are.
+    With `is_added`, losses of micro-batches are added up: each gets values of the whole batch as they are.
     """
 
     def __init__(self, values: Values, sizes: Sizes, is_added: bool = False) -> None:
@@ -58,11 +67,7 @@ class Powers:
         )
 
     def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
-        """Whether numbers of samples are scaled and added up over the samples, and nothing else.
-
-        Args:
-            tail: What goes into the outputs by being scaled and added up alone.
-        """
+        """Whether numbers of samples are scaled and added up to what is in `tail`, and nothing else."""
         scaled = reached([node], lambda each: each.users if self._grows(each) else ())
         return all(each in tail and (self._grows(each) or self._is_sum(each)) for each in scaled)
 
@@ -158,11 +163,7 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
-    """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither.
-
-    Args:
-        node: The operation, or what is taken out of several results of one.
-    """
+    """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither."""
     made: Any = node.args[0] if node.target is getitem else node
     if not isinstance(made.target, OpOverload) or _is_random(made):
         return Reduction.UNKNOWN
@@ -179,10 +180,7 @@ def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
 def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
     """Whether each micro-batch picks, by numbers of its own, what the whole batch picks for its samples.
 
-    Args:
-        index: The numbers of the rows, which follow from sizes, inputs and random numbers. Nothing is said against
-            those that a model finds itself (the places of what is largest, or sorted): they name rows that it has.
-        length: How many rows there are to pick from.
+    Nothing is said against numbers that a model finds itself (the places of what is largest): they name rows it has.
     """
     made_of = _sources(index)
     if index.meta["val"].dtype is torch.bool or any(map(_is_found, made_of)):
@@ -191,11 +189,7 @@ def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
 
 
 def follows_place(numbers: fx.Node, sizes: Sizes) -> bool:
-    """Whether numbers for samples that follow from sizes alone are others in micro-batches: they count the samples.
-
-    Args:
-        numbers: The numbers, which have nothing of the samples.
-    """
+    """Whether numbers for samples that follow from sizes alone are others in micro-batches: they count the samples."""
     made_of = _sources(numbers)
     counts = (each for each in made_of if has(each, Trait.COUNTS_ON))
     return any(map(sizes.has_samples, counts)) and not _are_alike(numbers, made_of, 0, sizes)
@@ -238,12 +232,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _computed(node: fx.Node, leaves: Iterable[fx.Node], sizes: Sizes, is_whole: bool) -> list[Tensor]:
-    """Computes what a node gives for the batch and its two parts.
-
-    Args:
-        leaves: The tensors that it is made of for which numbers are drawn.
-        is_whole: Whether all numbers are zero or one, as places may be.
-    """
+    """Computes what a node gives for the batch and its two parts from drawn `leaves`: zeros and ones if `is_whole`."""
     generator = torch.Generator().manual_seed(0)
     drawn = {leaf: _drawn(leaf.meta["val"], sizes, generator, is_whole) for leaf in leaves}
     numbers = (_ALL, *_PARTS)

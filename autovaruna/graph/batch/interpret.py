@@ -17,8 +17,20 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.batch.operators import Trait, aten, has, operator_of
-from autovaruna.graph.batch.values import Merge, Reach, Share, Source, Value, count_by_class, is_of_batch, reached
+from autovaruna.graph.batch.operators import (
+    Merge,
+    Reach,
+    Share,
+    Source,
+    Trait,
+    Value,
+    aten,
+    count_by_class,
+    has,
+    is_of_batch,
+    operator_of,
+    reached,
+)
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 
 _OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.sym_max.__module__}
@@ -29,8 +41,7 @@ _MOST_ELEMENTS = 65_536
 class Values:
     """The values of a graph's nodes; those of nodes that have been added since are found when they are asked for.
 
-    Args:
-        chosen: The nodes that follow from the inputs alone, where totals are looked for.
+    Totals are looked for among the nodes that are `chosen`, which follow from the inputs alone.
     """
 
     def __init__(self, graph: KnownGraph, chosen: Collection[fx.Node] = ()) -> None:
@@ -38,7 +49,8 @@ class Values:
         self._facts, self._sizes, self._batch = facts, graph.sizes, graph.batch_inputs
         self._known = set(chosen)
         self._picked = picked_symbols(nodes) if chosen else {}
-        self._state = {storage for node in nodes.find_nodes(op="get_attr") for storage in self._makes(node)}
+        attributes = [node.name for node in nodes.find_nodes(op="get_attr") if node.name in facts]
+        self._state = {storage for name in attributes for storage in facts[name].makes}
         copies = nodes.find_nodes(op="call_function", target=aten.copy_.default)
         self._becomes_state = {self._source_of(copy) for copy in copies if facts[copy.name].writes & self._state}
         self._of: dict[fx.Node, Value] = {}
@@ -77,7 +89,9 @@ class Values:
         if node.op == "placeholder":
             return self._of_numbers(node, Reach.SAMPLES if node.name in self._batch else Reach.NONE)
         fact = self._facts.get(node.name)
-        if node.op != "call_function" or fact is None or self._is_state(node, fact):
+        if node.op != "call_function" or fact is None:
+            return Reach.NONE
+        if fact.writes & fact.makes & self._state or node in self._becomes_state:  # it is a parameter or buffer now
             return Reach.NONE
         if has(node, Trait.SHAPE_ALONE) or is_of_batch(node):
             return Reach.NONE
@@ -96,10 +110,6 @@ class Values:
         is_joint = any(self[each].reach is Reach.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
         return Reach.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Reach.COUNTS
 
-    def _is_state(self, node: fx.Node, fact: Fact) -> bool:
-        """Whether a node returns a parameter or buffer that it changes, or what a buffer becomes."""
-        return bool(fact.writes & fact.makes & self._state) or node in self._becomes_state
-
     def _source_of(self, copy: fx.Node) -> Any:
         """Returns what a copy copies, where no view of it did."""
         node: Any = copy.args[1]
@@ -107,26 +117,18 @@ class Values:
             node = node.args[0]
         return node
 
-    def _makes(self, node: fx.Node) -> frozenset[int]:
-        return self._facts[node.name].makes if node.name in self._facts else frozenset()
-
     def _share(self, node: fx.Node) -> tuple[Share, Merge | None]:
         if node.op == "placeholder":
             return Share.SAMPLES if node.name in self._batch else Share.FIXED, None
         if node.op == "get_attr" or self._sizes.is_given(node):
             return Share.FIXED, None
-        sources = {self._share_of(each) for each in node.all_input_nodes}
+        sources = {share for each in node.all_input_nodes if (share := self[each].share) is not None}
         most = max(sources, default=Share.FIXED)
         if most is Share.SAMPLES and Share.WHOLE in sources:
             return Share.AFTER, None
         if most is Share.SAMPLES and (merge := self._merge(node)) is not None:
             return Share.WHOLE, merge
         return (Share.AFTER if most is Share.WHOLE and not _is_small(node) else most), None
-
-    def _share_of(self, node: fx.Node) -> Share:
-        share = self[node].share
-        assert share is not None, f"{node} does not follow from the inputs alone, but what is made of it does"
-        return share
 
     def _merge(self, node: fx.Node) -> Merge | None:
         """Returns how the results of a node for several mini-batches are merged; None: no way is known."""
@@ -255,12 +257,8 @@ def _is_free(node: fx.Node, fact: Fact, parameters: Collection[str]) -> bool:
 def counted(numbers: Sequence[fx.Node], graph: KnownGraph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yields each number that a model takes out of tensors (``counts.tolist()``) with the nodes it was counted from.
 
-    These go back to where integers came from floating point. Random floating point numbers are sorted, compared and
-    counted as a step's are; integers are not drawn at all. What follows from the inputs alone is left out: it is there
-    with a step's own numbers.
-
-    Args:
-        numbers: Nodes whose values are numbers that depend on data.
+    These go back to where integers came from floating point: drawn numbers are sorted and counted as a step's are;
+    integers are not drawn. What follows from the inputs alone is left out: it is there with a step's own numbers.
     """
     if not numbers:
         return

@@ -1,12 +1,9 @@
 """Refuses graphs in which samples meet, and losses of micro-batches that do not make up that of the batch.
 
-A shape with the batch in two dimensions says so at once. What else joins samples is found by how far each value reaches
-over the batch: a number that was reduced over it (or is one sample's) may end in the loss, but must not come back to
-the samples, nor into layers; and no operation may run along the batch.
-
-A root of a mean, or a product of two, is another for micro-batches. From the loss back, operations on numbers that are
-made of several samples must keep means: they add such numbers, or scale them by what has nothing to do with the batch.
-Where the samples were reduced, they must have been added up."""
+A number that was reduced over the batch (or is one sample's) may end in the loss, but must not come back to samples,
+nor into layers; and no operation may run along the batch. From the loss back, operations on numbers that are made of
+several samples must keep means: a root of a mean, or a product of two, is another for micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +18,24 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.drawn import Powers, are_in_turn, follows_place, join_tried
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
-from autovaruna.graph.batch.operators import MEAN, Means, Trait, arguments, has, is_listed, name_of, operator_of
-from autovaruna.graph.batch.values import Reach, Source, reached
-from autovaruna.graph.export.errors import advice
+from autovaruna.graph.batch.operators import (
+    MEAN,
+    Means,
+    Reach,
+    Source,
+    Trait,
+    arguments,
+    has,
+    is_listed,
+    name_of,
+    operator_of,
+    reached,
+)
+from autovaruna.graph.export.errors import advice, modules_of, origin
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction, opaque_module_of
-from autovaruna.graph.outputs import OutputKind
-from autovaruna.graph.source_lines import modules_of, origin
-from autovaruna.graph.traced import TracedModel
+from autovaruna.graph.traced import OutputKind, TracedModel
 
 
 def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:
@@ -45,7 +51,7 @@ def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:
     meetings = _Meetings(graph)
     for node in graph.module.graph.nodes:
         if words := meetings.words(node):
-            name, place = type(model).__qualname__, origin(node) or node.name
+            name, place = type(model).__qualname__, origin(node) or _line_of_opaque(node) or node.name
             helps = advice(model, graph.call, modules_of(node))
             raise TraceError(f"{name} mixes the samples of a batch: {words} at {place}. {helps}")
     return [node for node in graph.module.graph.nodes if meetings.joins_counts(node)]
@@ -103,12 +109,10 @@ class _Meetings:
         what = f"{made_of_all[0].name}, which is made of several samples,"
         if self._reach(node) is Reach.SAMPLES:
             return f"{what} meets each sample in {node.name}"
-        if has(node, Trait.LAYER) and any(map(self._is_weight, node.all_input_nodes)):
+        others = [each for each in node.all_input_nodes if self._reach(each) is Reach.NONE]
+        if has(node, Trait.LAYER) and any(self._facts[each.name].needs_gradient for each in others):
             return f"{what} goes through the layer {node.name}"
         return ""
-
-    def _is_weight(self, node: fx.Node) -> bool:
-        return self._reach(node) is Reach.NONE and self._facts[node.name].needs_gradient
 
     def _by_place(self, node: fx.Node) -> str:
         """Finds numbers for samples that follow from their places in the batch, and are computed with."""
@@ -148,6 +152,12 @@ class _Meetings:
         return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""
 
 
+def _line_of_opaque(node: fx.Node) -> str:
+    """Returns the user's line that calls the module whose result a node takes; empty: it is not kept whole."""
+    kept = opaque_module_of(node.args[0]) if node.target is getitem else None  # type: ignore[arg-type]
+    return "" if kept is None else kept.line
+
+
 def _tensors_of(node: fx.Node) -> list[Tensor]:
     return tensors_in(node.meta.get("val"))
 
@@ -166,17 +176,13 @@ def _in_bags(node: fx.Node) -> str:
     if not has(node, Trait.IN_BAGS):
         return ""
     begin: Any = node.args[2]
-    for each in reached([begin], _tensor_sources):
+    for each in reached([begin], lambda node: filter(_tensors_of, node.all_input_nodes)):
         if each.op == "placeholder":
             return (
                 f"{each.name} says where bags begin among the indices of the whole batch (pass indices of the shape "
                 f"(batch, most in a bag), filled up with padding_idx, and no offsets) in {node.name}"
             )
     return ""
-
-
-def _tensor_sources(node: fx.Node) -> list[fx.Node]:
-    return [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
 
 
 logger = logging.getLogger(__name__)
@@ -190,8 +196,7 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
         is_exact: Whether they must; else a loss may go on from means as well, each micro-batch from its own.
 
     Raises:
-        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added
-            up; says which line makes it so, and how to go on.
+        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added.
     """
     values = Values(traced)
     means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
@@ -326,14 +331,14 @@ def _averages_labels(node: fx.Node, given: Mapping[str, Any]) -> bool:
 
 def _may_hold(labels: fx.Node, ignored: int) -> bool:
     """Whether integers that a model makes may be those of labels that do not count: it names that number somewhere."""
-    nodes = reached([labels], lambda node: filter(_is_whole, node.all_input_nodes))
+
+    def is_whole(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return node.op == "call_function" and isinstance(value, Tensor) and not value.is_floating_point()
+
+    nodes = reached([labels], lambda node: filter(is_whole, node.all_input_nodes))
     given = (argument for node in nodes for argument in (*node.args, *node.kwargs.values()))
     return any(argument == ignored for argument in given if isinstance(argument, int))
-
-
-def _is_whole(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _says_what_is_finite(node: fx.Node) -> bool:

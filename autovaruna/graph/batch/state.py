@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from autovaruna.errors import InputError
-from autovaruna.graph.batch.operators import changed_statistics, is_random, written
-from autovaruna.graph.batch.values import is_of_batch
+from autovaruna.graph.batch.operators import changed_statistics, is_of_batch, is_random, written
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
 from autovaruna.graph.precision import REGION, inside
@@ -55,12 +54,7 @@ def steady_state(graph: KnownGraph, changed: Collection[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A call of a graph, or of a region in it.
-
-    Attributes:
-        kept: the module that it runs as it is.
-        state: the memory of each parameter and buffer of that.
-    """
+    """A call of a graph, or of a region in it; `state` is the memory of each tensor of the module that it keeps."""
 
     node: fx.Node
     sources: tuple[fx.Node, ...]
@@ -134,9 +128,6 @@ def _counters_of_samples(
     """Returns the memory of counters that decide, together with state of samples, what becomes of it or of a result.
 
     A counter changes by itself alone. What follows from weights (their averages, say) is no counter.
-
-    Args:
-        steady: The memory of state that changes alike whatever the samples are.
     """
     origins = {node: memory & steady for node, (memory, _) in read.items()}  # steady memory, until it meets weights
     held = {node for node, (memory, _) in read.items() if memory & set(varied)}  # values of varied state alone
@@ -172,9 +163,7 @@ def batch_norms(traced: TracedModel) -> list[fx.Node]:
 
 
 def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
-    """Makes sure that every batch normalisation sees more than one value per channel.
-
-    PyTorch checks this outside of the operations, so the check is not in a traced graph.
+    """Makes sure that every batch normalisation sees more than one value per channel: PyTorch's check is not traced.
 
     Raises:
         InputError: a micro-batch leaves a channel with one value, whose variance is not a number.

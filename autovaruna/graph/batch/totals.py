@@ -1,11 +1,8 @@
 """Finds the values of a graph that are of the whole batch: what was reduced over the batch from the inputs alone.
 
-The number of labels that count is one, and whether any is there. A micro-batch alone would give another. Such a value
-is computed before the step, from the samples of all ranks: each computes the first reductions, the *totals*, of its own
-samples; they are merged; and what is made of them is computed from the merged ones. Where the model goes on with it,
-the graph has a call of `of_batch`, for which stages are given the value. So it is with the greatest length of the
-inputs, which is how far plain PyTorch goes with each sample, and with the size of the batch where it is a number among
-others: of that a micro-batch has its own where a loss divides sums over the samples by it, or scales what it adds up.
+Such are the number of labels that count, the greatest length, and the size of the batch where it is a number among
+others. Before a step each rank computes the first reductions, the *totals*, of its own samples; they are merged, and
+the rest is computed from them. Where the model goes on with one, the graph has a call of `of_batch`.
 """
 
 from __future__ import annotations
@@ -29,28 +26,26 @@ from autovaruna.graph.batch.operators import (
     SUM_OF,
     WITH_TENSORS,
     Means,
-    Trait,
-    arguments,
-    aten,
-    give,
-    has,
-    operator_of,
-)
-from autovaruna.graph.batch.values import (
     Merge,
     Share,
     Source,
+    Trait,
     Use,
+    arguments,
     as_tensor,
+    aten,
     count_by_class,
+    give,
+    has,
     is_of_batch,
     of_batch,
+    operator_of,
     reached,
 )
+from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
-from autovaruna.graph.source_lines import origin
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _KEPT = ("stack_trace", "nn_module_stack", "precision")
@@ -84,11 +79,7 @@ NO_TOTALS = BatchTotals({}, (), (), {})
 def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
 
-    A graph of one fixed batch size has none, for each micro-batch is a batch of its own.
-
-    Args:
-        graph: The graph; changed, and its facts with it.
-        is_added: Whether losses of micro-batches are added up, rather than averaged.
+    A graph of one fixed batch size has none. With `is_added`, losses of micro-batches are added up, not averaged.
 
     Raises:
         TraceError: an operation takes the size of the batch in a way that cannot be given another one.
@@ -97,7 +88,10 @@ def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     if sizes.symbol is None:
         return NO_TOTALS
     additions = _Additions(graph.module.graph, facts)
-    _part_means(graph, additions)
+    means = _Means(graph, additions)
+    for node in list(graph.module.graph.nodes):
+        if node.op == "call_function" and (count := means.count_of(node)) is not None:
+            means.part(node, count)
     known = from_inputs(graph)
     values = Values(graph, known)
     marks = _Marks(graph, values, additions)
@@ -130,11 +124,7 @@ def _what_makes(nodes: Iterable[fx.Node], known: Iterable[fx.Node], facts: Mappi
 
 
 class _Marks:
-    """Puts calls of `of_batch` into a graph; `given` has the node whose value each stands for, and what becomes of it.
-
-    Args:
-        values: What the nodes have to do with the batch.
-    """
+    """Puts calls of `of_batch` into a graph; `given` has the node that each stands for, and what becomes of it."""
 
     def __init__(self, graph: KnownGraph, values: Values, additions: _Additions) -> None:
         self._known = graph
@@ -156,8 +146,7 @@ class _Marks:
     def give_lengths(self, known: Sequence[fx.Node]) -> None:
         """Has the graph go on from the lengths of the whole batch: greatest or least numbers of its inputs.
 
-        Means over positions are divided by them, too. The nodes that make them, and what follows from them and from
-        the batch size alone, stay as they are: the whole batch's are computed by them.
+        What makes them, and follows from them and the batch size alone, stays: the whole batch's are computed by it.
         """
         users = self._in_outputs - {node for node in known if self._values.is_whole(node)}
         taken: dict[fx.Node, fx.Node] = {}
@@ -176,9 +165,8 @@ class _Marks:
     def give_sizes(self, is_added: bool) -> list[str]:
         """Has the graph compute with the size of the whole batch; returns the tensors that the sizes become.
 
-        Args:
-            is_added: Whether losses of micro-batches are added up. Then a micro-batch has its own size where that
-                makes a sum of what is none; else, where a loss divides sums over the samples by it, or scales them.
+        A micro-batch has its own size where losses are added up and that makes a sum of what is none; where they are
+        averaged, if a loss divides sums over the samples by it, or scales them.
         """
         powers, tail = Powers(self._values, self._sizes, is_added), _linear_tail(self._graph)
         size_of, in_outputs = self._numbers_of_sizes(), self._makes_outputs()
@@ -208,10 +196,7 @@ class _Marks:
         return node
 
     def _makes_outputs(self) -> set[fx.Node]:
-        """Returns what micro-batches make the outputs of: not what is computed of the whole batch before.
-
-        Nor is it state: that follows micro-batches, as BatchNorm's does.
-        """
+        """Returns what micro-batches make the outputs of: neither what is computed before, nor state."""
         outliving = self._known.outliving_storages()
         outputs: set[fx.Node] = set()
         state: set[fx.Node] = set()
@@ -328,20 +313,11 @@ def _replace(user: fx.Node, number: fx.Node, given: fx.Node) -> None:
     user.replace_input_with(number, given)
 
 
-def _part_means(graph: KnownGraph, additions: _Additions) -> None:
-    """Parts the means of a graph whose counts follow from its inputs."""
-    means = _Means(graph, additions)
-    for node in list(graph.module.graph.nodes):
-        count = means.count_of(node) if node.op == "call_function" else None
-        if count is not None:
-            means.part(node, count)
-
-
 class _Means:
     """Parts each mean over a number of elements that the inputs decide into a sum and its count.
 
-    Such are the losses over the labels that are not ignored, and means of what a mask has picked. Micro-batches have
-    unequal counts, so the mean of their means is not that of the batch; a sum over the count of them all is its part.
+    Such are losses over the labels that are not ignored, and means of what a mask has picked. Micro-batches have
+    unequal counts, so the mean of their means is not that of the batch.
     """
 
     def __init__(self, graph: KnownGraph, additions: _Additions) -> None:
@@ -357,7 +333,9 @@ class _Means:
             given = arguments(node)
             target, weight = given["target"], given.get("weight")
             is_known = target in self._known and (weight is None or weight in self._known)
-            if given["reduction"] != MEAN or not is_known or not self._counts_labels(target):
+            if given["reduction"] != MEAN or not is_known:
+                return None
+            if has_numbers(target.meta["val"]) or not self._sizes.has_samples(target):  # no labels of samples
                 return None
             return lambda: self._labels(node, target, weight, given["ignore_index"])
         if node.target in SUM_OF or arguments(node).get("reduction") == MEAN:
@@ -387,10 +365,6 @@ class _Means:
         value = argument.meta["val"] if isinstance(argument, fx.Node) else None
         is_half = isinstance(value, Tensor) and value.dtype in _HALF
         return self._add.before(node, aten.to.dtype, argument, torch.float32) if is_half else argument
-
-    def _counts_labels(self, target: fx.Node) -> bool:
-        """Whether a target is one of class numbers that grows with the batch, or with what was picked from it."""
-        return not has_numbers(target.meta["val"]) and self._sizes.has_samples(target)
 
     def _labels(self, node: fx.Node, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
         """Adds the number of labels that are not ignored, or the sum of the weights of their classes."""
@@ -436,11 +410,7 @@ class _Means:
 
 
 class _Additions:
-    """Adds nodes to a graph.
-
-    Args:
-        facts: What is known of each node; gets what is known of the new ones.
-    """
+    """Adds nodes to a graph, and what is known of them to its facts."""
 
     def __init__(self, graph: fx.Graph, facts: MutableMapping[str, Fact]) -> None:
         self._graph = graph

@@ -8,11 +8,12 @@ import sys
 import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -20,8 +21,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import ValueRanges, int_oo
-from autovaruna.graph.export.errors import BatchSizeError, in_transform
-from autovaruna.graph.source_lines import is_users, running_modules, users_line
+from autovaruna.graph.export.errors import BatchSizeError, in_transform, is_users, running_modules, users_line
 
 
 class FreeLengths:
@@ -64,7 +64,7 @@ def refused_numbers(free: FreeLengths) -> Iterator[None]:
 
     torch would stop later, where the number meets the batch: maybe in another module, which is not to be kept whole.
     """
-    tracing, known = get_ident(), [getattr(kind, name) for kind, name in _NUMBERS]
+    tracing = get_ident()
 
     def refusing(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def made(self: Any) -> Any:
@@ -78,13 +78,10 @@ def refused_numbers(free: FreeLengths) -> Iterator[None]:
 
         return made
 
-    for (kind, name), make in zip(_NUMBERS, known, strict=True):
-        setattr(kind, name, refusing(make))
-    try:
+    with ExitStack() as stack:
+        for kind, name in _NUMBERS:
+            stack.enter_context(patch.object(kind, name, refusing(getattr(kind, name))))
         yield
-    finally:
-        for (kind, name), make in zip(_NUMBERS, known, strict=True):
-            setattr(kind, name, make)
 
 
 def _is_of_batch(number: Any, free: FreeLengths) -> bool:
@@ -110,11 +107,8 @@ def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
             lone.append(users_line())
         return answer
 
-    torch.SymBool.__bool__ = noting  # type: ignore[method-assign]
-    try:
+    with patch.object(torch.SymBool, "__bool__", noting):
         yield lone
-    finally:
-        torch.SymBool.__bool__ = known  # type: ignore[method-assign]
 
 
 def _is_users_line() -> bool:
@@ -166,13 +160,8 @@ def noted_fixed_sizes() -> Iterator[list[FixedSize]]:
                 places.append(FixedSize(line, running_modules()))
         return known(self, symbol, value, *args, **kwargs)
 
-    if known is not None:
-        ShapeEnv._set_replacement = noting  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(ShapeEnv, "_set_replacement", noting, create=True):
         yield places
-    finally:
-        if known is not None:
-            ShapeEnv._set_replacement = known  # type: ignore[method-assign]
 
 
 _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 25) for step in (-1, 0, 1)))
@@ -184,13 +173,8 @@ def tried_guards(free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
     """Takes conditions that hold for every batch size out of those on which a trace stands, while the context lasts.
 
     A model may compare sizes that are equal in a way that torch's solver does not see: ``min(64, 768 * batch)`` is 64.
-    Conditions that hold up to some size, and for none above it, are taken out as well, and that size is noted.
-
-    Args:
-        free: Other lengths, which get the conditions on them.
-
-    Yields:
-        Such sizes, each with the user's line where that is known.
+    Conditions that hold up to some size, and for none above it, are taken out, too; those sizes are yielded, each with
+    the user's line where that is known. Conditions on other lengths go to `free`.
     """
     tracing, produce = get_ident(), ShapeEnv.produce_guards
     relate: Any = getattr(ShapeEnv, "_maybe_guard_rel", None)  # private to torch: without it, no line is known
@@ -207,24 +191,17 @@ def tried_guards(free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
             lines.setdefault(condition, users_line())
         relate(self, condition, *args)
 
-    ShapeEnv.produce_guards = producing  # type: ignore[method-assign]
-    if relate is not None:
-        ShapeEnv._maybe_guard_rel = relating  # type: ignore[method-assign, assignment]
-    try:
+    with (
+        patch.object(ShapeEnv, "produce_guards", producing),
+        patch.object(ShapeEnv, "_maybe_guard_rel", relating, create=True),
+    ):
         yield greatest
-    finally:
-        ShapeEnv.produce_guards = produce  # type: ignore[method-assign]
-        if relate is not None:
-            ShapeEnv._maybe_guard_rel = relate  # type: ignore[method-assign]
 
 
 def _fixing(
     shapes: ShapeEnv, greatest: list[tuple[int, str]], free: FreeLengths, lines: Mapping[Any, str]
 ) -> list[Any]:
-    """Returns the conditions that hold neither for all sizes nor up to one of them.
-
-    Those on several sizes are left to torch, which knows that they are equal.
-    """
+    """Returns the conditions that hold neither for all sizes nor up to one; torch gets those on several sizes."""
     known, lengths = dict(shapes.var_to_range), free.symbols()
     conditions = [(each, shapes.simplify(each.expr)) for each in shapes.guards]
     bounds = _open_ranges(shapes, lengths)

@@ -6,24 +6,27 @@ be those of plain PyTorch.
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, subclasses
-from autovaruna.graph.source_lines import is_users
+from autovaruna.graph.export.errors import is_users
 
 _SIZES = (2, 7)
 """Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
 _MOST_ELEMENTS = 2**24
-_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Operators that leave memory to chance."""
 _SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
@@ -91,15 +94,10 @@ def _is_computable(node: fx.Node) -> bool:
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
-    is_drawn = torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in _EMPTY
-    return not is_drawn and not (isinstance(value, Tensor) and _elements(value) > _MOST_ELEMENTS)
-
-
-def _elements(tensor: Tensor) -> int:
-    total = 1
-    for length in tensor.shape:
-        total *= length if isinstance(length, int) else _size(length, _SIZES[-1])
-    return total
+    if torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in EMPTY:
+        return False
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in shape) <= _MOST_ELEMENTS
 
 
 def _refuse_writes(cone: list[fx.Node]) -> None:
@@ -136,39 +134,20 @@ def _computed(cone: list[fx.Node], size: int) -> Any:
 
 
 def _size(value: Any, size: int) -> Any:
-    """Returns a size for a batch size.
-
-    Raises:
-        _UnknownError: it depends on the numbers in tensors.
-    """
+    """Returns a size for a batch size."""
     if not value.node.has_hint():
         raise _UnknownError
     expression = value.node.expr
     number = expression.subs(dict.fromkeys(expression.free_symbols, size))
-    return (
-        bool(number)
-        if isinstance(value, torch.SymBool)
-        else float(number)
-        if isinstance(value, torch.SymFloat)
-        else int(number)
-    )
-
-
-_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+    kind: Any = {torch.SymBool: bool, torch.SymFloat: float, torch.SymInt: int}[type(value)]
+    return kind(number)
 
 
 @contextmanager
 def hide_tracing() -> Iterator[None]:
     """Lets ``torch.compiler.is_compiling()`` and ``is_exporting()`` say no while the context lasts."""
-    compiler: Any = torch.compiler
-    before = {name: getattr(compiler, name) for name in _FLAGS if hasattr(compiler, name)}
-    try:
-        for name in before:
-            setattr(compiler, name, False)
+    with patch.multiple(torch.compiler, create=True, _is_compiling_flag=False, _is_exporting_flag=False):
         yield
-    finally:
-        for name, flag in before.items():
-            setattr(compiler, name, flag)
 
 
 @contextmanager
@@ -187,8 +166,5 @@ def hide_fakes() -> Iterator[None]:
     class _Seen(metaclass=_Kind):
         """Stands for the class of fake tensors where others than torch ask for it."""
 
-    subclasses.FakeTensor = _Seen
-    try:
+    with patch.object(subclasses, "FakeTensor", _Seen):
         yield
-    finally:
-        subclasses.FakeTensor = FakeTensor

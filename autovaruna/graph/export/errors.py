@@ -6,24 +6,81 @@ Where it is in doubt which dimension is the batch, it says why, and which settin
 from __future__ import annotations
 
 import io
+import linecache
 import logging
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
+from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode, call_impl
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
-from autovaruna.graph.source_lines import is_users, origin, users_line
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+_FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
+GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor of this package."""
+    return not filename.startswith(_HIDDEN)
+
+
+def users_line() -> str:
+    """Returns `` at file:line (code)`` of the innermost line of a user's file that runs now; empty: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f" at {file}:{line} ({linecache.getline(file, line, frame.f_globals).strip()})"
+
+
+def running_modules() -> tuple[nn.Module, ...]:
+    """Returns the modules whose forward runs now, the innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return tuple(found)
+
+
+def origin(node: fx.Node) -> str:
+    """Returns ``file:line (code)`` of the user's line that made a node; empty if it is not known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return next((f"{file}:{line} ({code})" for file, line, code in reversed(frames) if is_users(file)), "")
+
+
+def modules_of(node: fx.Node) -> list[str]:
+    """Returns the paths of the modules that a node of a traced graph is in, the outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack]
+
+
+def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
+    """Returns ``, at file:line (code)`` of the user's line whose operation raised while a graph ran; else nothing.
+
+    `nodes` are those of the graph that was traced; parts of it have nodes of the same names.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(GENERATED):
+            node = nodes.get(re.split(r"\W", frame.line or "", maxsplit=1)[0])
+            return f", at {origin(node)}" if node is not None and origin(node) else ""
+    return ""
+
 
 _SPARSE: dict[Any, int] = {
     torch.ops.aten.embedding.default: 4,
@@ -68,7 +125,9 @@ def check_operations(module: fx.GraphModule) -> None:
             )
         if str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH):
             where = origin(node) or node.name
-            raise InModuleError(_path(node), f"it uses a function transform of torch.func at {where}")
+            raise InModuleError(
+                (modules_of(node) or [""])[-1], f"it uses a function transform of torch.func at {where}"
+            )
 
 
 def check_layouts(model: nn.Module) -> None:
@@ -119,11 +178,6 @@ def _is_lost(module: nn.Module, target: str) -> bool:
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 
-def _path(node: fx.Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
-
-
 _OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
 # NumPy, formats, and torch's C++
 _OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "concrete integers")
@@ -160,29 +214,44 @@ def explain(
             f"{name} raises {type(own).__name__} on these inputs{_where(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
         )
+    where = _where(error)
     if _OF_KEYS in str(error):
-        return _of_key(name, _where(error))
-    if uses_transform(error):
-        return _of_transform(name, _where(error), error)
-    if is_dynamic and is_about_batch(error):
+        text = (
+            "a length that has no fixed number in a trace, that of the batch or one that numbers in tensors decide, is "
+            "hashed there, as a key of a dict, a member of a set, or an argument of a cached function. Expected "
+            "lengths that are compared and computed with. Leave the set or the cache out, move the line out of "
+            "forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
+            "dynamic_batch=False fixes that."
+        )
+    elif _uses_transform(error):
+        is_said = _TRANSFORM in str(error)
+        reason = first_line(error) if is_said else f"it uses a {_TRANSFORM}, inside of which a trace stops"
+        text = (
+            f"{reason}. Expected a forward of the model itself without vmap, grad, jacrev, jvp and the like. Move the "
+            "line into a submodule, which is then kept whole as one operation, or write it with ordinary operations."
+        )
+    elif is_dynamic and is_about_batch(error):
         reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixing)
-        return of_batch_size(model, call, fixing[0] if fixing else _where(error), reason)
-    if uses_numpy(error):
-        return TraceError(
-            f"{name} cannot be traced{_where(error)}: it goes through NumPy, which needs the numbers in a tensor, and "
-            "a trace has none. Expected operations of torch, such as torch.sign(x) for np.sign(x); or move the line "
-            "into a submodule, which is then kept whole as one operation."
+        return of_batch_size(model, call, fixing[0] if fixing else where, reason)
+    elif _is_about_data(error) and _NUMPY.search(where):
+        text = (
+            "it goes through NumPy, which needs the numbers in a tensor, and a trace has none. Expected operations of "
+            "torch, such as torch.sign(x) for np.sign(x); or move the line into a submodule, which is then kept whole "
+            "as one operation."
         )
-    if isinstance(error, InModuleError) and error.reason == DRAWN:
-        return TraceError(
-            f"{name} cannot be traced: {DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or "
-            "move the line that draws into a submodule, which is then kept whole, and draws alike on all ranks."
+    elif isinstance(error, InModuleError) and error.reason == DRAWN:
+        where = ""
+        text = (
+            f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "
+            "into a submodule, which is then kept whole, and draws alike on all ranks."
         )
-    return TraceError(
-        f"{name} cannot be traced{_where(error)}: {reason_of(error)}. Expected a forward whose Python control flow "
-        "does not depend on the numbers in tensors. Replace the branch by torch.where or torch.cond, move it out of "
-        "forward, or into a submodule, which is then kept whole as one operation."
-    )
+    else:
+        text = (
+            f"{reason_of(error)}. Expected a forward whose Python control flow does not depend on the numbers in "
+            "tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or into a submodule, "
+            "which is then kept whole as one operation."
+        )
+    return TraceError(f"{name} cannot be traced{where}: {text}")
 
 
 def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> BatchSizeError:
@@ -193,22 +262,7 @@ def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> 
     )
 
 
-def _of_key(name: str, where: str) -> TraceError:
-    return TraceError(
-        f"{name} cannot be traced{where}: a length that has no fixed number in a trace, that of the batch or one that "
-        "numbers in tensors decide, is hashed there, as a key of a dict, a member of a set, or an argument of a cached "
-        "function. Expected lengths that are compared and computed with. Leave the set or the cache out, move the line "
-        "out of forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
-        "dynamic_batch=False fixes that."
-    )
-
-
-def uses_numpy(error: Exception) -> bool:
-    """Whether a trace has stopped where a tensor is made into an array, or the line does so."""
-    return _is_about_data(error) and _NUMPY.search(_where(error)) is not None
-
-
-def uses_transform(error: BaseException) -> bool:
+def _uses_transform(error: BaseException) -> bool:
     """Whether a function transform of ``torch.func`` has stopped a trace, or what runs in one."""
     frames = [frame for link in chain_of(error) for frame in traceback.extract_tb(link.__traceback__)]
     return _TRANSFORM in str(error) or in_transform(frames)
@@ -217,15 +271,6 @@ def uses_transform(error: BaseException) -> bool:
 def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
     """Whether one of some frames is that of a function transform."""
     return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
-
-
-def _of_transform(name: str, where: str, error: Exception) -> TraceError:
-    reason = first_line(error) if _TRANSFORM in str(error) else f"it uses a {_TRANSFORM}, inside of which a trace stops"
-    return TraceError(
-        f"{name} cannot be traced{where}: {reason}. Expected a forward of the model itself without vmap, grad, jacrev, "
-        "jvp and the like. Move the line into a submodule, which is then kept whole as one operation, or write it with "
-        "ordinary operations."
-    )
 
 
 def reason_of(error: Exception) -> str:
@@ -334,11 +379,7 @@ _OF_AN_EDGE = 2
 
 
 def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = None) -> str:
-    """Returns what is odd of a call for which a model mixes samples or fixes their number, and what to write instead.
-
-    Args:
-        paths: The modules in which that is so; None: not known.
-    """
+    """Returns what is odd of a call for which a model mixes samples in some modules, and what to write instead."""
     batch = [spec for spec in call.inputs if spec.is_batch]
     others = [spec for spec in call.inputs if not spec.is_batch]
     return (
@@ -353,7 +394,8 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
 def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
     """Finds lists of edges, which name rows of the batch, and matrices of which rows are joined."""
     first = batch[0]
-    edges = [each for each in others if _is_pairs(each)]
+    whole = [each for each in others if not each.dtype.is_floating_point]
+    edges = [each for each in whole if len(each.shape) == 2 and each.shape[0] == _OF_AN_EDGE]
     square = [each for each in batch[1:] if each.shape == (first.shape[0], first.shape[0])]
     if len(first.shape) != 2 or not (edges or square):
         return ""
@@ -363,10 +405,6 @@ def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
         "plain PyTorch. Or let each rank pass a graph of its own, with dynamic_batch=False: each micro-batch is then a "
         "batch of its own to the model, and with num_micro_batches=the number of ranks so is what each rank passes."
     )
-
-
-def _is_pairs(spec: InputSpec) -> bool:
-    return not spec.dtype.is_floating_point and len(spec.shape) == 2 and spec.shape[0] == _OF_AN_EDGE
 
 
 def _of_lists(call: CallSpec) -> str:

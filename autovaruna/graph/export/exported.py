@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from operator import attrgetter, getitem
 from typing import Any
@@ -22,7 +23,7 @@ from autovaruna.graph.precision import REGION, inside, regions
 from autovaruna.graph.tree import Tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Exported:
     """What torch.export made of a call.
 
@@ -60,8 +61,7 @@ _OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
 def unlift(program: ExportedProgram) -> fx.GraphModule:
     """Returns the graph of a program with parameters, buffers and constants as attributes, by their names in the model.
 
-    Where a program holds anything unusual, ``torch.export`` does the work: it compiles code with these names in it, and
-    fails where one is a word of Python.
+    Of anything unusual ``torch.export`` makes it: that compiles code with these names, and fails at words of Python.
     """
     signature = program.graph_signature
     kinds = {spec.kind for spec in signature.input_specs}
@@ -78,31 +78,20 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
     for node, spec in zip(module.graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
         if spec.kind is not InputKind.USER_INPUT:
             assert spec.target is not None
-            _assign(holders, spec.target, held[spec.target], is_buffer=spec.kind is InputKind.BUFFER)
-            _replace(module.graph, node, spec.target)
+            place, _, name = spec.target.rpartition(".")
+            holder = _holder(holders, place)
+            assign = holder.register_buffer if spec.kind is InputKind.BUFFER else partial(setattr, holder)
+            assign(name, held[spec.target])
+            with module.graph.inserting_after(node):
+                attribute = module.graph.create_node("get_attr", spec.target)
+            node.replace_all_uses_with(attribute)
+            attribute.meta = node.meta
+            module.graph.erase_node(node)
     return module
 
 
-def _replace(graph: fx.Graph, placeholder: fx.Node, target: str) -> None:
-    """Replaces an input by an attribute."""
-    with graph.inserting_after(placeholder):
-        attribute = graph.create_node("get_attr", target)
-    placeholder.replace_all_uses_with(attribute)
-    attribute.meta = placeholder.meta
-    graph.erase_node(placeholder)
-
-
-def _assign(holders: dict[str, nn.Module], path: str, value: Any, is_buffer: bool) -> None:
-    """Gives a module an attribute; `holders` are the modules that are known by their paths."""
-    place, _, name = path.rpartition(".")
-    holder = _holder(holders, place)
-    if is_buffer:
-        holder.register_buffer(name, value)
-    else:
-        setattr(holder, name, value)
-
-
 def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
+    """Returns the module at a path; `holders` are those that are known."""
     if path not in holders:
         above, _, name = path.rpartition(".")
         parent = _holder(holders, above)
@@ -151,12 +140,7 @@ _IDLE: dict[OpOverload, Callable[..., bool]] = {
 
 
 def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]) -> None:
-    """Puts the operations of each such region in its place.
-
-    Args:
-        module: A graph of torch.export; changed.
-        parameters: Names of the attributes that are parameters.
-    """
+    """Puts the operations of each region that no gradient goes into in its place."""
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
     free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}
     for node in list(module.graph.nodes):
@@ -228,7 +212,9 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
         if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code(lambda node: has_effect(module, node))
-    _name_placeholders(module, input_names)
+    used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), input_names, strict=True):
+        node.name = node.target = name if name not in used else f"input_{name}"
     constants: dict[str, Tensor] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         target = str(node.target)
@@ -266,10 +252,3 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
         for child in region.graph.nodes
         if child.op not in ("placeholder", "output")
     )
-
-
-def _name_placeholders(module: fx.GraphModule, names: list[str]) -> None:
-    placeholders = module.graph.find_nodes(op="placeholder")
-    used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
-    for node, name in zip(placeholders, names, strict=True):
-        node.name = node.target = name if name not in used else f"input_{name}"

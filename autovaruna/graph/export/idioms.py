@@ -9,13 +9,16 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,14 +28,21 @@ from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, pack_by_le
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.export.constant_values import truth_of
-from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
-from autovaruna.graph.export.fakes import unchecked_distributions
-from autovaruna.graph.module_state import is_profiling
+from autovaruna.graph.export.errors import (
+    BatchSizeError,
+    is_users,
+    origin,
+    refuse_backward,
+    refuse_hook,
+    refuse_parameter,
+    users_line,
+)
+from autovaruna.graph.export.fakes import is_profiling, unchecked_distributions
 from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refuse_lengths
 from autovaruna.graph.precision import regions
-from autovaruna.graph.source_lines import is_users, origin, users_line
 
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try, ast.NamedExpr)
+_IDENTITY = ast.Is | ast.IsNot
 _HIDES_TRUTH = (ast.Not, ast.IfExp, ast.Lambda, ast.comprehension, ast.NamedExpr, ast.In, ast.NotIn, ast.Await)
 
 
@@ -72,15 +82,11 @@ def _is_told_by_each(test: ast.expr, wanted: bool) -> bool:
         *first, last = test.values
         if isinstance(test.op, ast.And) is wanted:
             return all(_is_told_by_each(each, wanted) for each in test.values)
-        return all(map(_is_no_tensor, first)) and _is_told_by_each(last, wanted)
+        are_no_tensors = all(isinstance(each, ast.Compare) and isinstance(each.ops[-1], _IDENTITY) for each in first)
+        return are_no_tensors and _is_told_by_each(last, wanted)
     if isinstance(test, ast.Compare) and len(test.ops) > 1 and not wanted:
         return False
     return not any(isinstance(each, _HIDES_TRUTH) or _calls_by_name(each) for each in ast.walk(test))
-
-
-def _is_no_tensor(test: ast.expr) -> bool:
-    """Whether an expression is true or false, and no tensor."""
-    return isinstance(test, ast.Compare) and isinstance(test.ops[-1], ast.Is | ast.IsNot)
 
 
 def _only_raises(statement: ast.stmt) -> bool:
@@ -129,10 +135,13 @@ for _each in (torch.ops.autovaruna.check.default, check):  # they stay in a grap
     fx.node.has_side_effect(_each)
 
 
-def truth(tensor: Tensor, frame: FrameType) -> bool:
+def _truth(tensor: Tensor) -> bool:
     """Returns what a fake tensor counts as in a condition; where the line that asks is a check, that leaves a node."""
+    if not _is_traced(tensor):
+        return Tensor.__bool__(tensor)
     if (known := truth_of(tensor)) is not None:
         return known
+    frame = sys._getframe(2)
     wanted = passing(frame.f_code.co_filename, frame.f_lineno)
     if wanted is None:
         return Tensor.__bool__(tensor)
@@ -140,21 +149,14 @@ def truth(tensor: Tensor, frame: FrameType) -> bool:
     return wanted
 
 
-def left_check(condition: Tensor) -> Any:
+def _all_true(condition: Tensor) -> Any:
     """Leaves a node for a condition that torch checks for all elements of a tensor; returns what passes the check."""
-    places = map(_line, _users_frames(sys._getframe(1)))
+    if not _is_traced(condition):
+        return all_true(condition)
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if is_users(frame.f_code.co_filename))
+    places = map(_line, islice(frames, 2))  # libraries have helpers that check
     torch.ops.autovaruna.check(condition.all(), True, ", called at ".join(places))
     return SimpleNamespace(item=lambda: True)
-
-
-def _users_frames(frame: FrameType | None) -> list[FrameType]:
-    """Returns the two innermost frames of the user's model: libraries have helpers that check."""
-    found: list[FrameType] = []
-    while frame is not None and len(found) < 2:
-        if is_users(frame.f_code.co_filename):
-            found.append(frame)
-        frame = frame.f_back
-    return found
 
 
 def _line(frame: FrameType) -> str:
@@ -192,11 +194,8 @@ def padded_encoders() -> Iterator[None]:
             return plain(self, src, mask, src_key_padding_mask, is_causal)
         return _evaluated(self, src, src_key_padding_mask)
 
-    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
-    try:
+    with patch.object(nn.TransformerEncoder, "forward", forward):
         yield
-    finally:
-        nn.TransformerEncoder.forward = plain  # type: ignore[method-assign]
 
 
 def _nests(encoder: Any, src: Tensor) -> bool:
@@ -237,10 +236,7 @@ _STOPS = frozenset({"DataDependentOutputException", "DynamicOutputShapeException
 
 
 class Idioms(TorchFunctionMode):
-    """Sees the functions of torch that a forward calls on fake tensors.
-
-    Args:
-        kept: what to call in place of functions that are kept whole.
+    """Sees the functions of torch that a forward calls on fake tensors; what `kept` has for them is called instead.
 
     Attributes:
         stopped: names of the functions in which the trace has stopped, the innermost first.
@@ -259,7 +255,6 @@ class Idioms(TorchFunctionMode):
             yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or what is to run in its place."""
         if _modes() != self._before:
             _refuse_modes(self._before)
         given: dict[str, Any] = kwargs or {}
@@ -308,14 +303,6 @@ def _integer(tensor: Tensor) -> int:
             "goes by the number, move the line into a submodule, which is then kept whole."
         )
     return Tensor.__int__(tensor)
-
-
-def _truth(tensor: Tensor) -> bool:
-    return truth(tensor, sys._getframe(2)) if _is_traced(tensor) else Tensor.__bool__(tensor)
-
-
-def _all_true(tensor: Tensor) -> Any:
-    return left_check(tensor) if _is_traced(tensor) else all_true(tensor)
 
 
 def _assign(target: Tensor, value: Tensor) -> None:

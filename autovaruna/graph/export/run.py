@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ from autovaruna.graph.export.batch_size import (
 )
 from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
 from autovaruna.graph.export.errors import (
+    DRAWN,
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
@@ -57,14 +58,12 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.fakes import example_inputs, faked, without_cudnn
+from autovaruna.graph.export.fakes import as_before, example_inputs, faked, left_tensors, warn_of_left, without_cudnn
 from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
-from autovaruna.graph.module_state import as_before, left_tensors, warn_of_left
 from autovaruna.graph.opaque.functions import (
     Function,
-    RecordedCall,
     ReplacedError,
     check_state,
     hooked,
@@ -72,10 +71,10 @@ from autovaruna.graph.opaque.functions import (
     watched,
     with_own_backward,
 )
-from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
+from autovaruna.graph.opaque.keep import is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
-from autovaruna.graph.random import Draws, noted_draws, python_generators
+from autovaruna.graph.random import noted_draws, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
 _FAR = 2**16 - 1
@@ -88,9 +87,6 @@ def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str
 
     Modules of one class stop a trace for one reason, as a rule, so all of the class are kept. If one that is kept stops
     it, the module that called it is next.
-
-    Args:
-        kept: Paths of what is kept whole already.
     """
     paths = _paths_of(model)
     for path in [error.path] if isinstance(error, InModuleError) else _running(error, paths):
@@ -191,11 +187,7 @@ class RetryError(Exception):
 
 
 def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str] = ()) -> None:
-    """Asks for another attempt: first one that does what stopped this one in another way, then without that.
-
-    Args:
-        stopped: Functions of torch that it has stopped in, the innermost first.
-    """
+    """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
     if kept.can_tell and not isinstance(error, InModuleError):
         raise RetryError(replace(kept, is_told=True, can_tell=False)) from error
     kept = replace(kept, is_told=False, can_tell=False)
@@ -220,50 +212,39 @@ class FlatCall(nn.Module):
         self,
         model: nn.Module,
         call: CallSpec,
-        output_trees: list[Tree],
-        left: list[str],
         is_told: bool,
+        note: Callable[[list[Any], list[Tensor]], None],
+        idioms: Callable[[], AbstractContextManager[None]],
+        report: Callable[[tuple[Tree, list[str]]], None],
     ) -> None:
         super().__init__()
-        self.is_told = is_told
-        self.model = model
-        self.call = call
-        self.note_batch: Callable[[list[Any]], None] = lambda sizes: None
-        self.note_lengths: Callable[[list[Tensor]], None] = lambda tensors: None
-        self.idioms: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.report = output_trees.append  # torch.export puts back every attribute that a trace sets
-        self.report_left = left.extend
+        self.model, self.call, self.is_told = model, call, is_told
+        self.note, self.idioms = note, idioms
+        self.report = report  # torch.export puts back every attribute that a trace sets
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, self.call.inputs, strict=True)
         sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
-        self.note_batch(sizes)
+        self.note(sizes, tensors)
         restart()
-        self.note_lengths(tensors)
         args, kwargs = self.call.arguments(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
-        with self._hidden(), self.idioms():
+        with ExitStack() as stack:
+            for hide in () if self.is_told else (hide_tracing, hide_fakes):
+                stack.enter_context(hide())
+            stack.enter_context(self.idioms())
             returned = self.call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
         check_state(numbers, plain_state(self.model))
-        self.report_left(left_tensors(self.model))
+        left = left_tensors(self.model)
         for module, buffers in before:
             _write_back(module, buffers)
-        self.report(tree)
+        self.report((tree, left))
         return tuple(outputs)
-
-    @contextmanager
-    def _hidden(self) -> Iterator[None]:
-        """Hides that the model is traced, unless it is to be told."""
-        if self.is_told:
-            yield
-        else:
-            with hide_tracing(), hide_fakes():
-                yield
 
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
@@ -318,12 +299,7 @@ PLAIN = Options()
 
 @dataclass(frozen=True)
 class Attempt:
-    """One trace of a call.
-
-    Attributes:
-        model: its parameters may be on ``meta``.
-        batch_size: the number that stands for the batch while tracing.
-    """
+    """One trace of a call."""
 
     model: nn.Module
     call: CallSpec
@@ -340,51 +316,13 @@ class Attempt:
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        output_trees: list[Tree] = []
-        left: list[str] = []
-        flat = FlatCall(self.model, self.call, output_trees, left, self.kept.is_told)
-        with self._noted(mode) as notes:
-            flat.note_batch, flat.idioms = notes.keeper.note_batch, notes.idioms.entered
-            flat.note_lengths = lambda tensors: notes.free.note(
-                [tensors[i].shape[d] for i, d in sorted(self.options.free)]
-            )
-            inputs = example_inputs(self.call, self.batch_size, mode, self.device)
-            try:
-                graph_module = self._graph(flat, inputs)
-                if error := notes.draws.error():
-                    raise error
-            except InputError:
-                raise
-            except Exception as error:
-                self._stop(error, flat, mode, notes)
-        if torch.is_grad_enabled() and (found := with_own_backward(notes.function_calls)):
-            raise RetryError(replace(self.kept, functions=self.kept.functions | found))
-        assert output_trees
-        constants, markers = self._tidy(graph_module)
-        allow_cudnn(graph_module, notes.has_cudnn)
-        watched = take_watched(graph_module)
-        lengths, is_dynamic = None, self.options.is_dynamic
-        if self.options.free:
-            _refuse_kept(graph_module)
-            lengths = find_lengths(graph_module, self.call, is_dynamic, notes.free.conditions)
-        return Exported(
-            module=graph_module,
-            output_tree=output_trees[-1],
-            constants=constants,
-            is_dynamic=is_dynamic,
-            markers=markers,
-            watched=watched,
-            left=tuple(left),
-            greatest=self._greatest(notes.bounds) if is_dynamic else None,
-            asks_for_one=next(iter(notes.lone), ""),
-            lengths=lengths,
-            fixes_lengths=notes.fixing[0].line if notes.fixing else "",
-        )
+        model, kept, free, is_dynamic = self.model, self.kept, FreeLengths(), self.options.is_dynamic
+        reports: list[tuple[Tree, list[str]]] = []
 
-    @contextmanager
-    def _noted(self, mode: FakeTensorMode) -> Iterator[_Notes]:
-        """Has the model run on fake tensors, and all that it does otherwise be noted."""
-        model, kept, free = self.model, self.kept, FreeLengths()
+        def note(sizes: list[Any], tensors: list[Tensor]) -> None:
+            keeper.note_batch(sizes)
+            free.note([tensors[i].shape[d] for i, d in sorted(self.options.free)])
+
         with (
             as_before(model),
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
@@ -398,14 +336,46 @@ class Attempt:
             noted_branches(free) as lone,
             refused_numbers(free),
             tried_guards(free) as bounds,
-            noted_draws(model) as draws,
+            noted_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
             padded_encoders(),
             noted_precision(self.call.precision),
             without_cudnn() as has_cudnn,
         ):
-            yield _Notes(keeper, draws, function_calls, Idioms(keeper.functions), fixing, lone, bounds, free, has_cudnn)
+            idioms = Idioms(keeper.functions)
+            flat = FlatCall(model, self.call, kept.is_told, note, idioms.entered, reports.append)
+            try:
+                graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
+                if drawn:
+                    raise InModuleError(drawn[0], DRAWN)
+            except InputError:
+                raise
+            except Exception as error:
+                self._stop(error, flat, mode, drawn, idioms.stopped, fixing)
+        if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
+            raise RetryError(replace(kept, functions=kept.functions | found))
+        output_tree, left = reports[-1]
+        constants, markers = self._tidy(graph_module)
+        allow_cudnn(graph_module, has_cudnn)
+        watched_calls, lengths = take_watched(graph_module), None
+        if self.options.free:
+            if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
+                raise TraceError(_KEPT)
+            lengths = find_lengths(graph_module, self.call, is_dynamic, free.conditions)
+        return Exported(
+            module=graph_module,
+            output_tree=output_tree,
+            constants=constants,
+            is_dynamic=is_dynamic,
+            markers=markers,
+            watched=watched_calls,
+            left=tuple(left),
+            greatest=self._greatest(bounds) if is_dynamic else None,
+            asks_for_one=next(iter(lone), ""),
+            lengths=lengths,
+            fixes_lengths=fixing[0].line if fixing else "",
+        )
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
         """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
@@ -426,32 +396,34 @@ class Attempt:
         check_operations(graph_module)
         return graph_module
 
-    def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, notes: _Notes) -> NoReturn:
+    def _stop(
+        self,
+        error: Exception,
+        flat: FlatCall,
+        mode: FakeTensorMode,
+        drawn: Sequence[str],
+        stopped: Sequence[str],
+        fixing: Sequence[FixedSize],
+    ) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
             raise error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
-        stopped: Exception | None = notes.draws.error()
-        if not stopped and self.options.is_dynamic and refusal is None and is_about_batch(error):
-            stopped = fixing_module(notes.fixing, self.model, kept.modules) if self.options.is_parted else None
-        elif not stopped:
-            stopped = error
-        if kept.can_grow and stopped is not None:
-            retry(stopped, self.model, kept, notes.idioms.stopped)
+        cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
+        if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
+            cause = fixing_module(fixing, self.model, kept.modules) if self.options.is_parted else None
+        if kept.can_grow and cause is not None:
+            retry(cause, self.model, kept, stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        fixes = [fixed.line for fixed in notes.fixing]
+        fixes = [fixed.line for fixed in fixing]
         raise explain(error, self.model, self.call, self.options.is_dynamic, fixes, refusal) from error
 
     def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
-        """Returns the batch size up to which a graph holds, which is far away; None: it holds for all.
-
-        Raises:
-            BatchSizeError: it is not; another way may be taken for batches that people pass.
-        """
+        """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
         size = min((size for size, _ in bounds), default=None)
         if size is not None and size < _FAR:
             line = next((line for _, line in sorted(bounds) if line), "")
@@ -459,11 +431,7 @@ class Attempt:
         return size
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
-        """Gives a graph plain names and regions.
-
-        Returns:
-            Its tensors that are neither parameters nor buffers, and the user's cut points.
-        """
+        """Gives a graph plain names and regions; returns tensors beside the model's, and cut points."""
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
@@ -475,37 +443,7 @@ class Attempt:
         return constants, take_markers(graph_module)
 
 
-@dataclass(frozen=True)
-class _Notes:
-    """What is noted while a model is traced.
-
-    Attributes:
-        keeper: of modules and operations that are kept whole.
-        idioms: sees functions of torch, and notes in which ones the trace has stopped.
-        fixing: where the model fixes the batch size.
-        lone: where it does something else for a batch of one sample.
-        bounds: batch sizes up to which the trace has taken this way, with their lines.
-        free: the other lengths that are left free.
-        has_cudnn: whether cuDNN may be used by what runs later.
-    """
-
-    keeper: Keeper
-    draws: Draws
-    function_calls: list[RecordedCall]
-    idioms: Idioms
-    fixing: list[FixedSize]
-    lone: list[str]
-    bounds: list[tuple[int, str]]
-    free: FreeLengths
-    has_cudnn: bool
-
-
 _KEPT = "what is kept whole is tried for one length alone"
-
-
-def _refuse_kept(module: fx.GraphModule) -> None:
-    if any(node.target is run_opaque for region in regions(module) for node in region.graph.nodes):
-        raise TraceError(_KEPT)
 
 
 _OF_HOOKS = (
@@ -515,13 +453,7 @@ _OF_HOOKS = (
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.device, options: Options) -> Exported:
-    """Traces one call of a model in its present mode, without running it.
-
-    A submodule in which that fails is kept whole.
-
-    Args:
-        model: The model; its parameters may be on ``meta``.
-        batch_size: The number that stands for the batch while tracing.
+    """Traces one call of a model in its present mode, without running it; submodules that fail are kept whole.
 
     Raises:
         BatchSizeError: the graph would hold for one batch size alone.
@@ -534,10 +466,9 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
     while kept is not None:
-        attempt = Attempt(model, call, batch_size, device, options, kept)
         try:
             with quiet_failure():
-                found = attempt.run()
+                found = Attempt(model, call, batch_size, device, options, kept).run()
             warn_of_left(found.left, model)
             return found
         except RetryError as stopped:

@@ -205,12 +205,10 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Returns the tensor."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuses."""
         raise OrderError(
             "Backward reached a tensor that a forward hook has kept, left beside what the model returns. Expected a "
             "loss made of what the model returns; return that tensor, too."
@@ -218,10 +216,7 @@ class _Seen(torch.autograd.Function):
 
 
 def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> None:
-    """Calls the hooks of a module with what they see in one micro-batch.
-
-    Args:
-        values: What is on this rank, by name of the node.
+    """Calls the hooks of a module with what they see in one micro-batch, by the names of nodes on this rank.
 
     Raises:
         InputError: a hook returns something, which cannot be put into the model any more.

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from threading import Lock, get_ident, local
 from types import FunctionType, MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,7 @@ Function = type[torch.autograd.Function]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function's forward.
-
-    Attributes:
-        context: What torch calls ``ctx``; None: a forward that takes none.
-        run: Runs what is called, as torch does; to be called once, if at all.
-    """
+    """One call of a function's forward; `context` is what torch calls ``ctx``, None if the forward takes none."""
 
     function: Function
     context: Any
@@ -137,10 +133,7 @@ def _handled(function: Function, plain: Callable[..., Any]) -> Callable[..., Any
 
 
 def holder_of_weights(function: Function, arguments: Any) -> str:
-    """Returns the name of a module, or kind of tensor, with gradients that a function can reach; empty: there is none.
-
-    Tensors among its arguments do not count.
-    """
+    """Returns what with gradients a function reaches beside its arguments: a module, a kind of tensor, or nothing."""
     waiting = [*pytree.tree_leaves(arguments), function.forward, function.backward]
     seen: set[int] = set()
     while waiting:
@@ -204,6 +197,12 @@ class TensorKind:
     dtype: torch.dtype
     needs_gradient: bool
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        """Returns what stands for a tensor."""
+        shape = tuple(int(each.node.hint) if isinstance(each, torch.SymInt) else each for each in tensor.shape)
+        return cls(shape, tensor.dtype, tensor.requires_grad)
+
     def draw(self, generator: torch.Generator) -> Tensor:
         """Returns random numbers of this kind."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -211,26 +210,15 @@ class TensorKind:
         return torch.zeros(self.shape, dtype=self.dtype)
 
 
-@dataclass(frozen=True)
-class RecordedCall:
-    """One call of a ``torch.autograd.Function`` during a trace."""
-
-    function: Function
-    arguments: tuple[Any, ...]
+RecordedCall = tuple[Function, tuple[Any, ...]]
+"""One call of a function during a trace; a `TensorKind` stands for each tensor among its arguments."""
 
 
 @contextmanager
 def watched(
     kept: Collection[Function], keep: Callable[[Function, tuple[Any, ...]], Any]
 ) -> Iterator[list[RecordedCall]]:
-    """Notes calls of autograd functions on this thread while the context lasts.
-
-    Args:
-        kept: The functions that are kept whole where gradients are wanted.
-        keep: Leaves a node for a call of one.
-
-    Yields:
-        The other calls, to be given to `with_own_backward` after the trace.
+    """Notes calls of autograd functions on this thread; `keep` leaves nodes for those that are `kept`.
 
     Raises:
         TraceError: forward calls a function with weights of its own.
@@ -243,7 +231,7 @@ def watched(
             raise weights_error(function, holder)
         if call.wants_gradient and function in kept:
             return keep(function, args)
-        calls.append(RecordedCall(function, pytree.tree_map_only(Tensor, _kind_of, args)))
+        calls.append((function, pytree.tree_map_only(Tensor, TensorKind.of, args)))
         return call.run()
 
     with plain_checkpoints(), applied_by(noting):
@@ -253,16 +241,15 @@ def watched(
 def with_own_backward(calls: list[RecordedCall]) -> set[Function]:
     """Returns the functions whose backward is not the derivative of their forward, or cannot be compared with it.
 
-    A trace has the operations of a function's forward and lets autograd derive them. Both ways are compared on random
-    numbers of the shapes of the call.
+    A trace lets autograd derive a function's forward. Both are compared on random numbers of the shapes of the call.
     """
     found: set[Function] = set()
-    for call in {(call.function, str(call.arguments)): call for call in calls}.values():
+    for function, arguments in {(call[0], str(call[1])): call for call in calls}.values():
         try:
-            is_derivative = _same_gradients(call)
+            is_derivative = _same_gradients(function, arguments)
         except Exception:
             is_derivative = False
-        found |= set() if is_derivative else {call.function}
+        found |= set() if is_derivative else {function}
     return found
 
 
@@ -277,11 +264,8 @@ def plain_checkpoints() -> Iterator[None]:
             return args[0](*args[2:])
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    CheckpointFunction.apply = classmethod(passing)  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(CheckpointFunction, "apply", classmethod(passing)):
         yield
-    finally:
-        del CheckpointFunction.apply
 
 
 def hooked(model: nn.Module) -> frozenset[str]:
@@ -354,33 +338,25 @@ def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> 
             )
 
 
-def _kind_of(tensor: Tensor) -> TensorKind:
-    shape = tuple(int(length.node.hint) if isinstance(length, torch.SymInt) else length for length in tensor.shape)
-    return TensorKind(shape, tensor.dtype, tensor.requires_grad)
-
-
-def _same_gradients(call: RecordedCall) -> bool:
-    own = _gradients(call, lambda args: call.function.apply(*args))  # type: ignore[no-untyped-call]
-    derived = _gradients(call, lambda args: _plain_forward(call.function, args))
+def _same_gradients(function: Function, arguments: tuple[Any, ...]) -> bool:
+    own = _gradients(arguments, lambda args: function.apply(*args))  # type: ignore[no-untyped-call]
+    derived = _gradients(arguments, lambda args: _plain_forward(function, args))
     return len(own) == len(derived) and all(
         torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(own, derived, strict=True)
     )
 
 
-def _gradients(call: RecordedCall, run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
+def _gradients(arguments: tuple[Any, ...], run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
     """Returns the gradients of a call's arguments, zeros where there are none."""
     generator = torch.Generator().manual_seed(0)
-    args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), call.arguments)
+    args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), arguments)
     leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
     with torch.enable_grad():
         outputs = [leaf for leaf in pytree.tree_leaves(run(args)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves or not outputs:
         return [torch.zeros_like(leaf) for leaf in leaves]
     starts = [torch.randn(output.shape, dtype=output.dtype, generator=generator) for output in outputs]
-    found = torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
-    ]
+    return list(torch.autograd.grad(outputs, leaves, starts, materialize_grads=True))
 
 
 class _NoContext:

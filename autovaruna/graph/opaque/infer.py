@@ -138,7 +138,8 @@ class Trial:
         state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [each._version for each in tensors]
         outputs, tree, _ = self.run(tensors, state)
-        if any(0 in each.shape for each in outputs) and any(map(self._has_open_length, self.inputs)):
+        is_open = any(_open_symbols(length, self.batch) for each in self.inputs for length in each.shape)
+        if is_open and any(0 in each.shape for each in outputs):  # the numbers in other tensors decide a length
             raise CannotKeepError(_BY_NUMBERS)
         if [each._version for each in tensors] != versions:
             raise CannotKeepError("it changes its arguments in place")
@@ -149,13 +150,9 @@ class Trial:
     ) -> tuple[list[Tensor], Tree, dict[int, Tensor]]:
         """Runs the module; returns its tensors, what they are in, and what it has changed of its state, by place.
 
-        Args:
-            state: Numbers of its state; it may change those of buffers.
-
         Raises:
             CannotKeepError: it changes its parameters.
-            TraceError: it changes its numbers.
-            ReplacedError: it replaces its submodules.
+            TraceError: it changes its numbers, or replaces its submodules.
         """
         args, kwargs = self.call.unflatten(tensors)
         numbers, modules = plain_state(self.module), dict(self.module.named_modules())
@@ -186,11 +183,12 @@ class Trial:
     def numbers(self) -> list[Tensor]:
         """Returns numbers of the module's state: its own, or random ones."""
         generator = torch.Generator().manual_seed(0)
-        return [self._number_of(each, generator) for each in self.state]
-
-    def _number_of(self, own: Tensor, generator: torch.Generator) -> Tensor:
-        made = _drawn(own.shape, own.dtype, generator, Numbers.PLAIN) if own.is_meta else own.detach().clone()
-        return made.to(self.device).requires_grad_(own.requires_grad)
+        made = [
+            _drawn(own.shape, own.dtype, generator, Numbers.PLAIN) if own.is_meta else own.detach().clone()
+            for own in self.state
+        ]
+        pairs = zip(made, self.state, strict=True)
+        return [each.to(self.device).requires_grad_(own.requires_grad) for each, own in pairs]
 
     def arguments(self, numbers: Numbers, size: int) -> list[Tensor]:
         """Returns arguments for `size` samples."""
@@ -201,10 +199,6 @@ class Trial:
             .requires_grad_(each.requires_grad and self.is_differentiated)
             for each in self.inputs
         ]
-
-    def _has_open_length(self, tensor: Tensor) -> bool:
-        """Whether the numbers in other tensors decide a length."""
-        return any(_open_symbols(length, self.batch) for length in tensor.shape)
 
 
 def run_apart(act: Callable[[], Any], device: torch.device) -> Any:
@@ -366,10 +360,8 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], starts: Sequ
     ends = [place for place, start in enumerate(starts) if start is not None]
     if not ends or not leaves:
         return []
-    found = torch.autograd.grad(
-        [outputs[place] for place in ends], leaves, [starts[place] for place in ends], allow_unused=True
-    )
-    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
+    begin = [outputs[place] for place in ends], leaves, [starts[place] for place in ends]
+    return [each.detach() for each in torch.autograd.grad(*begin, materialize_grads=True)]
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
@@ -415,11 +407,7 @@ def _outputs(trial: Trial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]
 
 
 def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient.
-
-    Raises:
-        ValueError: it changes a buffer, as BatchNorm does: what it returns may follow from the micro-batch.
-    """
+    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient."""
     default_generator(trial.device).manual_seed(seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
     numbers = trial.numbers()
@@ -430,11 +418,7 @@ def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tenso
 
 
 def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:
-    """Returns the samples of a part.
-
-    Raises:
-        ValueError: its length does not say which those are.
-    """
+    """Returns the samples of a part; a ValueError says that a length does not tell which those are."""
     given = trial.inputs[place]
     sizes = [trial.shape_of(given, size) for size in _PARTS]
     for dimension, length in enumerate(tensor.shape):

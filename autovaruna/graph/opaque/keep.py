@@ -1,11 +1,8 @@
-"""Keeps submodules that cannot be traced whole: each call of one is one node of the graph.
+"""Keeps submodules that cannot be traced whole: each call leaves the operator ``autovaruna::module`` in the trace.
 
-While a model is traced, a call of such a module leaves the operator ``autovaruna::module``; `take_modules` makes each a
-call of `run_opaque`. What the module returns is learned by trying it out (`infer.py`).
-
-So are recurrent modules on packed sequences, whose length depends on numbers. What ``pack_padded_sequence`` computes of
-the lengths is a stand-in here, which holds the padded tensor; the module that is called on it is kept with the packing
-and padding around it; and ``pad_packed_sequence`` takes the padded tensor out again.
+So are recurrent modules on packed sequences, whose length depends on numbers. What ``pack_padded_sequence`` computes is
+a stand-in, which holds the padded tensor; the module that is called on it is kept with the packing and padding around
+it; and ``pad_packed_sequence`` takes the padded tensor out again.
 """
 
 from __future__ import annotations
@@ -26,12 +23,12 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.export.errors import users_line
 from autovaruna.graph.guards import HOOKS
 from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
 from autovaruna.graph.precision import current_precision, regions
-from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
 
 _calls: dict[str, OpaqueModule] = {}
@@ -53,14 +50,7 @@ def _fake(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: s
 def kept_whole(
     model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
 ) -> Iterator[Keeper]:
-    """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them.
-
-    Args:
-        paths: Paths of the modules; none is inside of another.
-
-    Yields:
-        What takes the batch size of the trace.
-    """
+    """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them."""
     keeper = Keeper(device, functions)
     own: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
@@ -86,7 +76,7 @@ def kept_whole(
 class Spare:
     """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
-    found: nn.Module | CannotKeepError
+    copy: nn.Module | CannotKeepError
     state: Sequence[Tensor]
 
     @classmethod
@@ -97,23 +87,9 @@ class Spare:
         except CannotKeepError as error:
             return cls(error, ())
 
-    def copy(self) -> nn.Module:
-        """Returns the copy.
-
-        Raises:
-            CannotKeepError: there is none.
-        """
-        if isinstance(self.found, CannotKeepError):
-            raise self.found
-        return self.found
-
 
 class Keeper:
-    """Leaves nodes for the calls of modules and functions that are kept whole.
-
-    Attributes:
-        functions: what to call in place of each.
-    """
+    """Leaves nodes for the calls of modules and functions that are kept whole."""
 
     def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
         self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
@@ -165,7 +141,9 @@ class Keeper:
             raise CannotKeepError("it neither takes nor holds a tensor")
         is_own = isinstance(module, KeptFunction) and module.is_own
         mode = current_precision(), is_own or torch.is_grad_enabled()
-        trial = Trial(spare.copy(), spare.state, call, tensors, self._batch, self._device, *mode)
+        if isinstance(spare.copy, CannotKeepError):
+            raise spare.copy
+        trial = Trial(spare.copy, spare.state, call, tensors, self._batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
         kind = path, bool(state), call.key(), str(inputs), *mode
@@ -173,7 +151,8 @@ class Keeper:
         if returned is None:
             returned = self._known[kind] = run_apart(lambda: infer_reductions(trial), self._device)
         key = f"{path} {len(_calls)}"
-        _calls[key] = OpaqueModule(path, module, spare.copy(), call, returned, num_parameters)
+        line = users_line().removeprefix(" at ")
+        _calls[key] = OpaqueModule(path, module, spare.copy, call, returned, num_parameters, line)
         results = _module(tensors, state, self._batch[0], key)
         return returned.tree.unflatten(results)
 
@@ -236,7 +215,6 @@ class Padded:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets torch take it for a tensor."""
         return called_on_padded(function, args)
 
 
@@ -264,11 +242,7 @@ def packing(frame: FrameType, lengths: Tensor) -> Padded | None:
 
 
 def called_on_padded(function: Any, args: Sequence[Any]) -> Any:
-    """Returns what a function of torch, called to pack or to pad, gives for stand-ins.
-
-    Raises:
-        TraceError: it is called for something else.
-    """
+    """Returns what a function of torch, called to pack or to pad, gives for stand-ins; refuses others."""
     name = function.__name__
     if name in ("index_select", "empty_like"):  # sequences are left in their order
         return args[0]
@@ -282,11 +256,7 @@ def called_on_padded(function: Any, args: Sequence[Any]) -> Any:
 
 
 def refuse_lengths(*args: Any) -> Any:
-    """Refuses to pack sequences by lengths that are no tensor of the batch; `args` are torch's own.
-
-    Raises:
-        TraceError: always.
-    """
+    """Refuses to pack sequences by lengths that are no tensor of the batch; `args` are torch's own."""
     raise TraceError(
         f"forward packs sequences{users_line()} by lengths that are no tensor, which are not parted with the batch. "
         "Expected a tensor; pass one to the model."

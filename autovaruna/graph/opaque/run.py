@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autovaruna._torch import FakeTensor, top_saved_tensors_hooks
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.export.fakes import put
-from autovaruna.graph.module_state import is_profiling
+from autovaruna.graph.export.fakes import is_profiling, put
 from autovaruna.graph.opaque.functions import plain_checkpoints
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, own_cache, python_generators
@@ -111,25 +110,20 @@ class KeptFunction(nn.Module):
         self.name, self.function, self.is_own = name, function, is_own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
         return self.function(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Returns the function's name."""
         return self.name
 
 
 class OpaqueModule:
     """A submodule that is kept whole.
 
-    Args:
-        stand_in: A copy of it without numbers, which runs when only time and memory count.
-        num_parameters: How many of the tensors of its state are parameters; buffers follow them.
-
     Attributes:
-        num_parameters: how many of the tensors of its state are parameters.
+        num_parameters: how many of the tensors of its state are parameters; buffers follow them.
         may_choose: whether it may use parameters in one call that it does not use in another.
         is_own_function: whether it is an autograd function of the script.
+        line: ``file:line (code)`` of the user's line that calls it.
     """
 
     def __init__(
@@ -140,8 +134,9 @@ class OpaqueModule:
         call: Tree,
         returned: Returned,
         num_parameters: int,
+        line: str,
     ) -> None:
-        self.path = path
+        self.path, self.line = path, line
         self._modules = {False: module, True: stand_in}
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
         self._call = call
@@ -161,13 +156,7 @@ class OpaqueModule:
         return f"KeptModule({type(module).__qualname__}, {module!r}, {self._call.key()}, {self.returned.tree.key()})"
 
     def __call__(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the module.
-
-        Args:
-            state: Its parameters, then its buffers, which it may change.
-
-        Returns:
-            The tensors that it returns.
+        """Runs the module; `state` is its parameters, then its buffers, which it may change.
 
         Raises:
             InputError: it returns something else than when it was traced.
@@ -182,17 +171,9 @@ class OpaqueModule:
         seed = default_generator(device).initial_seed()
         with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
             outputs, tree = flatten(_called(module, args, kwargs), "output")
-            self._take_buffers(places, state)
-        self._check(outputs, tree, batch)
-        return _apart(outputs, [*tensors, *given])
-
-    def _take_buffers(self, places: Places, state: Sequence[Tensor]) -> None:
-        """Copies the module's buffers, changed or assigned, into this rank's."""
-        with torch.no_grad():
-            for ((module, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
-                buffer.copy_(getattr(module, name))
-
-    def _check(self, outputs: Sequence[Tensor], tree: Tree, batch: int) -> None:
+            with torch.no_grad():  # what it has changed or assigned
+                for ((owner, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
+                    buffer.copy_(getattr(owner, name))
         got = [(tuple(each.shape), each.dtype) for each in outputs]
         expected = [(tuple(line.shape(batch)), line.dtype) for line in self.returned.tensors]
         if got != expected or tree.key() != self.returned.tree.key():
@@ -201,6 +182,7 @@ class OpaqueModule:
                 f"when it was tried: got {_words(got)}, expected {_words(expected)} for {batch} samples and the same "
                 "values in place of what is no tensor. Return tensors whose shapes follow from those of the arguments."
             )
+        return _apart(outputs, [*tensors, *given])
 
     def _pretend(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
         """Returns fake results of fake arguments; all buffers count as changed."""
@@ -218,14 +200,12 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, results: list[Tensor], *sources: Tensor) -> Any:
-        """Returns the results."""
         ctx.mark_non_differentiable(*(each for each in results if not is_differentiable(each)))
         ctx.save_for_backward(*sources)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Returns empty gradients."""
         return (None, *map(torch.empty_like, ctx.saved_tensors))
 
 
