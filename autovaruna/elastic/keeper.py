@@ -52,26 +52,14 @@ _SILENT_SECONDS = 30.0
 
 @dataclass
 class Attempt:
-    """The run of the job that goes on now.
-
-    Attributes:
-        number: the attempt.
-        buddy: host, and port of its keeper, where copies of their parts go; None: there is no other host.
-    """
+    """The run of the job that goes on now; `buddy` is host and port of the keeper that gets copies, if there is one."""
 
     number: int
     buddy: tuple[str, int] | None
 
 
 class Keeper:
-    """What a host keeps of a job.
-
-    Args:
-        folder: The job's folder, in memory of this host.
-        token: What keepers and ranks of the job know.
-        has_standby: Whether the host has a standby process, or soon will.
-        file: Another file of the job; empty: there is none.
-    """
+    """What a host keeps of a job in a folder in memory; `file` is another file of the job, to be removed at its end."""
 
     def __init__(self, folder: Path, token: bytes, has_standby: bool, file: str = "") -> None:
         self.folder = folder
@@ -132,9 +120,7 @@ class Keeper:
     def end(self, number: int, namespace: str) -> int:
         """Kills what there is of an attempt on this host and removes what Open MPI leaves; returns how many it was.
 
-        Args:
-            number: The attempt.
-            namespace: What Open MPI calls the job; empty: it did not come so far.
+        `namespace` is what Open MPI calls the job; empty: it did not come so far.
         """
         ranks = [progress.process for folder in self._rank_folders() if (progress := Progress.read(folder))]
         self._attempt = None
@@ -164,7 +150,7 @@ class Keeper:
     def restore(
         self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
     ) -> None:
-        """Puts a state together for the next ranks; what is older is forgotten.
+        """Puts a state together for the next ranks; what is older than its attempt is forgotten.
 
         Args:
             texts: Small files.

@@ -25,14 +25,9 @@ _MOST_MISSED = 3
 
 
 class Link:
-    """The keeper of a host, from when it is started to when it is gone.
-
-    Args:
-        host: The host, as the machine list has it.
-        settings: The keeper's first line.
+    """The keeper of a host, from when it is started to when it is gone; `settings` are its first line.
 
     Attributes:
-        host: the same.
         port: where other keepers and ranks find the keeper.
         words: what the keeper or ssh wrote last, to say why it is gone.
         began: when it was started, on the monotonic clock, seconds.

@@ -40,9 +40,7 @@ _NO_PROGRESS = 3
 class Manager:
     """Looks after one job from its first start to its end.
 
-    Args:
-        options: What the user asked for, `morphing` included.
-        choose: Returns options with stages and micro-batch size for some hosts, and the ranks of each stage.
+    `choose` returns options with stages and micro-batch size for some hosts, and the ranks of each stage.
 
     Raises:
         ConfigError: mpirun is missing, or a host cannot be used.
@@ -194,11 +192,7 @@ class Manager:
 
 
 class Restarts:
-    """Says when a job has been started again often enough.
-
-    Args:
-        most: How often it may be started again within an hour.
-    """
+    """Says when a job has been started again often enough: `most` times within an hour, or in vain."""
 
     def __init__(self, most: int) -> None:
         self._most = most

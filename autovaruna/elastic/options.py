@@ -140,12 +140,7 @@ def _read_morphing(given: argparse.Namespace) -> Morphing:
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
-    """Adds the launcher's options.
-
-    Args:
-        parser: Gets them.
-        machine_list: The list if none is named; None: this machine alone.
-    """
+    """Adds the launcher's options; without a machine list, this machine alone is the default."""
     add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
     add_path("--machine_list", default=machine_list, metavar="FILE", help="a name or address a line")
     add("--gpus_per_node", "--ranks_per_host", type=int, default=4, metavar="G", help="ranks on each machine (4)")
@@ -173,8 +168,10 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
 def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[str, int]:
     """Returns the ranks of each machine that a file lists, or that a command prints.
 
+    One that is listed twice has twice as many, by whatever names and addresses.
+
     Raises:
-        ConfigError: there is no machine, or the command fails.
+        ConfigError: there is no machine, or the command or the file fails.
     """
     if command is None:
         return {"localhost": num_slots} if path is None else read_machines(path, num_slots)
@@ -260,11 +257,7 @@ def _lines_of(file: str, option: str, expected: str) -> list[str]:
 
 
 def read_variables(path: str | None) -> dict[str, str]:
-    """Returns the variables of an environment file.
-
-    Raises:
-        ConfigError: there is no such file, or a line of it is no ``NAME=value``.
-    """
+    """Returns the variables of an environment file; raises ConfigError if it has a line that is no ``NAME=value``."""
     if path is None and not Path(DEFAULT_ENV_FILE).is_file():
         return {}
     file = path or DEFAULT_ENV_FILE

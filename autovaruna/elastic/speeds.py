@@ -28,14 +28,7 @@ _MISSING_STEPS = 100
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank has become slow.
-
-    Attributes:
-        rank: Which one.
-        step: The step after which that was seen.
-        factor: How many times as long it takes, the other ranks' common factor taken out.
-        compared_with: ``its own past`` or ``the prediction``.
-    """
+    """A rank takes so many times as long as ``its own past`` or ``the prediction``, relative to the other ranks."""
 
     rank: int
     step: int
@@ -52,10 +45,7 @@ class Recovered:
 
 
 class Speeds:
-    """Compares ranks with their past, the prediction and each other.
-
-    Args:
-        predicted: Seconds of a step by rank.
+    """Compares ranks with their past, the predicted seconds of a step by rank, and each other.
 
     Attributes:
         slow: The slow ones, with what was said of them.
@@ -71,13 +61,7 @@ class Speeds:
         self._plan.expected = {rank: seconds for rank, seconds in predicted.items() if seconds > 0}
 
     def report(self, rank: int, step: int, seconds: float) -> list[Slow | Recovered]:
-        """Hears of a rank's step; ranks are compared once all have reported it.
-
-        Args:
-            rank: Which one.
-            step: The step's number; they ascend.
-            seconds: What the rank's stages computed in it, waits not counted.
-        """
+        """Hears what a rank computed in a step, waits not counted; ranks are compared once all have reported it."""
         self._last[rank] = step
         self._pending.setdefault(step, {})[rank] = seconds
         complete = max(min(self._last.values()), max(self._last.values()) - _MISSING_STEPS)
@@ -124,7 +108,6 @@ class _Comparison:
     Attributes:
         threshold: The factor that is slow.
         is_own: Whether what is expected is a rank's own past: then it must be slower than that, not only than others.
-        expected: Seconds by rank.
         factors: By rank, how many times as long as expected its last steps took, relative to the other ranks.
     """
 
@@ -158,10 +141,7 @@ class _Comparison:
         }
 
     def _common(self, ratios: Iterable[float]) -> float:
-        """Returns the factor of all ranks: where two of three are slow, that of the third counts.
-
-        A rank is never slower than its own past because another has become faster.
-        """
+        """Returns the factor of all ranks; against their own past, that of the fastest third, 1 or more."""
         if not self.is_own:
             return max(median_low(ratios), 1e-30)
         ordered = sorted(ratios)

@@ -171,11 +171,7 @@ def warm() -> None:
 
 
 class StandbyProcess:
-    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's.
-
-    Args:
-        folder: The job's folder.
-    """
+    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -220,13 +216,10 @@ def _is_listening(path: Path) -> bool:
 
 
 class QuickEnd:
-    """Ends this process once all that is to be done at its end is done, without taking the interpreter apart.
+    """Ends this process, with `status`, once all else at its end is done, without taking the interpreter apart.
 
     That takes a forked process with torch as long as a start. Made before anything else asks to be called at the end,
-    it comes last.
-
-    Attributes:
-        status: what the process ends with; None: as Python does.
+    it comes last. With no status the process ends as Python does.
     """
 
     def __init__(self) -> None:

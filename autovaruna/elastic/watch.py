@@ -24,13 +24,7 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that stand still.
-
-    Attributes:
-        words: which, and where.
-        seconds: for how long.
-        is_from_outside: whether somebody has stopped them, and not their script.
-    """
+    """Ranks that stand still: which and where, for how long, and whether it was somebody else than their script."""
 
     words: str
     seconds: float
@@ -48,14 +42,10 @@ class _Seen:
 
 
 class Watch:
-    """The ranks of one run.
-
-    Args:
-        attempt: The run.
-        longest_seconds: The longest that ranks went without a call in earlier runs.
+    """The ranks of one run, the attempt.
 
     Attributes:
-        longest_seconds: the same, this run included.
+        longest_seconds: the longest that ranks went without a call, in this run and earlier ones.
         changes: ranks that have become slow, or as fast as before, which whoever takes them removes.
     """
 

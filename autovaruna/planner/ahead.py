@@ -40,14 +40,9 @@ def deployment_name(counts: Collection[int]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan was made from.
+    """What a plan was made from, and what it is valid for; `folder` is where deployments are saved.
 
-    Attributes:
-        problem: the problem.
-        fingerprint: what the plan is valid for.
-        sharing: whether replicas share the optimizer's state.
-        folder: where deployments are saved.
-        shares_memory: whether the limits of ranks are their shares of what their host has.
+    `sharing` says whether replicas share the optimizer's state, `shares_memory` whether ranks share that of their host.
     """
 
     problem: Problem
@@ -102,11 +97,7 @@ class Request:
         return replace(self, problem=smaller, fingerprint=fingerprint)
 
     def plan(self) -> None:
-        """Saves the plan, unless there is one that is valid.
-
-        Raises:
-            AutoVarunaError: there is no plan, or it cannot be saved.
-        """
+        """Saves the plan, unless there is a valid one; raises AutoVarunaError if none fits, or it cannot be saved."""
         path = Path(self.folder, deployment_name(self.fingerprint.hosts))
         with suppress(DeploymentError):
             if not differences(load(path).fingerprint, self.fingerprint):

@@ -46,12 +46,7 @@ class AllReduces:
         return latency + seconds_per_byte * num_bytes
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
-        """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank.
-
-        Args:
-            num_ranks: of the ring.
-            is_local: whether they share a host.
-        """
+        """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank."""
         if num_ranks < 2:
             return 0.0, 0.0
         bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)

@@ -37,11 +37,8 @@ class Fingerprint:
     """What a plan is valid for.
 
     Attributes:
-        graph: fingerprint of the traced model.
         shapes: shape and dtype of each input, and the number of samples, as text by what it is.
-        num_ranks: the number of ranks N.
         hosts: number of ranks on each host, in the order of ranks (names of hosts change from day to day).
-        device: what the ranks compute on.
         memory_bytes: limit of each rank, or one number for all.
         settings: the settings that shaped the plan.
     """
@@ -139,12 +136,9 @@ def _first_above(needed: Sequence[float], limits: Sequence[float]) -> int | None
 
 @dataclass(frozen=True)
 class Deployment:
-    """A saved plan.
+    """A saved plan: read from a file, its stages have no blocks before `plan_from` finds them in a graph.
 
-    Attributes:
-        plan: the plan; read from a file, its stages have no blocks before `plan_from` finds them in a graph.
-        cuts: the name of the first block of each stage but the first; edited by hand, a module path.
-        fingerprint: what the plan is valid for.
+    `cuts` names the first block of each stage but the first; edited by hand, it may be a module path.
     """
 
     plan: Plan
@@ -251,11 +245,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
-    """Writes a deployment: the file is the old one or the new one, never half of it.
-
-    Raises:
-        DeploymentError: if it cannot be written.
-    """
+    """Writes a deployment whole or not at all; raises DeploymentError if it cannot be written."""
     try:
         write_whole(
             path, msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode() + "\n"
@@ -265,11 +255,7 @@ def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Deployment:
-    """Reads a deployment.
-
-    Raises:
-        DeploymentError: if there is no file, or it is damaged; names the key.
-    """
+    """Reads a deployment; raises DeploymentError, which names the key, if there is none or it is damaged."""
     try:
         content = parse(Path(at_home(path)).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -329,11 +315,7 @@ def _stage(stage: StagePlan, cut: str) -> _Stage:
 
 
 def _deployment(file: _File) -> Deployment:
-    """Returns the deployment of a file.
-
-    Raises:
-        ValueError: parts of it contradict each other; names the key.
-    """
+    """Returns the deployment of a file; raises ValueError if parts of it contradict each other."""
     predicted, valid_for, num_ranks = file.predicted, file.valid_for, file.valid_for.num_ranks
     _check(bool(file.stages), "stages", "empty", "one stage or more")
     first, ranks = file.stages[0].cut, f"one or more different ranks from 0 to {num_ranks - 1}"

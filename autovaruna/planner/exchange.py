@@ -27,11 +27,7 @@ _MOST_LOOKED_AT = 3
 
 
 class Exchange:
-    """What the ranks of a problem exchange in a step.
-
-    Args:
-        problem: Its `input_groups` say who passes which samples; if there are none, nothing is counted.
-    """
+    """What the ranks of a problem exchange in a step: nothing, where it does not say who passes which samples."""
 
     def __init__(self, problem: Problem) -> None:
         self._cluster, self._graph, self._groups = problem.cluster, problem.graph, problem.input_groups
@@ -171,11 +167,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class _Made:
-    """Micro-batches that a rank of a stage runs, of those who passed the same samples.
-
-    Attributes:
-        first, every, count: their places among the micro-batches of the rank, and their number.
-    """
+    """Micro-batches that a rank runs of samples from the same owners: their places among the rank's, and number."""
 
     rank: int
     owners: tuple[int, ...]

@@ -220,12 +220,7 @@ def _advice(problem: Problem, sized: SizedProblem, worst: _Shortage) -> Iterator
 
 
 def to_give(cluster: Cluster, needed: Mapping[int, float]) -> str:
-    """Returns what to give to ranks that lack memory, each its own where ranks differ, so that a plan fits.
-
-    Args:
-        cluster: with the limits.
-        needed: by rank, bytes that are needed, more than there are.
-    """
+    """Returns what to give to ranks that lack memory, by the bytes that each needs, so that a plan fits."""
     margin = cluster.memory_margin
     whose: dict[str, list[int]] = {}
     for rank, num_bytes in sorted(needed.items(), key=lambda each: -each[1]):

@@ -36,13 +36,10 @@ _FEW_STAGES_IN_ANY_ORDER = 6
 def patterns(
     num_groups: int, most_each: int, num_stages: int = 0, more_than: int = 1, *, has_any_order: bool = False
 ) -> Iterator[Pattern]:
-    """Yields patterns over so many groups with at most so many stages each, neighbours on different ones.
+    """Yields patterns over K groups with at most so many stages each, neighbours on different ones.
 
     Args:
-        num_groups: K, 2 or more.
-        most_each: the most stages of a group.
         num_stages: the only number of stages; 0: any.
-        more_than: patterns of so many rounds and fewer are left out.
         has_any_order: whether every order of few stages comes, not only turns and ways there and back.
     """
     rounds = [
@@ -175,14 +172,7 @@ def shapes_of_grids(
     *,
     has_any_order: bool = False,
 ) -> list[Shape]:
-    """Returns shapes on the ranks of plans with one stage a rank, what promises most first.
-
-    Args:
-        planner: of the problem.
-        most_each: the most stages of a rank.
-        grids: the seconds, ranks and micro-batches of plans with one stage a rank.
-        num_stages, has_any_order: of `patterns`.
-    """
+    """Returns shapes on the ranks of plans with one stage a rank, given with their seconds and M; the best first."""
     fastest, found = max(planner.problem.cluster.speeds), list[Shape]()
     for seconds, groups, count in grids:
         sized, num_groups = planner.sized(count), len(groups)
@@ -220,13 +210,7 @@ def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Seq
 
 
 def candidates_of(planner: Planner, shape: Shape, *, has_all_cuts: bool = False) -> Iterator[Candidate]:
-    """Yields a shape with cuts that are ever more even, and for few ranks with those that suit their memory.
-
-    Args:
-        planner: of the problem.
-        shape: the shape.
-        has_all_cuts: whether the others follow, if there are few.
-    """
+    """Yields a shape with cuts that are ever more even, for few ranks with some that suit their memory, or with all."""
     sized = planner.sized(shape.num_micro_batches)
     work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
     ranks = tuple(shape.groups[group] for group in shape.pattern)

@@ -35,13 +35,9 @@ Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 
 
 def improve(trials: Evaluator, start: Candidate, most_seconds: float, moves: Sequence[Move]) -> None:
-    """Changes a candidate until no move makes it better, or simulations took so many seconds.
+    """Changes a candidate until no move makes it better, or simulations took so many seconds by the planner's count.
 
-    Args:
-        trials: is given all that is tried.
-        start: one of its candidates.
-        most_seconds: what simulations may take, by the planner's count, so that a search ends alike everywhere.
-        moves: kinds of moves; each is tried when those before it are of no use, which then are tried again.
+    Each kind of move is tried when those before it are of no use; after a success they begin anew.
     """
     planner, seconds, kind = trials.planner, trials.plans[start].predicted_seconds, 0
     limit = planner.spent_seconds + most_seconds
@@ -112,9 +108,7 @@ def move_ranks(planner: Planner, start: Candidate) -> Iterator[Candidate]:
 def move_choices(trials: Evaluator, most_seconds: float) -> Move:
     """Returns the move that has stages hold more or less: by depths, recompute and what they defer.
 
-    Args:
-        trials: knows what the stages of a candidate hold now.
-        most_seconds: what simulations may take.
+    It yields nothing where its simulations would take more than a part of `most_seconds`.
     """
 
     def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
@@ -129,12 +123,7 @@ Options = Sequence[Option]
 
 
 class _Changes:
-    """What the stages of a candidate may hold.
-
-    Args:
-        planner: of the problem.
-        start: the candidate, which says what its stages hold.
-    """
+    """What the stages of a candidate may hold, which says what they hold now."""
 
     def __init__(self, planner: Planner, start: Candidate) -> None:
         self.planner, self.start, self.constraints = planner, start, planner.problem.constraints

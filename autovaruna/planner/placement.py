@@ -31,11 +31,8 @@ def is_uniform(cluster: Cluster) -> bool:
 def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
     """Returns orders in which stages may get the ranks: host by host, and by speed and memory where they differ.
 
-    Where hosts have unequal numbers of ranks, those of one order that are not left over are of the largest hosts.
-
-    Args:
-        problem: with the ranks.
-        most: if there are no more orders than that, counting ranks of one class as equal, all of them.
+    Where hosts have unequal numbers of ranks, those of one order that are not left over are of the largest hosts. If
+    there are no more than `most` orders, counting ranks of one class as equal, it is all of them.
     """
     cluster = problem.cluster
     classes = classes_of(cluster)

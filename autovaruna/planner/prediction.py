@@ -23,11 +23,7 @@ from autovaruna.schedule.simulator import simulate, simulate_below
 
 
 class Edges:
-    """Finds the edges of plans of one graph, all values at once: a search asks for thousands of plans.
-
-    Args:
-        graph: the graph.
-    """
+    """Finds the edges of plans of one graph, all values at once: a search asks for thousands of plans."""
 
     def __init__(self, graph: Graph) -> None:
         self.num_blocks = len(graph.blocks)
@@ -67,13 +63,7 @@ class Edges:
 
 
 def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
-    """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster.
-
-    Args:
-        plan: the plan.
-        graph: its graph.
-        edges: of the graph, if they are at hand.
-    """
+    """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
     return Pipeline(
         tuple(_times(stage) for stage in plan.stages),
         (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size),
@@ -87,11 +77,7 @@ def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipelin
 
 
 def policy_of(name: str) -> Policy:
-    """Returns the policy of that name.
-
-    Raises:
-        PlanError: if there is none.
-    """
+    """Returns the policy of that name; raises PlanError if there is none."""
     if name not in POLICIES:
         raise PlanError(f"schedule is {name!r}, expected one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
@@ -154,12 +140,7 @@ def unlike_parts(pipeline: Pipeline) -> list[Pipeline]:
 
 
 def schedule_by_parts(pipeline: Pipeline, schedule_of: Callable[[Pipeline], Schedule]) -> Schedule:
-    """Returns a schedule in which every part of a pipeline goes as the first one like it.
-
-    Args:
-        pipeline: The pipeline.
-        schedule_of: Makes the schedule of a part.
-    """
+    """Returns a schedule in which every part of a pipeline goes as the first one like it."""
     parts = _num_parts(pipeline)
     known: dict[tuple[object, int], Schedule] = {}
     rows: list[tuple[Instruction, ...]] = [()] * pipeline.num_ranks
@@ -249,17 +230,10 @@ Dependence = tuple[int, int, bool]
 
 
 class Orders:
-    """The schedules of one plan.
+    """The schedules of one plan; raises ScheduleError if it allows none.
 
     Another call of the model (with layers that were frozen before, or on another path) may have messages that the
     planned one has not. Then ranks that kept the planned order could wait for each other for ever.
-
-    Args:
-        plan: The plan.
-        graph: The graph that was planned.
-
-    Raises:
-        ScheduleError: the plan allows no schedule.
     """
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
@@ -330,10 +304,7 @@ class Predictor:
     def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
 
-        Args:
-            pipeline: what to simulate.
-            policy: the order of its instructions.
-            below: steps that take as long or longer may come out as infinite.
+        Steps that take `below` or longer may come out as infinite.
         """
         longest = 0.0
         for part in self._parts(pipeline):
@@ -357,10 +328,7 @@ class Predictor:
         return once + (more - once) * repeats / extra
 
     def _parts(self, pipeline: Pipeline) -> list[Bounds]:
-        """Returns the bounds of the parts that may take longest, the greatest first.
-
-        A pipeline is bounded first and then simulated, by one schedule after the other.
-        """
+        """Returns the bounds of the parts that may take longest, the greatest first; kept for the next question."""
         known, parts = self._known
         if pipeline is not known:
             parts = sorted(map(Bounds, unlike_parts(pipeline)), key=lambda part: -part.lower)
@@ -381,10 +349,7 @@ class Predictor:
     def whole(self, pipeline: Pipeline, policy: Policy, *, is_quick: bool = False) -> tuple[Pipeline, Simulation]:
         """Returns what `telling` makes of a pipeline, simulated; what was simulated last is not simulated again.
 
-        Args:
-            pipeline: what to simulate.
-            policy: the order of its instructions.
-            is_quick: whether the part of the greatest bound is enough, where parts differ and all take long.
+        If `is_quick`, the part of the greatest bound is enough, where parts differ and all take long.
         """
         is_long = policy.num_instructions(pipeline) > _ACTS_OF_A_SHORT_STEP
         is_part = (is_quick and is_long) or _is_alike(pipeline)
@@ -397,10 +362,5 @@ class Predictor:
 
 
 def least_seconds(counts: list[int], num_micro_batches: int) -> float:
-    """Returns what the simulation of a step takes at least, counted as `spent_seconds` is.
-
-    Args:
-        counts: replicas of each stage.
-        num_micro_batches: M.
-    """
+    """Returns what a simulation takes at least, by replicas of each stage and M, counted as `spent_seconds` is."""
     return 2 * num_micro_batches / math.gcd(*counts) * len(counts) * SECONDS_OF_AN_ACT

@@ -46,9 +46,6 @@ class CostTable:
 
     Two rules keep noise out: a larger micro-batch never costs less than a smaller one, and below the smallest
     measured size a cost falls no faster than in proportion.
-
-    Args:
-        profile: The profile.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -111,10 +108,9 @@ class ChainPartition:
 
 
 def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
-    """Returns the split into ``len(stage_costs)`` stages whose greatest cost is least, or None if there is none.
+    """Returns the split into stages whose greatest cost is least, or None if there is none.
 
-    Args:
-        stage_costs: for each stage the matrix of its costs, ``(n + 1, n + 1)``, infinite for what is not allowed.
+    Each stage has a matrix of its costs, ``(n + 1, n + 1)``, infinite for what is not allowed.
     """
     n = stage_costs[0].shape[0] - 1
     best = np.full(n + 1, np.inf)
@@ -147,12 +143,7 @@ def _put_before(costs: Array, best: Array) -> tuple[Array, NDArray[np.int64]]:
 
 
 class Flow:
-    """Where some values of a graph go; what that says of their blocks is found once, and asked for every M.
-
-    Args:
-        values: the values.
-        num_blocks: of the graph.
-    """
+    """Where some values of a graph go; what that says of their blocks is found once, and asked for every M."""
 
     def __init__(self, values: Sequence[Value], num_blocks: int) -> None:
         self.values, self.num_blocks = values, num_blocks
@@ -258,9 +249,7 @@ class SizedTable:
 class _Rectangles:
     """Rectangles of an ``(n+1, n+1)`` matrix, some for each of some things, to which the things add their weights.
 
-    Args:
-        n: the number of segments.
-        found: for each rectangle its thing, first row, row behind the last, first column, column behind the last.
+    Each is a thing, its first row, the row behind the last, the first column, and the column behind the last.
     """
 
     def __init__(self, n: int, found: Iterable[tuple[int, int, int, int, int]]) -> None:
@@ -293,12 +282,7 @@ _SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
 
 
 class RangeTables:
-    """Every table of a graph whose cuts are restricted to some positions.
-
-    Args:
-        graph: the graph.
-        positions: block indices where a segment starts, ascending, from 0, and the number of blocks at the end.
-    """
+    """Every table of a graph whose stages start at some positions, from 0 to the number of blocks, which is the end."""
 
     def __init__(self, graph: Graph, positions: Sequence[int]) -> None:
         self.positions = np.array(positions, dtype=np.int64)

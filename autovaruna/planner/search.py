@@ -64,11 +64,7 @@ _CELLS = 10**6
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
-    """Returns the simplest plan whose simulated step takes hardly longer than the least.
-
-    Args:
-        problem: what to plan, and what the user has already decided; `simplicity` says what "hardly" is.
-        progress: is told how far the search is.
+    """Returns the simplest plan whose simulated step takes hardly longer than the least: `simplicity` says how much.
 
     Raises:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
@@ -81,12 +77,7 @@ def plan_and_choices(
 ) -> tuple[Plan, list[Choice]]:
     """Returns the plan, and beside it the best plan of every regular grid that fits, the fastest first.
 
-    Arguments and errors are those of `make_plan`.
-
-    Args:
-        problem: what to plan.
-        progress: is told how far the search is.
-        has_all_rows: whether grids are simulated, too, that are far from the best.
+    With `has_all_rows` grids are simulated, too, that are far from the best. Errors are those of `make_plan`.
     """
     check_problem(problem)
     hears, tables = progress or (lambda what, share: None), TablesOfGraph(problem.graph)
@@ -115,14 +106,7 @@ def least_grid_seconds(problem: Problem) -> float:
 
 
 class _Search:
-    """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all.
-
-    Args:
-        problem: what to plan.
-        progress: is told how far the search is.
-        tables: of the graph, for any cuts.
-        has_all_rows: whether grids are simulated that are far from the best.
-    """
+    """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
 
     def __init__(self, problem: Problem, progress: Progress, tables: TablesOfGraph, *, has_all_rows: bool) -> None:
         self.problem, self.progress, self.has_all_rows = problem, progress, has_all_rows
@@ -136,11 +120,7 @@ class _Search:
         self.found: Plan | None = None
 
     def run(self) -> Plan:
-        """Returns the plan.
-
-        Raises:
-            PlanError: none fits.
-        """
+        """Returns the plan; raises PlanError if none fits."""
         if exceeds_all(self.planner.sized(max(self.counts))):
             raise explain_infeasible(self.problem, self.tables, self.counts)
         self._try_all()
@@ -185,13 +165,7 @@ class _Search:
         self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
 
     def _simulate(self, grids: Sequence[Grid], near: float, most_each: float = math.inf) -> None:
-        """Simulates regular grids, but those that take more than `near` times the least seconds.
-
-        Args:
-            grids: which ones.
-            near: how many times.
-            most_each: those are left out whose simulation takes longer.
-        """
+        """Simulates regular grids, but those far slower than the best, and those that take too long to simulate."""
         trials, num_long = self.trials, 0
 
         def is_open(grid: Grid) -> bool:
@@ -282,13 +256,9 @@ class _Search:
         return least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
 
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
-        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
+        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula, until `end`.
 
         The best of each number of groups and stages come first, then the next best of each.
-
-        Args:
-            shapes: what promises most first.
-            end: of `spent_seconds`, at which there are enough.
         """
         bounded, free = list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
         for shape in shapes:

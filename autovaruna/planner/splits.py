@@ -30,14 +30,8 @@ class Chain:
 class ReplicaSearch:
     """The dynamic program for one number of micro-batches and one order of ranks.
 
-    The last stage gets the last ranks of the order, so ranks that no stage gets are the first ones.
-
-    Args:
-        sized: the problem at M micro-batches.
-        order: all ranks, in the order in which stages get them.
-        choices: replica counts that a stage may have.
-        max_stages: greatest number of stages.
-        width: greatest number of segments of a stage; 0: any.
+    The last stage gets the last ranks of the order, so ranks that no stage gets are the first ones. A stage has one of
+    the choices of replicas, and no more segments than the width (0: any).
     """
 
     def __init__(

@@ -27,9 +27,7 @@ _ENDLESS = 1e30
 def step_bounds(sized_of: Callable[[int], SizedProblem], counts: Sequence[int]) -> Iterator[StepBound]:
     """Yields the bounds for some numbers of micro-batches; what they wait for is found for many of them at once.
 
-    Args:
-        sized_of: says what the problem is at M micro-batches; each is let go of, since its tables are large.
-        counts: every M.
+    The problem at each is let go of, since its tables are large.
     """
     for start in range(0, len(counts), _AT_ONCE):
         some = counts[start : start + _AT_ONCE]
@@ -41,12 +39,7 @@ def step_bounds(sized_of: Callable[[int], SizedProblem], counts: Sequence[int]) 
 
 
 class StepBound:
-    """The bound for one number of micro-batches.
-
-    Args:
-        sized: the problem at M micro-batches.
-        waits: what `range_waits_of` says, if that is known.
-    """
+    """The bound for one number of micro-batches."""
 
     def __init__(self, sized: SizedProblem, waits: RangeWaits | None = None) -> None:
         self.sized = sized
@@ -163,13 +156,7 @@ WORTH = 0.995
 
 
 class Proof:
-    """What is proved of a search.
-
-    Args:
-        planner: of the problem.
-        counts: the numbers of micro-batches that are searched.
-        most_each: the most stages of a rank.
-    """
+    """What is proved of a search over some numbers of micro-batches, with at most so many stages a rank."""
 
     def __init__(self, planner: Planner, counts: list[int], most_each: int) -> None:
         self.planner, self.counts, self.most_each = planner, counts, most_each
@@ -278,12 +265,7 @@ def _free_bytes(sized: SizedProblem) -> list[float]:
 
 
 def _state_bytes(sized: SizedProblem, owned: float = 1.0) -> Array:
-    """Returns, for each block, what lasts from step to step; what several blocks use is parted among them.
-
-    Args:
-        sized: the problem.
-        owned: the share of the optimizer's state that counts.
-    """
+    """Returns, for each block, what lasts, with a share of the optimizer's state; what several blocks use is parted."""
     graph, state = sized.problem.graph, np.zeros(len(sized.problem.graph.blocks))
     for parameter in graph.parameters:
         more = sized.problem.optimizer_bytes_factor * owned if parameter.needs_gradient else 0.0
@@ -311,10 +293,7 @@ def _backward_starts(sized: SizedProblem) -> tuple[Array, float]:
 def _most_held(sized: SizedProblem, is_free: NDArray[np.bool_], room: float) -> float:
     """Returns the most seconds of work, on ranks of speed 1, whose activations fit into so many bytes.
 
-    Args:
-        sized: the problem.
-        is_free: of each block, whether its backward may come in time, so that it needs no room.
-        room: on all ranks.
+    Blocks are free whose backward may come in time: they need no room.
     """
     forward, saved = sized.costs.forward_seconds, np.where(is_free, 0.0, sized.greatest_costs.saved_bytes)
     saved = saved * sized.model.fragmentation

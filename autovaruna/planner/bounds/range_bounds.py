@@ -107,11 +107,9 @@ class RangeWaits:
 
 
 def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[RangeWaits]:
-    """Returns the least waits of a problem at some numbers of micro-batches, on its fastest ranks and links.
+    """Returns the least waits at some numbers of micro-batches, on the fastest ranks and links, all found at once.
 
-    Args:
-        each: the problem at M micro-batches, for every M; all at once takes hardly longer than one.
-        is_exact: False if cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
+    If not `is_exact`, cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
     """
     problem, positions = each[0].problem, each[0].tables.positions
     cluster = problem.cluster
@@ -141,18 +139,11 @@ def _holders(values: Iterable[Value]) -> _Holders:
 def _fill(
     holders: _Holders, seconds: Array, once: float, messages: Array, positions: NDArray[np.int64], is_exact: bool
 ) -> Array:
-    """Returns the least waits of every range, for each row of `seconds` and `messages`.
+    """Returns the least waits of every range, for each row of `seconds` and `messages` of blocks.
 
     A stage from block p to block q waits for the stages that were the last to hold what it uses. The one that holds
-    block h starts at some block i, has waited itself, and works till the end of h at least.
-
-    Args:
-        holders: whom each block waits for.
-        seconds: of each block.
-        once: seconds that a message takes whatever its bytes.
-        messages: by block p, seconds of the bytes that block p - 1 has and block p uses.
-        positions: where segments start, and the end.
-        is_exact: whether stages start there and nowhere else.
+    block h starts at some block i, has waited itself, and works till the end of h at least. A message takes the seconds
+    of its bytes, and `once`.
     """
     rows, n = seconds.shape
     work = np.concatenate([np.zeros((rows, 1)), seconds.cumsum(axis=1)], axis=1)
@@ -247,12 +238,8 @@ class Listed:
 class Computed:
     """Needs by the share of the micro-batches that one replica finishes in time.
 
-    Attributes:
-        num_micro_batches: M.
-        alone: seconds on one replica.
-        reserved: seconds before and after the work.
-        ways: the ways to run each range.
-        whole_reserved, whole_ways: another bound of the same kind, if there is one.
+    `alone` are seconds on one replica, `reserved` those before and after the work; `whole_reserved` and `whole_ways`
+    are another bound of the same kind, if there is one.
     """
 
     num_micro_batches: int
@@ -287,14 +274,9 @@ class Computed:
 
 
 class Demand:
-    """Says whether ranks suffice for splits that end in time.
+    """Says whether ranks suffice for splits that end in time, into `num_stages` stages (0: any number).
 
-    Args:
-        needs: of all ranges, row by row.
-        places: ``i * (n + 1) + j`` of each range.
-        num_segments: n.
-        num_stages: of the split; 0: any number.
-        num_ranks: how many ranks there are.
+    `needs` are those of all ranges, row by row, and `places` say where: ``i * (n + 1) + j``.
     """
 
     def __init__(
@@ -306,11 +288,7 @@ class Demand:
         self.long = np.zeros(len(places))  # what is needed in enough seconds, as far as is known
 
     def is_met(self, seconds: float) -> bool:
-        """Returns whether some split ends in so many seconds.
-
-        Args:
-            seconds: more than have been too few, fewer than have been enough.
-        """
+        """Returns whether some split ends in so many seconds, more than have been too few, less than have done."""
         needed = self.needs.at(seconds)
         needed[needed > self.num_ranks] = np.inf
         self.table.ravel()[self.places] = needed
@@ -348,13 +326,7 @@ _FEW_RANKS = 16
 
 
 class RangeSeconds:
-    """The least seconds of a stage for every range of segments.
-
-    Args:
-        sized: the problem at M micro-batches.
-        ranks: if given, what is said holds for a stage on just these, in whatever order.
-        waits: what `range_waits_of` says, if that is known.
-    """
+    """The least seconds of a stage for every range of segments; with `ranks`, for a stage on just these."""
 
     def __init__(self, sized: SizedProblem, ranks: Sequence[int] = (), waits: RangeWaits | None = None) -> None:
         self.sized = sized

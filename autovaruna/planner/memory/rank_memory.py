@@ -64,13 +64,7 @@ def peaks_of_ranks(
 def peak_of_instructions(
     instructions: Iterable[Instruction], stages: Mapping[int, StageBytes[float]], process_bytes: float
 ) -> float:
-    """Returns the most that a rank holds in a step, in bytes.
-
-    Args:
-        instructions: of the rank, in order.
-        stages: those of the rank; each counts the process as its own.
-        process_bytes: of the process.
-    """
+    """Returns the most that a rank holds in a step, in bytes; each of its stages counts the process as its own."""
     peak = sum(stage.least for stage in stages.values())
     instructions = list(instructions)
     deferring, begun = {each.stage for each in instructions if each.kind is WEIGHT}, set[int]()

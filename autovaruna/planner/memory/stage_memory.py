@@ -63,9 +63,7 @@ class StageBytes(Generic[Bytes]):
     def depth_within(self: StageBytes[Array], limit: float, share: float) -> Array:
         """Returns the greatest depth at which the peak over the whole step is within a limit, 0 or less if none is.
 
-        Args:
-            limit: in bytes.
-            share: micro-batches of the replica. At a depth of all of them, one less is there when all gradients are.
+        At a depth of all its `share` of micro-batches, one less is there when all gradients are.
         """
         depth = np.zeros_like(self.least)
         left = np.flatnonzero(self.least <= limit)
@@ -263,12 +261,7 @@ def _work_of_blocks(tables: RangeTables, costs: Costs, gradients: Array) -> tupl
 
 
 class HoldingsByRange:
-    """Says what single ranges of segments hold, to the bit what `holdings_of_ranges` does, without its matrices.
-
-    Args:
-        tables: of the graph.
-        costs: at some micro-batch size.
-    """
+    """Says what single ranges of segments hold, to the bit what `holdings_of_ranges` does, without its matrices."""
 
     def __init__(self, tables: RangeTables, costs: Costs) -> None:
         self.tables, self.size = tables, math.ceil(costs.micro_batch_size)
@@ -338,10 +331,7 @@ class MemoryModel:
         return state + self.owned(held, num_replicas) * self.optimizer_bytes_factor if self.needs_gradient else state
 
     def owned(self, held: Holdings[Bytes], num_replicas: int = 0) -> Bytes:
-        """Returns the bytes of the trained parameters that the replica steps over that has most of them.
-
-        A parameter has one owner, so it is its share or the largest parameter; see `shares.share_out`.
-        """
+        """Returns the bytes that the replica with most of them steps over: its share, or the largest parameter."""
         owners = min(num_replicas or self.most_owners, self.most_owners)
         return held.trained if owners == 1 else _greatest(held.trained / owners, held.largest)
 
@@ -386,13 +376,7 @@ class MemoryModel:
         return more
 
     def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, num_replicas: int = 0) -> StageBytes[Bytes]:
-        """Returns the peak on one replica, for any number of forwards not yet backwarded.
-
-        Args:
-            held: what the stage holds.
-            needs_recompute: whether it recomputes.
-            num_replicas: how many there are; 0: not known.
-        """
+        """Returns the peak on one of some replicas (0: not known), for any number of forwards not yet backwarded."""
         each, messages, running, updating, deferred = (
             part * self.fragmentation
             for part in (
@@ -412,12 +396,7 @@ class MemoryModel:
 
 
 class Peaks:
-    """The peaks of stages on one of their replicas, with M micro-batches.
-
-    Args:
-        model: the rules of memory.
-        num_micro_batches: M.
-    """
+    """The peaks of stages on one of their replicas, with M micro-batches."""
 
     def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
         self.model, self.num_micro_batches = model, num_micro_batches
@@ -434,14 +413,7 @@ class Peaks:
         *,
         is_short: bool = False,
     ) -> Peak:
-        """Returns the peak of a stage.
-
-        Args:
-            held: what it holds; it is known by its identity, and kept.
-            needs_recompute, deferred, in_flight: as in `StagePlan`.
-            num_replicas: how many share its micro-batches.
-            is_short: whether the replica has one micro-batch less than others.
-        """
+        """Returns the peak of a stage, by the identity of what it holds; a short replica has one micro-batch less."""
         key = id(held), needs_recompute, deferred, in_flight, num_replicas, is_short
         peak = self._known.get(key)
         if peak is None:
@@ -509,12 +481,7 @@ class RecomputeOption:
         return np.asarray(np.where(np.isfinite(self.work), np.minimum(share, within), 0.0))
 
     def work_seconds(self, share: int, busy: Array) -> Array:
-        """Returns the least seconds from the first forward to the last backward of a replica.
-
-        Args:
-            share: its micro-batches.
-            busy: seconds that it works.
-        """
+        """Returns the least seconds from the first forward to the last backward of a replica that is `busy` so long."""
         with np.errstate(divide="ignore", invalid="ignore"):
             rounds = np.where(self.depth > 0, np.ceil(share / self.depth), np.inf)
         seconds = np.maximum(busy, np.maximum(rounds, 1.0) * self._round_trip)
@@ -539,13 +506,7 @@ class RecomputeOptions:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptionsWithin:
-    """Ways to run ranges within a limit of memory, the fastest first.
-
-    Attributes:
-        seconds: of each way.
-        deepest: the greatest in-flight depth at which it fits; 0 or less: it does not.
-        is_possible: whether a range fits in any way.
-    """
+    """Ways to run ranges within a limit of memory, the fastest first; a `deepest` depth of 0 or less does not fit."""
 
     seconds: tuple[Array, ...]
     deepest: tuple[Array, ...]
