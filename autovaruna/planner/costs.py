@@ -12,17 +12,15 @@ import numpy as np
 
 from autovaruna.planner.memory.stage_memory import (
     Holdings,
-    HoldingsByRange,
+    HoldingsOfRanges,
     MemoryModel,
-    Peaks,
     RecomputeOptions,
     StageBytes,
-    holdings_of_ranges,
     state_of_ranges,
 )
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import Array, Costs, RangeTables
-from autovaruna.planner.records import StagePlan
+from autovaruna.planner.records import Peak, StagePlan
 from autovaruna.profiler.records import Cluster
 
 
@@ -135,7 +133,7 @@ class SizedProblem:
     @cached_property
     def held(self) -> Holdings[Array]:
         """What each range holds."""
-        return holdings_of_ranges(self.tables, self.greatest_costs)
+        return self._by_range.all()
 
     @cached_property
     def fixed_bytes(self) -> Array:
@@ -153,8 +151,8 @@ class SizedProblem:
         return self.problem.cost_table.at(math.ceil(self.micro_batch_size - 1e-9))
 
     @cached_property
-    def _by_range(self) -> HoldingsByRange:
-        return HoldingsByRange(self.tables, self.greatest_costs)
+    def _by_range(self) -> HoldingsOfRanges:
+        return HoldingsOfRanges(self.tables, self.greatest_costs)
 
     @cached_property
     def _held_by(self) -> dict[tuple[int, int], Holdings[float]]:
@@ -177,7 +175,6 @@ class SizedProblem:
             cluster.fragmentation,
             problem.optimizer_cost.work_of_all,
             problem.optimizer_cost.work_of_largest,
-            problem.min_micro_batches_for_inputs > 1,
             problem.most_owners,
         )
 
@@ -188,9 +185,9 @@ class SizedProblem:
         return 1.0 / min(num_replicas, self.problem.most_owners)
 
     @cached_property
-    def peaks(self) -> Peaks:
-        """The peaks of stages on one replica."""
-        return Peaks(self.model, self.num_micro_batches)
+    def peaks(self) -> dict[tuple[int, bool, int, int, int, bool], Peak]:
+        """The peaks of stages that were asked for, by the identity of what they hold and all that they follow from."""
+        return {}
 
     @cached_property
     def made_stages(self) -> dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan]:

@@ -20,9 +20,9 @@ from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.memory.rank_memory import bytes_of_ranks
-from autovaruna.planner.memory.stage_memory import MemoryModel, holdings_of_stage
+from autovaruna.planner.memory.stage_memory import HoldingsOfRanges, MemoryModel
 from autovaruna.planner.prediction import pipeline_of, policy_of, telling
-from autovaruna.planner.ranges import Costs
+from autovaruna.planner.ranges import Costs, RangeTables
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.search_space import resolve_cuts, stage_blocks
 from autovaruna.profiler.records import LinkCost
@@ -117,7 +117,9 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
     pipeline = telling(pipeline_of(plan, graph))
     schedule = simulate(pipeline, policy_of(plan.schedule)).schedule
-    held = [holdings_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
+    starts = [stage.blocks[0] for stage in plan.stages]
+    ranges = HoldingsOfRanges(RangeTables(graph, [*starts, len(graph.blocks)]), costs)
+    held = [ranges.of(s, s + 1) for s in range(plan.num_stages)]
     needed = bytes_of_ranks(plan, held, model, pipeline, schedule)
     rank = _first_above(needed, limits)
     if rank is None:

@@ -33,24 +33,20 @@ _FEW_STAGES_IN_ANY_ORDER = 6
 """So many may come in every order, of which there are 31 at most."""
 
 
-def patterns(
-    num_groups: int, most_each: int, num_stages: int = 0, more_than: int = 1, *, has_any_order: bool = False
-) -> Iterator[Pattern]:
+def patterns(num_groups: int, most_each: int, num_stages: int = 0, *, has_any_order: bool = False) -> Iterator[Pattern]:
     """Yields patterns over K groups with at most so many stages each, neighbours on different ones.
 
     Args:
         num_stages: the only number of stages; 0: any.
         has_any_order: whether every order of few stages comes, not only turns and ways there and back.
     """
-    rounds = [
-        each for each in range(more_than + 1, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)
-    ]
+    rounds = [each for each in range(2, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)]
     in_turn = {num_groups * each for each in rounds} | {num_groups + 1}
     in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= _FEW_GROUPS else set()
     for length in [num_stages] if num_stages else sorted(in_turn):
-        if num_groups * more_than < length <= num_groups * most_each:
+        if num_groups < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))
-    for each in range(more_than + 1, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
+    for each in range(2, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
         there = [*range(num_groups), *range(num_groups - 2, 0, -1)]
         for length in (each * (num_groups - 1) + 1, each * (num_groups - 1)):  # the whole way, or without its end
             if num_stages in (0, length) and each <= most_each:

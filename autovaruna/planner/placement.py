@@ -53,18 +53,6 @@ def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
     return [order for k, order in enumerate(orders) if order not in orders[:k]]
 
 
-def order_of(problem: Problem, ranks: Ranks) -> list[int]:
-    """Returns the order in which these stages have got their ranks, with the others where ranks are left over.
-
-    Of many ranks it is the first of all orders: stages that lie side by side on many hosts have none of their own.
-    """
-    if problem.cluster.num_ranks > _FEW_RANKS:
-        return rank_orders(problem)[0]
-    used = list(dict.fromkeys(rank for stage in ranks for rank in stage))
-    others = [rank for rank in rank_orders(problem)[0] if rank not in set(used)]
-    return used + others if is_uniform(problem.cluster) else others + used
-
-
 def _arrangements(classes: Sequence[int]) -> Iterator[list[int]]:
     """Yields every order of the ranks, those of one class always in their own order."""
     members = {number: [rank for rank, kind in enumerate(classes) if kind == number] for number in set(classes)}

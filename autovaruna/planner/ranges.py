@@ -7,9 +7,10 @@ chain evenly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,48 +53,30 @@ class CostTable:
         sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
         order = np.argsort(sizes)
         self._sizes = sizes[order]
-        self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
-        self._last = lru_cache(maxsize=_MOST_KNOWN)(self._read)
+        names = [each.name for each in fields(Costs)[1:]]
+        rows = (np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs]) for name in names)
+        self._rows = [np.maximum.accumulate(row.astype(np.float64)[order], axis=0) for row in rows]
+        self._read = lru_cache(maxsize=_MOST_KNOWN)(self._interpolated)
 
     def at(self, micro_batch_size: float) -> Costs:
         """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
-        return self._last(micro_batch_size)
+        return self._read(micro_batch_size)
 
-    def _read(self, micro_batch_size: float) -> Costs:
-        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
+    def _interpolated(self, micro_batch_size: float) -> Costs:
+        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._rows)
         return Costs(micro_batch_size, *arrays)
-
-
-_FIELDS = (
-    "forward_seconds",
-    "backward_seconds",
-    "saved_bytes",
-    "work_bytes",
-    "weight_seconds",
-    "split_seconds",
-    "deferred_bytes",
-)
-
-
-def _field(profile: Profile, name: str) -> Array:
-    return np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs], dtype=np.float64)
 
 
 def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
     """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers."""
     if len(sizes) == 1:
         return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
-    right, share = _place(sizes, size)
+    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+    share = float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
     row = rows[right - 1] + share * (rows[right] - rows[right - 1])
     if size < sizes[0]:
         row = np.maximum(row, rows[0] * (size / sizes[0]))
     return np.asarray(row, dtype=np.float64)
-
-
-def _place(sizes: Array, size: float) -> tuple[int, float]:
-    """Returns the second of the two sizes to go by, and how far `size` lies between them."""
-    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
-    return right, float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
 
 
 _ROWS = 32
@@ -237,13 +220,9 @@ class SizedTable:
     fixed_bytes: Array
     sample_bytes: Array
 
-    def at(self, micro_batch_size: float) -> Array:
-        """Returns the table for a micro-batch of `micro_batch_size` samples."""
-        return np.asarray(self.fixed_bytes + self.sample_bytes * micro_batch_size, dtype=np.float64)
-
-    def of(self, i: int, j: int, micro_batch_size: float) -> float:
-        """Returns one entry of the table for a micro-batch of `micro_batch_size` samples."""
-        return float(self.fixed_bytes[i, j] + self.sample_bytes[i, j] * micro_batch_size)
+    def at(self, micro_batch_size: float, where: Any = ...) -> Array:
+        """Returns the table for a micro-batch of `micro_batch_size` samples, or one entry of it."""
+        return np.asarray(self.fixed_bytes[where] + self.sample_bytes[where] * micro_batch_size, dtype=np.float64)
 
 
 class _Rectangles:
@@ -359,21 +338,6 @@ class RangeTables:
         for weight, blocks in things:
             weights[list(blocks)] += weight
         return self.add_up(weights)
-
-
-class TablesOfGraph:
-    """Makes the tables of a graph once for the same positions: the searches of one plan begin with the same ones."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self._made: dict[tuple[int, ...], RangeTables] = {}
-
-    def at(self, positions: Sequence[int]) -> RangeTables:
-        """Returns the tables for cuts at these positions."""
-        key = tuple(positions)
-        if key not in self._made:
-            self._made[key] = RangeTables(self.graph, key)
-        return self._made[key]
 
 
 def gradient_bytes(graph: Graph) -> Array:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 
 import numpy as np
 
+from autovaruna.graph.records import Graph
 from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
@@ -31,7 +33,7 @@ from autovaruna.planner.local_search import improve, move_choices, move_counts, 
 from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
-from autovaruna.planner.ranges import RangeTables, TablesOfGraph
+from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
 from autovaruna.planner.search_space import (
     cut_positions,
@@ -80,7 +82,7 @@ def plan_and_choices(
     With `has_all_rows` grids are simulated, too, that are far from the best. Errors are those of `make_plan`.
     """
     check_problem(problem)
-    hears, tables = progress or (lambda what, share: None), TablesOfGraph(problem.graph)
+    hears, tables = progress or (lambda what, share: None), _tables_of(problem.graph)
     searches = list[_Search]()
 
     def search(each: Problem) -> Plan:
@@ -100,18 +102,26 @@ def plan_and_choices(
 
 def least_grid_seconds(problem: Problem) -> float:
     """Returns the least seconds of the regular grids of a problem, infinite if none fits: soon known."""
-    search = _Search(problem, lambda what, share: None, TablesOfGraph(problem.graph), has_all_rows=False)
+    search = _Search(problem, lambda what, share: None, _tables_of(problem.graph), has_all_rows=False)
     search.try_grids()
     return search.trials.least_seconds
+
+
+_Tables = Callable[[tuple[int, ...]], RangeTables]
+
+
+def _tables_of(graph: Graph) -> _Tables:
+    """Returns what makes the tables of a graph once for the same positions: several searches begin with these."""
+    return cache(lambda positions: RangeTables(graph, positions))
 
 
 class _Search:
     """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
 
-    def __init__(self, problem: Problem, progress: Progress, tables: TablesOfGraph, *, has_all_rows: bool) -> None:
+    def __init__(self, problem: Problem, progress: Progress, tables: _Tables, *, has_all_rows: bool) -> None:
         self.problem, self.progress, self.has_all_rows = problem, progress, has_all_rows
         self.counts = micro_batch_counts(problem)
-        self.tables = tables.at(cut_positions(problem))
+        self.tables = tables(tuple(cut_positions(problem)))
         self.planner = Planner(problem, self.tables)
         self.most_each = stages_per_rank(problem)
         self.trials = Evaluator(self.planner)

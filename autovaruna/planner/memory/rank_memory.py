@@ -170,9 +170,16 @@ def _num_full(sized: SizedProblem, num_replicas: int) -> int:
 
 
 def peak_of(sized: SizedProblem, option: Option) -> Peak:
-    """Returns the peak of a stage on one replica."""
+    """Returns the peak of a stage on one replica; a search asks for the same ones again and again."""
     held, ranks, in_flight, _, needs_recompute, deferred, _, is_short = option
-    return sized.peaks.of(held, needs_recompute, deferred, in_flight, len(ranks), is_short=is_short)
+    key = id(held), needs_recompute, deferred, in_flight, len(ranks), is_short
+    peak = sized.peaks.get(key)
+    if peak is None:
+        share = max(-(-sized.num_micro_batches // len(ranks)) - is_short, 1)
+        depth = min(in_flight, share) if is_short else in_flight
+        stage = sized.model.of_stage(held, needs_recompute, len(ranks))
+        peak = sized.peaks[key] = stage.peak(depth, share, sized.model.process_bytes, deferred)
+    return peak
 
 
 def _fit_rank(sized: SizedProblem, options: list[Option], limit: float) -> list[Option] | None:

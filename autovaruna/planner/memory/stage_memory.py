@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.graph.records import Graph
-from autovaruna.planner.ranges import Array, Costs, RangeTables, gradient_bytes
+from autovaruna.planner.ranges import Array, Costs, RangeTables
 from autovaruna.planner.records import Peak
 
 Bytes = TypeVar("Bytes", float, Array)
@@ -168,100 +167,31 @@ class Holdings(Generic[Bytes]):
     tied: Bytes
     tied_once: Bytes
     buffers: Bytes
-    inputs: Bytes
-    received: Bytes
-    sent: Bytes
-    gradients_received: Bytes
-    gradients_sent: Bytes
-    saved: Bytes
-    work: Bytes
+    inputs: Bytes = 0.0  # type: ignore[assignment]
+    received: Bytes = 0.0  # type: ignore[assignment]
+    sent: Bytes = 0.0  # type: ignore[assignment]
+    gradients_received: Bytes = 0.0  # type: ignore[assignment]
+    gradients_sent: Bytes = 0.0  # type: ignore[assignment]
+    saved: Bytes = 0.0  # type: ignore[assignment]
+    work: Bytes = 0.0  # type: ignore[assignment]
     deferred: Bytes = 0.0  # type: ignore[assignment]
     work_of_first: Bytes = math.inf  # type: ignore[assignment]
 
 
-def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
-    """Returns what a stage of any blocks holds, not only of a range."""
-    inside, size = set(blocks), math.ceil(costs.micro_batch_size)
-    used = [p for p in graph.parameters if not inside.isdisjoint(p.blocks)]
-    trained = [p for p in used if p.needs_gradient]
-    last = max(inside)
-    held = [v for v in graph.values if v.producer in inside or not inside.isdisjoint(v.consumers)]
-    received = [v for v in held if v.producer not in inside]
-    sent = [v for v in held if max(v.consumers) > last]
-    index = sorted(inside)
-    saved = costs.saved_bytes[index]
-    gradients = gradient_bytes(graph)[index]
-    at_peak, after = saved.cumsum() + costs.work_bytes[index] - saved.sum(), gradients.sum() - gradients.cumsum()
+def state_of_ranges(tables: RangeTables, where: Any = ...) -> Holdings[Any]:
+    """Returns what every range of segments holds without any micro-batch, as matrices, or one of them."""
     return Holdings(
-        parameters=float(sum(p.num_bytes for p in used)),
-        trained=float(sum(p.num_bytes for p in trained)),
-        largest=float(max((p.num_bytes for p in trained), default=0)),
-        tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
-        tied_once=float(sum(p.num_bytes for p in trained if len(p.blocks) > 1)),
-        buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
-        inputs=sum(i.size.at(size) for i in graph.inputs if not inside.isdisjoint(i.consumers)),
-        received=sum(v.size.at(size) for v in received),
-        sent=sum(v.size.at(size) for v in sent),
-        gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),
-        gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
-        saved=float(saved.sum()),
-        work=float(at_peak.max()),
-        deferred=float(costs.deferred_bytes[index].sum()),
-        work_of_first=float((at_peak + after).max()),
+        parameters=tables.parameter_bytes[where],
+        trained=tables.trained_bytes[where],
+        largest=tables.largest_bytes[where],
+        tied=tables.tied_bytes[where],
+        tied_once=tables.tied_once_bytes[where],
+        buffers=tables.buffer_bytes[where],
     )
 
 
-def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
-    """Returns what every range of segments holds, as matrices ``[i, j]``; entries with i >= j mean nothing."""
-    size = math.ceil(costs.micro_batch_size)
-    return replace(
-        state_of_ranges(tables),
-        inputs=tables.inputs.at(size),
-        received=tables.received.at(size),
-        sent=tables.sent.at(size),
-        gradients_received=tables.gradients_received.at(size),
-        gradients_sent=tables.gradients_sent.at(size),
-        saved=tables.add_up(costs.saved_bytes),
-        work=_work_of_ranges(tables, costs, np.zeros_like(costs.work_bytes)),
-        deferred=tables.add_up(costs.deferred_bytes),
-        work_of_first=_work_of_ranges(tables, costs, tables.gradient_bytes),
-    )
-
-
-def state_of_ranges(tables: RangeTables) -> Holdings[Array]:
-    """Returns what every range of segments holds without any micro-batch, as matrices."""
-    none = np.zeros(())
-    return Holdings(
-        parameters=tables.parameter_bytes,
-        trained=tables.trained_bytes,
-        largest=tables.largest_bytes,
-        tied=tables.tied_bytes,
-        tied_once=tables.tied_once_bytes,
-        buffers=tables.buffer_bytes,
-        inputs=none,
-        received=none,
-        sent=none,
-        gradients_received=none,
-        gradients_sent=none,
-        saved=none,
-        work=none,
-    )
-
-
-def _work_of_ranges(tables: RangeTables, costs: Costs, gradients: Array) -> Array:
-    """Returns what is saved up to a block, what it needs, and later gradients, less all that is saved; at most."""
-    at_peak, at_ends = _work_of_blocks(tables, costs, gradients)
-    return np.asarray(np.maximum(tables.greatest(at_peak) - at_ends[None, :], 0.0), dtype=np.float64)
-
-
-def _work_of_blocks(tables: RangeTables, costs: Costs, gradients: Array) -> tuple[Array, Array]:
-    """Returns what is there while each block works, and where a range ends, both with all that came before it."""
-    saved, made = costs.saved_bytes.cumsum(), gradients.cumsum()
-    return saved + costs.work_bytes - made, (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
-
-
-class HoldingsByRange:
-    """Says what single ranges of segments hold, to the bit what `holdings_of_ranges` does, without its matrices."""
+class HoldingsOfRanges:
+    """What ranges of segments hold with micro-batches of some size: one of them, or all, to the bit the same."""
 
     def __init__(self, tables: RangeTables, costs: Costs) -> None:
         self.tables, self.size = tables, math.ceil(costs.micro_batch_size)
@@ -269,30 +199,37 @@ class HoldingsByRange:
         self._work = _work_of_blocks(tables, costs, np.zeros_like(costs.work_bytes))
         self._work_of_first = _work_of_blocks(tables, costs, tables.gradient_bytes)
 
+    def all(self) -> Holdings[Array]:
+        """Returns what each range holds, as matrices ``[i, j]``; entries with i >= j mean nothing."""
+        return self._held(..., np.s_[:, None], np.s_[None, :], self.tables.greatest)
+
     def of(self, i: int, j: int) -> Holdings[float]:
         """Returns what the range of the segments i .. j-1 holds."""
+        blocks = slice(*self.tables.positions[[i, j]])
+        held = self._held((i, j), i, j, lambda weights: weights[blocks].max())
+        return Holdings(*(float(getattr(held, part.name)) for part in fields(held)))
+
+    def _held(self, where: Any, i: Any, j: Any, greatest: Callable[[Array], Any]) -> Holdings[Any]:
         tables, size = self.tables, self.size
-        return Holdings(
-            parameters=float(tables.parameter_bytes[i, j]),
-            trained=float(tables.trained_bytes[i, j]),
-            largest=float(tables.largest_bytes[i, j]),
-            tied=float(tables.tied_bytes[i, j]),
-            tied_once=float(tables.tied_once_bytes[i, j]),
-            buffers=float(tables.buffer_bytes[i, j]),
-            inputs=tables.inputs.of(i, j, size),
-            received=tables.received.of(i, j, size),
-            sent=tables.sent.of(i, j, size),
-            gradients_received=tables.gradients_received.of(i, j, size),
-            gradients_sent=tables.gradients_sent.of(i, j, size),
-            saved=max(float(self._saved[j] - self._saved[i]), 0.0),
-            work=self._most(i, j, *self._work),
-            deferred=max(float(self._deferred[j] - self._deferred[i]), 0.0),
-            work_of_first=self._most(i, j, *self._work_of_first),
+        (at_peak, ends), (at_first_peak, ends_of_first) = self._work, self._work_of_first
+        return replace(
+            state_of_ranges(tables, where),
+            inputs=tables.inputs.at(size, where),
+            received=tables.received.at(size, where),
+            sent=tables.sent.at(size, where),
+            gradients_received=tables.gradients_received.at(size, where),
+            gradients_sent=tables.gradients_sent.at(size, where),
+            saved=np.maximum(self._saved[j] - self._saved[i], 0.0),
+            work=np.maximum(greatest(at_peak) - ends[j], 0.0),
+            deferred=np.maximum(self._deferred[j] - self._deferred[i], 0.0),
+            work_of_first=np.maximum(greatest(at_first_peak) - ends_of_first[j], 0.0),
         )
 
-    def _most(self, i: int, j: int, at_peak: Array, at_ends: Array) -> float:
-        positions = self.tables.positions
-        return max(float(at_peak[positions[i] : positions[j]].max() - at_ends[j]), 0.0)
+
+def _work_of_blocks(tables: RangeTables, costs: Costs, gradients: Array) -> tuple[Array, Array]:
+    """Returns what is there while each block works, and where a range ends, both with all that came before it."""
+    saved, made = costs.saved_bytes.cumsum(), gradients.cumsum()
+    return saved + costs.work_bytes - made, (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +244,6 @@ class MemoryModel:
             optimizer's state and gradients are made once, or once a step, and lie without holes.
         work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
             parameters and of the largest of them.
-        has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
         most_owners: the most replicas that share the optimizer's state. What is not said to be of so many counts with
             that many, the least that it may take.
     """
@@ -318,7 +254,6 @@ class MemoryModel:
     fragmentation: float = 1.0
     work_of_all: float = 0.0
     work_of_largest: float = 0.0
-    has_own_inputs: bool = True
     most_owners: int = 1
 
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
@@ -393,42 +328,6 @@ class MemoryModel:
         return StageBytes(once, each, least, first, running, gradients, deferred).on_top_of(
             self.lasting(held, num_replicas)
         )
-
-
-class Peaks:
-    """The peaks of stages on one of their replicas, with M micro-batches."""
-
-    def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
-        self.model, self.num_micro_batches = model, num_micro_batches
-        self._of_stages: dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]] = {}
-        self._known: dict[tuple[int, bool, int, int, int, bool], Peak] = {}
-
-    def of(
-        self,
-        held: Holdings[float],
-        needs_recompute: bool,
-        deferred: int,
-        in_flight: int,
-        num_replicas: int,
-        *,
-        is_short: bool = False,
-    ) -> Peak:
-        """Returns the peak of a stage, by the identity of what it holds; a short replica has one micro-batch less."""
-        key = id(held), needs_recompute, deferred, in_flight, num_replicas, is_short
-        peak = self._known.get(key)
-        if peak is None:
-            share = max(-(-self.num_micro_batches // num_replicas) - is_short, 1)
-            stage, most = self._of_stage(held, needs_recompute, num_replicas), share if is_short else in_flight
-            peak = stage.peak(min(in_flight, most), share, self.model.process_bytes, deferred)
-            self._known[key] = peak
-        return peak
-
-    def _of_stage(self, held: Holdings[float], needs_recompute: bool, num_replicas: int) -> StageBytes[float]:
-        """Returns the peak of a stage for any number of forwards not yet backwarded."""
-        key = id(held), needs_recompute, min(num_replicas, self.model.most_owners)
-        if key not in self._of_stages:
-            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute, num_replicas)
-        return self._of_stages[key][1]
 
 
 # Times of the simulator are rounded to 2**-40 s; a bound stays below by more than all roundings together.
