@@ -92,7 +92,9 @@ class Request:
         )
         own_inputs = problem.min_micro_batches_for_inputs == cluster.num_ranks
         least = len(hosts) if own_inputs else problem.min_micro_batches_for_inputs
-        groups = problem.input_groups and _groups_of(len(hosts), own_inputs)
+        ranks = range(len(hosts))
+        groups = tuple((rank,) for rank in ranks) if own_inputs else (tuple(ranks),)  # that pass the same samples
+        groups = problem.input_groups and groups
         smaller = replace(problem, cluster=left, min_micro_batches_for_inputs=least, input_groups=groups)
         return replace(self, problem=smaller, fingerprint=fingerprint)
 
@@ -104,11 +106,6 @@ class Request:
                 return
         plan = plan_with_sharing(self.problem, self.sharing, make_plan)
         save(path, deployment_of(plan, self.problem.graph, self.fingerprint))
-
-
-def _groups_of(num_ranks: int, own_inputs: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks that pass the same samples: each its own, or all."""
-    return tuple((rank,) for rank in range(num_ranks)) if own_inputs else (tuple(range(num_ranks)),)
 
 
 def plan_ahead(path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -155,14 +155,9 @@ class SizedProblem:
         return HoldingsOfRanges(self.tables, self.greatest_costs)
 
     @cached_property
-    def _held_by(self) -> dict[tuple[int, int], Holdings[float]]:
-        return {}
-
-    def held_by(self, i: int, j: int) -> Holdings[float]:
-        """Returns what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
-        if (i, j) not in self._held_by:
-            self._held_by[i, j] = self._by_range.of(i, j)
-        return self._held_by[i, j]
+    def held_by(self) -> Callable[[int, int], Holdings[float]]:
+        """Says what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
+        return cache(self._by_range.of)
 
     @cached_property
     def model(self) -> MemoryModel:
@@ -233,21 +228,19 @@ class SizedProblem:
         return float(each) if self.problem.needs_gradient else 0.0
 
     @cached_property
-    def _seconds_of(self) -> dict[tuple[int, int], RangeSeconds]:
-        return {}
+    def seconds_of(self) -> Callable[[int, int], RangeSeconds]:
+        """Says the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+        return cache(self._seconds_of)
 
-    def seconds_of(self, i: int, j: int) -> RangeSeconds:
-        """Returns the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
-        if (i, j) not in self._seconds_of:
-            costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
-            self._seconds_of[i, j] = RangeSeconds(
-                forward=float(costs.forward_seconds[blocks].sum()),
-                backward=float(costs.backward_seconds[blocks].sum()),
-                input=float(costs.input_seconds[blocks].sum()),
-                weight=float(costs.weight_seconds[blocks].sum()),
-                optimizer=self.optimizer_seconds_of(i, j),
-            )
-        return self._seconds_of[i, j]
+    def _seconds_of(self, i: int, j: int) -> RangeSeconds:
+        costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
+        return RangeSeconds(
+            forward=float(costs.forward_seconds[blocks].sum()),
+            backward=float(costs.backward_seconds[blocks].sum()),
+            input=float(costs.input_seconds[blocks].sum()),
+            weight=float(costs.weight_seconds[blocks].sum()),
+            optimizer=self.optimizer_seconds_of(i, j),
+        )
 
     @cached_property
     def overhead_seconds(self) -> float:

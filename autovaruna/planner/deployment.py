@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -121,7 +121,8 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     ranges = HoldingsOfRanges(RangeTables(graph, [*starts, len(graph.blocks)]), costs)
     held = [ranges.of(s, s + 1) for s in range(plan.num_stages)]
     needed = bytes_of_ranks(plan, held, model, pipeline, schedule)
-    rank = _first_above(needed, limits)
+    each = enumerate(zip(needed, limits, strict=True))
+    rank = next((rank for rank, (used, limit) in each if used > limit * (1 + _ROUNDING)), None)
     if rank is None:
         return ""
     own = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
@@ -129,11 +130,6 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
         f"rank {rank} has {readable(valid_for.memory_bytes[rank])}, but its stages ({', '.join(own)}) need "
         f"{readable(needed[rank])}: move a cut, lower in_flight, let them recompute, or give the rank fewer stages"
     )
-
-
-def _first_above(needed: Sequence[float], limits: Sequence[float]) -> int | None:
-    each = zip(needed, limits, strict=True)
-    return next((rank for rank, (used, limit) in enumerate(each) if used > limit * (1 + _ROUNDING)), None)
 
 
 @dataclass(frozen=True)

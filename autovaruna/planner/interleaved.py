@@ -210,8 +210,10 @@ def candidates_of(planner: Planner, shape: Shape, *, has_all_cuts: bool = False)
     sized = planner.sized(shape.num_micro_batches)
     work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
     ranks = tuple(shape.groups[group] for group in shape.pattern)
-    for starts in cut_evenly(work, _loads(planner, shape.groups, shape.num_micro_batches), shape.pattern):
-        yield Candidate(starts, ranks, shape.num_micro_batches)
+    speeds, count = planner.problem.cluster.speeds, shape.num_micro_batches
+    loads = [max(share_of(count, len(g), k) / speeds[rank] for k, rank in enumerate(g)) for g in shape.groups]
+    for starts in cut_evenly(work, loads, shape.pattern):
+        yield Candidate(starts, ranks, count)
     if planner.problem.cluster.num_ranks <= MAX_UNITS:
         suited = cut_for_ranks(planner, shape.num_micro_batches, ranks)
         if suited:
@@ -220,9 +222,3 @@ def candidates_of(planner: Planner, shape: Shape, *, has_all_cuts: bool = False)
     if has_all_cuts and math.comb(segments - 1, num_cuts) <= _FEW_CUTS:
         for inner in combinations(range(1, segments), num_cuts):
             yield Candidate((0, *inner), ranks, shape.num_micro_batches)
-
-
-def _loads(planner: Planner, groups: Ranks, count: int) -> list[float]:
-    """Returns for each group the micro-batches of a rank over its speed, of the rank for which that is most."""
-    speeds = planner.problem.cluster.speeds
-    return [max(share_of(count, len(g), k) / speeds[rank] for k, rank in enumerate(g)) for g in groups]

@@ -32,18 +32,10 @@ class Edges:
         self.fixed_bytes = np.array([value.size.fixed_bytes for value in graph.values], dtype=np.float64)
         self.sample_bytes = np.array([value.size.sample_bytes for value in graph.values], dtype=np.float64)
         self.has_gradient = np.array([value.needs_gradient for value in graph.values], dtype=bool)
-        self.known = lru_cache(maxsize=64)(self._between)
-
-    def between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
-        """Returns the edges between stages.
-
-        Args:
-            stages: the blocks of each stage.
-            micro_batch_size: how many samples a message is about.
-        """
-        return self.known(stages, micro_batch_size)
+        self.between = lru_cache(maxsize=64)(self._between)
 
     def _between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
+        """Returns the edges between stages, of which the blocks are given, for messages of so many samples."""
         stage_of, count = np.empty(self.num_blocks, dtype=np.int64), len(stages)
         for stage, blocks in enumerate(stages):
             is_range = blocks[-1] - blocks[0] + 1 == len(blocks)

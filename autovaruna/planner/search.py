@@ -145,7 +145,7 @@ class _Search:
         if self.has_all_rows and not self.problem.constraints.stage_ranks:
             grids = grids_of(self.problem, self.tables.num_segments)
             self._simulate([grid for grid in grids if grid not in self.rows], math.inf, _MOST_OF_A_ROW)
-        self.found = self._proven(self._with_finer_cuts(self._simplest()))
+        self.found = self._proven(self._with_finer_cuts(*self._simplest()))
         return self.found
 
     def _try_all(self) -> None:
@@ -306,24 +306,24 @@ class _Search:
                 improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
             improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
 
-    def _simplest(self) -> Plan:
+    def _simplest(self) -> tuple[Candidate, Plan]:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
         best, simplicity = self.trials.best, self.problem.constraints.simplicity
         assert best is not None
         limit = best.predicted_seconds * (1.0 + simplicity)
-        ordered = sorted(self.trials.plans.values(), key=lambda plan: plan.predicted_seconds)
-        near = [plan for plan in ordered if plan.predicted_seconds <= limit]
-        for plan in [*(sorted(near, key=Simplicity.of) if simplicity else near), *ordered[len(near) :]]:
+        ordered = sorted(self.trials.plans.items(), key=lambda each: each[1].predicted_seconds)
+        near = [each for each in ordered if each[1].predicted_seconds <= limit]
+        simplest = sorted(near, key=lambda each: Simplicity.of(each[1])) if simplicity else near
+        for candidate, plan in (*simplest, *ordered[len(near) :]):
             whole = self.planner.predict_whole(plan)
             if is_within(whole, self.planner.limits):  # So far, of many ranks only some were asked.
-                return replace(whole, given_up=what_was_given_up(whole, best))
+                return candidate, replace(whole, given_up=what_was_given_up(whole, best))
         raise explain_infeasible(self.problem, self.tables, self.counts)
 
-    def _with_finer_cuts(self, plan: Plan) -> Plan:
+    def _with_finer_cuts(self, candidate: Candidate, plan: Plan) -> Plan:
         """Lets the cuts of a plan move between the segments of a large graph, and again from where they came to."""
         if self.tables.num_segments == len(self.problem.graph.blocks) or self.problem.constraints.has_fixed_places:
             return plan
-        candidate = min(self.trials.plans, key=lambda each: _is_other(self.trials.plans[each], plan))
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
         spent = 0.0
         while spent < _FINE_SECONDS:
@@ -359,15 +359,6 @@ class _Search:
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
         single = self.trials.best if self.most_each == 1 else single
         return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
-
-
-def _is_other(plan: Plan, chosen: Plan) -> bool:
-    """Says whether a plan is not the one that was chosen, but for what was predicted of it later."""
-    facts = [
-        (each.num_micro_batches, each.schedule, [(s.blocks, s.ranks, s.needs_recompute) for s in each.stages])
-        for each in (plan, chosen)
-    ]
-    return facts[0] != facts[1]
 
 
 def _kind(candidate: Candidate) -> tuple[int, bool, bool]:

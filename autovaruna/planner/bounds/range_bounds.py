@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,7 +124,8 @@ def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[Rang
         lines = [np.maximum(one.activation, one.gradient)[positions] for one in waits]
         return list(map(RangeWaits, before, after, [trip[positions] for trip in trips], lines))
     lines = [np.zeros(len(positions))] * len(each)
-    return list(map(RangeWaits, before, after, [_least_inside(trip, positions) for trip in trips], lines))
+    least = [np.append(np.minimum.reduceat(trip[:-1], positions[:-1]), trip[-1]) for trip in trips]
+    return list(map(RangeWaits, before, after, least, lines))
 
 
 def _holders(values: Iterable[Value]) -> _Holders:
@@ -201,21 +201,6 @@ def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
     return trips
 
 
-def _least_inside(waits: Array, positions: NDArray[np.int64]) -> Array:
-    """Returns the least of each segment, and of the end."""
-    return np.append(np.minimum.reduceat(waits[:-1], positions[:-1]), waits[-1])
-
-
-class Needs(Protocol):
-    """The fewest replicas of some ranges, one entry a range."""
-
-    def at(self, seconds: float) -> Array:
-        """Returns the fewest replicas that end in so many seconds, infinite if none do; never more for more seconds."""
-
-    def only(self, which: NDArray[np.bool_]) -> Needs:
-        """Returns the same of some of the ranges."""
-
-
 @dataclass(frozen=True, slots=True)
 class Listed:
     """Needs by what each number of replicas takes, the greatest number first."""
@@ -271,6 +256,9 @@ class Computed:
             None if self.whole_reserved is None else self.whole_reserved[which],
             [way.only(which) for way in self.whole_ways],
         )
+
+
+Needs = Listed | Computed
 
 
 class Demand:

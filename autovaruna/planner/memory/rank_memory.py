@@ -33,32 +33,17 @@ def bytes_of_ranks(
     """
     pairs = zip(held, plan.stages, strict=True)
     stages = [model.of_stage(each, stage.needs_recompute, len(stage.ranks)) for each, stage in pairs]
-    own = own_process_bytes or [model.process_bytes] * plan.num_ranks
-    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule)
-    return tuple(peak + process - model.process_bytes for peak, process in zip(peaks, own, strict=True))
-
-
-def peaks_of_ranks(
-    plan: Plan, stages: Sequence[StageBytes[float]], process_bytes: float, pipeline: Pipeline, schedule: Schedule
-) -> list[float]:
-    """Returns the most that each rank holds in a step, in bytes: without a stage, its process.
-
-    Args:
-        plan: the plan.
-        stages: what each of its stages takes; each counts the process as its own.
-        process_bytes: of the process.
-        pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
-        schedule: the instructions of the pipeline's ranks.
-    """
     simulated: dict[int, int] = {}
-    held: dict[int, dict[int, StageBytes[float]]] = {}
+    held_by: dict[int, dict[int, StageBytes[float]]] = {}
     for s, (stage, times) in enumerate(zip(plan.stages, pipeline.stages, strict=True)):
         together = len(stage.ranks) // len(times.ranks)
         for place, rank in enumerate(stage.ranks):
             simulated[rank] = times.ranks[place // together]
-            held.setdefault(simulated[rank], {})[s] = stages[s]
-    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
-    return [peaks[simulated[rank]] if rank in simulated else process_bytes for rank in range(plan.num_ranks)]
+            held_by.setdefault(simulated[rank], {})[s] = stages[s]
+    process = model.process_bytes
+    peaks = {rank: peak_of_instructions(schedule[rank], own, process) for rank, own in held_by.items()}
+    own = own_process_bytes or [process] * plan.num_ranks
+    return tuple(peaks.get(simulated.get(rank, -1), process) + more - process for rank, more in enumerate(own))
 
 
 def peak_of_instructions(

@@ -56,7 +56,11 @@ class StageBytes(Generic[Bytes]):
                 there when all gradients are.
             deferred: backwards whose weight gradients are not yet computed, at most; none before the first backward.
         """
-        first, later = self._peaks(in_flight, share, deferred)
+        first, later = self.first + self.each * in_flight, self.least
+        if in_flight < share:
+            later = self.once + self._held(in_flight, share, deferred)
+        elif in_flight > 1 or deferred:
+            later = self.once + self._held(in_flight - 1, share, deferred)
         return _greatest(first, later, self.least)
 
     def depth_within(self: StageBytes[Array], limit: float, share: float) -> Array:
@@ -71,15 +75,6 @@ class StageBytes(Generic[Bytes]):
         is_whole = (first >= share) & (later >= share - 1) if share > 1 else first >= 1
         depth.put(left, np.where(is_whole, share, np.floor(np.minimum(first, later))))
         return depth
-
-    def _peaks(self, in_flight: float, share: float, deferred: float) -> tuple[Bytes, Bytes]:
-        """Returns the peak of the first backward, and that of all others."""
-        first = self.first + self.each * in_flight
-        if in_flight < share:
-            return first, self.once + self._held(in_flight, share, deferred)
-        if in_flight > 1 or deferred:
-            return first, self.once + self._held(in_flight - 1, share, deferred)
-        return first, self.least
 
     def _held(self, in_flight: float, share: float, deferred: float) -> Bytes:
         """Returns the most that micro-batches hold: those that are deferred are in flight no longer."""
@@ -106,10 +101,6 @@ class StageBytes(Generic[Bytes]):
         peak = float(self.at(in_flight, share, deferred))
         return Peak(peak, peak - float(self.beside_others(in_flight, share, deferred)) + process_bytes)
 
-    def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
-        """Returns the same with something that is always there."""
-        return replace(self, once=self.once + lasting, least=self.least + lasting, first=self.first + lasting)
-
     def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
         """Returns the same with every part changed."""
         return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
@@ -130,11 +121,7 @@ def _depth_in(room: Array, each: Array) -> Array:
 
 def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
     """Returns the greatest depth at which a peak may be within a limit; a replica has `least_share` or more."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        some, whole = (
-            np.floor(np.where(held.each > 0, (limit - part) / held.each, np.where(part <= limit, np.inf, 0.0)))
-            for part in (held.once, held.first)
-        )
+    some, whole = (np.floor(_depth_in(limit - part, held.each)) for part in (held.once, held.first))
     some = np.maximum(some, 0.0)
     whole = np.minimum(whole, some + 1.0)
     depth = np.maximum(some, np.where(whole >= least_share, whole, 0.0))
@@ -323,11 +310,10 @@ class MemoryModel:
             )
         )
         gradients = self.gradients(held)
-        once = gradients + messages + running
-        first, least = once + self.before_gradients(held), gradients + updating
-        return StageBytes(once, each, least, first, running, gradients, deferred).on_top_of(
-            self.lasting(held, num_replicas)
-        )
+        lasting = self.lasting(held, num_replicas)
+        once = lasting + (gradients + messages + running)
+        first, least = once + self.before_gradients(held), lasting + (gradients + updating)
+        return StageBytes(once, each, least, first, running, gradients, deferred)
 
 
 # Times of the simulator are rounded to 2**-40 s; a bound stays below by more than all roundings together.
@@ -367,8 +353,8 @@ class RecomputeOption:
 
     def greatest_share(self, spare: Array) -> Array:
         """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
+        share = self.busy_share(spare)
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.floor(np.where(self.work > 0, spare / self.work + ROUNDING, np.inf))
             round_trip = self._round_trip
             rounds = np.floor(np.where(round_trip > 0, spare / round_trip + ROUNDING, np.inf))
             within = np.where(self.depth > 0, self.depth * np.maximum(rounds, 0), 0.0)
