@@ -14,8 +14,7 @@ from typing import Any
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing, is_this_machine, list_hosts
-from autovaruna.elastic.speeds import Slow
-from autovaruna.elastic.watch import Watch
+from autovaruna.elastic.watch import Slow, Watch
 from autovaruna.errors import ConfigError
 
 BEAT_SECONDS = 1.0

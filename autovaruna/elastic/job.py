@@ -226,7 +226,7 @@ class Job:
 
     def run(self) -> int:
         """Runs the job, signals passed on, and returns its status."""
-        with self.forwarding():
+        with handling(self._forward):
             self.start()
             return self.wait()
 
@@ -305,12 +305,6 @@ class Job:
     def is_running(self) -> bool:
         """Whether mpirun runs."""
         return self._process is not None and self._process.poll() is None
-
-    @contextmanager
-    def forwarding(self) -> Iterator[None]:
-        """Passes signals on to the ranks while the context lasts."""
-        with handling(self._forward):
-            yield
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""

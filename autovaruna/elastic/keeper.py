@@ -9,9 +9,11 @@ A keeper whose manager has gone ends all that is the job's on its host.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +39,6 @@ from autovaruna.checkpoint.part import (
     write_record,
 )
 from autovaruna.config.files import read_record, write_whole
-from autovaruna.elastic.life import end_all, hold, is_alive, state_of
 from autovaruna.elastic.server import Server
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.planner import ahead
@@ -319,6 +320,49 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
         raise OSError("the copy was not taken")
 
 
+# processes of the job on this host
+
+
+def processes_with(words: bytes) -> list[int]:
+    """Returns the processes of this host, but not this one, whose variables or command line hold some words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if words in (entry / "environ").read_bytes() or words in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def end_all(words: bytes) -> int:
+    """Kills the processes whose variables or command line hold some words; returns how many there were.
+
+    They have gone when it returns, but for such as the system cannot end.
+    """
+    num_ended = 0
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := list(filter(is_alive, processes_with(words)))) and time.monotonic() < deadline:
+        num_ended += len(left)
+        for process in left:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    return num_ended
+
+
+def state_of(process: int) -> str:
+    """Returns the state of a process as the system names it: ``T`` is stopped, ``Z`` has ended; empty: it has gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_alive(process: int) -> bool:
+    """Says whether a process is there and has not ended."""
+    return state_of(process) not in ("", "Z")
+
+
 class Line:
     """The standard streams: requests in, answers out."""
 
@@ -364,6 +408,17 @@ class Line:
         os._exit(1)
 
 
+def _take_lock(lock: Path) -> int | None:
+    """Takes a lock that goes with this process, and returns its open file; None: another process has it."""
+    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
 def main() -> None:
     """Is the process: ``python -m autovaruna.elastic.keeper``."""
     settings = json.loads(sys.stdin.readline())
@@ -373,7 +428,7 @@ def main() -> None:
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         sys.exit(f"keeper: {folder} is somebody else's")
     (folder / TOKEN).write_bytes(token)
-    lock = hold(folder / LOCK)
+    lock = _take_lock(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
     if settings["standby"]:

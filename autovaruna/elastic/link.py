@@ -12,7 +12,6 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from autovaruna.elastic.job import python_path
@@ -187,8 +186,3 @@ def answers(pending: dict[str, Future[Any]], seconds: float) -> dict[str, Any]:
         with suppress(Exception):
             found[host] = answer.result(max(0.0, deadline - time.monotonic()))
     return found
-
-
-def job_folder(root: str, number: str) -> Path:
-    """Returns the folder of a job in memory of each host."""
-    return Path(root, f"autovaruna-{os.getuid()}-{number}")

@@ -124,19 +124,10 @@ def options_in(given: argparse.Namespace) -> Options:
 
 
 def _read_morphing(given: argparse.Namespace) -> Morphing:
-    return Morphing(
-        given.machine_list,
-        given.gpus_per_node,
-        given.discover_hosts,
-        max(given.min_ranks, given.nstages or 1),
-        given.max_restarts,
-        given.checkpoints and os.path.abspath(given.checkpoints),
-        given.checkpoint_seconds,
-        given.events,
-        given.slow_factor,
-        given.memory_folder,
-        not given.no_standby,
-    )
+    ways = {name: getattr(given, name) for name in Morphing.__dataclass_fields__}
+    ways["min_ranks"] = max(given.min_ranks, given.nstages or 1)
+    ways["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
+    return Morphing(**ways)
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
@@ -159,8 +150,8 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
     add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
-    add_path("--memory_folder", default="/dev/shm", metavar="DIR", help="in memory of each host (/dev/shm)")
-    add("--no_standby", action="store_true", help="start Python anew for each rank")
+    add_path("--memory_folder", dest="memory", default="/dev/shm", metavar="DIR", help="in a host's memory (/dev/shm)")
+    add("--no_standby", dest="has_standby", action="store_false", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
@@ -173,8 +164,12 @@ def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[st
     Raises:
         ConfigError: there is no machine, or the command or the file fails.
     """
-    if command is None:
-        return {"localhost": num_slots} if path is None else read_machines(path, num_slots)
+    if path is None and command is None:
+        return {"localhost": num_slots}
+    if path is not None and command is None:
+        lines = _lines_of(path, "--machine_list", "a machine a line")
+        return _machines_in(lines, f"--machine_list {path}", num_slots)
+    assert command is not None
     try:
         found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=_DISCOVER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -185,15 +180,6 @@ def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[st
             "expected a machine a line"
         )
     return _machines_in(found.stdout.splitlines(), f"--discover_hosts {command!r}", num_slots)
-
-
-def read_machines(path: str, num_slots: int) -> dict[str, int]:
-    """Returns the ranks of each machine; one that is listed twice has twice as many, by whatever names and addresses.
-
-    Raises:
-        ConfigError: there is no such file, or it lists no machine.
-    """
-    return _machines_in(_lines_of(path, "--machine_list", "a machine a line"), f"--machine_list {path}", num_slots)
 
 
 def _machines_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str, int]:

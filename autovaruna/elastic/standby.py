@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -27,7 +28,6 @@ from pathlib import Path
 
 import autovaruna
 from autovaruna.elastic import rank_script
-from autovaruna.elastic.life import is_held
 
 LOCK, SOCKET = "keeper.lock", "standby"
 """Files of a job's folder: held by its keeper, and listened at by its standby process."""
@@ -62,7 +62,7 @@ def serve(path: Path, keeper_lock: Path) -> None:
         files = [listener.fileno(), *(rank.file for rank in ranks.values()), *ranks]
         ready = select.select(files, [], [], _LOOK_SECONDS)[0]
         if not ready:
-            num_alone = 0 if is_held(keeper_lock) else num_alone + 1
+            num_alone = 0 if _is_held(keeper_lock) else num_alone + 1
         if listener.fileno() in ready and _fork(listener, ranks):
             return
         for number, rank in list(ranks.items()):
@@ -73,6 +73,21 @@ def serve(path: Path, keeper_lock: Path) -> None:
         _end(rank)
     path.unlink(missing_ok=True)
     os._exit(0)
+
+
+def _is_held(lock: Path) -> bool:
+    """Says whether a process has a lock."""
+    try:
+        file = os.open(lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:

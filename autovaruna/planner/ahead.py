@@ -93,7 +93,7 @@ class Request:
         own_inputs = problem.min_micro_batches_for_inputs == cluster.num_ranks
         least = len(hosts) if own_inputs else problem.min_micro_batches_for_inputs
         ranks = range(len(hosts))
-        groups = tuple((rank,) for rank in ranks) if own_inputs else (tuple(ranks),)  # that pass the same samples
+        groups: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in ranks) if own_inputs else (tuple(ranks),)
         groups = problem.input_groups and groups
         smaller = replace(problem, cluster=left, min_micro_batches_for_inputs=least, input_groups=groups)
         return replace(self, problem=smaller, fingerprint=fingerprint)
