@@ -238,7 +238,6 @@ class Hosts:
 
 
 def _time_of(path: str | None) -> int:
-    """Returns when a file was last changed; 0: there is none."""
     with suppress(OSError):
         return 0 if path is None else os.stat(path).st_mtime_ns
     return 0

@@ -254,7 +254,6 @@ class Keeper:
         return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
     def _take(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        """Takes a copy of another host's part."""
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._place_of_copy(folder)
@@ -297,7 +296,6 @@ class Keeper:
         return path
 
     def _rank_folders(self) -> list[Path]:
-        """Returns the folders of the ranks that this host has now."""
         attempt = self._attempt
         return [] if attempt is None else folders_in(attempt_folder(self.folder, attempt.number), "rank-")
 

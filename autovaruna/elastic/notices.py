@@ -124,7 +124,6 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
 
 
 def _is_of_dead(path: Path) -> bool:
-    """Says whether a manager was one of this host and has ended."""
     with suppress(OSError, ValueError):
         address = read_record(json.loads(path.read_bytes()), Address)
         return address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists()

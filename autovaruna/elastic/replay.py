@@ -225,7 +225,6 @@ class _Job:
         self.rate = self.rates.best(self.hosts)
 
     def run_to(self, end: float) -> None:
-        """Lets time pass."""
         while (moment := min(self.running_at, self.switch_at)) < end:
             self._pass(moment)
             if moment == self.running_at:

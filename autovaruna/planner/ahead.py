@@ -67,7 +67,6 @@ class Request:
         yield from (each for each in found.values() if each.problem.cluster.num_ranks > 1)
 
     def _without(self, lost: Collection[int]) -> Request:
-        """Returns the request of a job that has lost some ranks."""
         cluster, problem = self.problem.cluster, self.problem
         kept = [rank not in lost for rank in range(cluster.num_ranks)]
         hosts = tuple(compress(cluster.hosts, kept))

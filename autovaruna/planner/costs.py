@@ -228,19 +228,21 @@ class SizedProblem:
         return float(each) if self.problem.needs_gradient else 0.0
 
     @cached_property
-    def seconds_of(self) -> Callable[[int, int], RangeSeconds]:
-        """Says the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
-        return cache(self._seconds_of)
+    def _seconds_of(self) -> dict[tuple[int, int], RangeSeconds]:
+        return {}
 
-    def _seconds_of(self, i: int, j: int) -> RangeSeconds:
-        costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
-        return RangeSeconds(
-            forward=float(costs.forward_seconds[blocks].sum()),
-            backward=float(costs.backward_seconds[blocks].sum()),
-            input=float(costs.input_seconds[blocks].sum()),
-            weight=float(costs.weight_seconds[blocks].sum()),
-            optimizer=self.optimizer_seconds_of(i, j),
-        )
+    def seconds_of(self, i: int, j: int) -> RangeSeconds:
+        """Returns the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+        if (i, j) not in self._seconds_of:
+            costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
+            self._seconds_of[i, j] = RangeSeconds(
+                forward=float(costs.forward_seconds[blocks].sum()),
+                backward=float(costs.backward_seconds[blocks].sum()),
+                input=float(costs.input_seconds[blocks].sum()),
+                weight=float(costs.weight_seconds[blocks].sum()),
+                optimizer=self.optimizer_seconds_of(i, j),
+            )
+        return self._seconds_of[i, j]
 
     @cached_property
     def overhead_seconds(self) -> float:
@@ -275,6 +277,5 @@ class SizedProblem:
 
 
 def _forbid_empty(table: Array) -> Array:
-    """Returns the table with infinity where the range is empty."""
     n = table.shape[0]
     return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)

@@ -157,11 +157,9 @@ class Exchange:
         return asks + link.seconds(count * num_bytes)
 
     def _count_input_bytes(self, blocks: tuple[int, ...]) -> float:
-        """Returns the bytes of a sample that a stage uses."""
         return sum(each.size.sample_bytes for each in self._graph.inputs if not _is_outside(each.consumers, blocks))
 
     def _count_output_bytes(self, blocks: tuple[int, ...]) -> float:
-        """Returns the bytes that a stage returns for each sample."""
         return sum(each.size.sample_bytes for each in self._outputs if not _is_outside((each.producer,), blocks))
 
 
@@ -177,7 +175,6 @@ class _Made:
 
 
 def _some(places: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first few, and the last."""
     return (*places[:_MOST_LOOKED_AT], *places[_MOST_LOOKED_AT:][-1:])
 
 

@@ -145,7 +145,6 @@ def cut_grids(
 
 
 def _fewest_stages(planner: Planner, count: int) -> float:
-    """Returns the number of stages that there have to be for parameters and their state to fit."""
     sized = planner.sized(count)
     state = sized.model.fixed(sized.held_by(0, planner.tables.num_segments))
     return state / max(planner.problem.cluster.memory_bytes)
@@ -180,7 +179,6 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
 
 
 def _even_stages(planner: Planner, grid: Grid, order: Sequence[int]) -> list[Candidate]:
-    """Returns stages of even work, in every layout of the ranks."""
     work = planner.tables.prefix(planner.sized(grid.num_micro_batches).step_seconds)
     starts, replicas = even_starts(work, grid.num_stages), [grid.num_replicas] * grid.num_stages
     return [Candidate(starts, ranks, grid.num_micro_batches) for ranks in layouts(planner.problem, order, replicas)]

@@ -146,7 +146,6 @@ class _Changes:
         return replace(self.start, schedule=schedule, choices=choices_of(options))
 
     def _of_a_stage(self) -> Iterator[Candidate]:
-        """Yields each stage in other ways."""
         for stage in range(len(self.options)):
             for way in self._ways(stage):
                 yield self._with(self.start.schedule, [*self.options[:stage], way, *self.options[stage + 1 :]])
@@ -188,7 +187,6 @@ class _Changes:
         return schedule != "gpipe" or all(option.in_flight >= share for option, share in shares)
 
     def _ways(self, stage: int) -> Iterator[Option]:
-        """Yields a stage with other recompute, depths and deferral."""
         now, share = self.options[stage], self.shares[stage]
         near = {now.in_flight + change for change in (-1, 0, 1)} | set(spread(1, share, _RATIO))
         depths = sorted(near & set(range(1, share + 1)), reverse=True)

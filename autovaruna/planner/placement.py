@@ -92,7 +92,6 @@ def in_a_row(problem: Problem, order: Sequence[int], replicas: Sequence[int]) ->
 
 
 def _used(cluster: Cluster, order: Sequence[int], count: int) -> list[int]:
-    """Returns the ranks that are not left over."""
     return list(order[:count]) if is_uniform(cluster) else list(order[len(order) - count :])
 
 

@@ -200,7 +200,6 @@ def _part(pipeline: Pipeline, parts: int, place: int) -> Pipeline:
 
 
 def _ranks_of_part(pipeline: Pipeline, parts: int, place: int) -> list[int]:
-    """Returns the ranks of a part, in the order in which its stages have them."""
     return list(dict.fromkeys(rank for stage in pipeline.stages for rank in stage.ranks[place::parts]))
 
 
@@ -332,7 +331,6 @@ class Predictor:
     def _simulate(
         self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
     ) -> float:
-        """Simulates a step, as far as it may take less than `below`."""
         found, num_acts = simulate_below(pipeline, policy, below, bounds)
         self.num_acts += _ACTS_OF_A_START * pipeline.num_stages + num_acts * acts_of_an_act(pipeline)
         self._last = pipeline, policy, found

@@ -240,7 +240,6 @@ class _Rectangles:
                                  bottom * (n + 2) + right], axis=1)  # fmt: skip
 
     def total(self, weights: Sequence[float]) -> Array:
-        """Returns the sums of the weights, of which each thing has one."""
         each, n = np.array(weights, dtype=np.float64), self.n
         if not each.any():
             return np.zeros((n + 1, n + 1))
@@ -251,7 +250,6 @@ class _Rectangles:
         return np.asarray(np.maximum(sums, 0.0), dtype=np.float64)
 
     def sized(self, sizes: Sequence[Size]) -> SizedTable:
-        """Returns the sums of sizes, of which each thing has one."""
         return SizedTable(
             self.total([size.fixed_bytes for size in sizes]), self.total([size.sample_bytes for size in sizes])
         )
@@ -350,7 +348,6 @@ def gradient_bytes(graph: Graph) -> Array:
 
 
 def _largest(graph: Graph, parameters: Iterable[Parameter]) -> Array:
-    """Returns the bytes of the largest of some parameters in each block."""
     largest = np.zeros(len(graph.blocks))
     for parameter in parameters:
         places = list(parameter.blocks)

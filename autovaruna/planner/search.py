@@ -352,7 +352,6 @@ class _Search:
         return fine, [int(tables.positions[place]) for place in found.starts]
 
     def _proven(self, plan: Plan) -> Plan:
-        """Returns the plan with the bytes of its blocks and its bound."""
         self.progress("proving how good the plan is", 1.0)
         plan = self.planner.with_block_bytes(plan)
         singles = (each for each in self.trials.plans.values() if not each.is_shared)

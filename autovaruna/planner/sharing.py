@@ -53,7 +53,6 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
 
 
 def _lacks_memory(plan: Plan, problem: Problem) -> bool:
-    """Says whether less state might allow another plan."""
     pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
     return any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
 

@@ -257,7 +257,6 @@ def lost_seconds(sized: SizedProblem) -> float:
 
 
 def _free_bytes(sized: SizedProblem) -> list[float]:
-    """Returns what each rank has for tensors."""
     cluster = sized.problem.cluster
     own = cluster.own_process_bytes or [cluster.process_bytes] * cluster.num_ranks
     pairs = zip(cluster.memory_bytes, own, strict=True)

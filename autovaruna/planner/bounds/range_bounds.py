@@ -160,7 +160,10 @@ def _fill(
             before = min(before, h + 1)
             if h == q - 1:
                 from_neighbour[:, q] = since + messages[:, q]
-        _continue_least(least, fill[:, before : q + 1] - work[:, before : q + 1], before)
+        values = fill[:, before : q + 1] - work[:, before : q + 1]
+        if before:
+            np.minimum(values[:, 0], least[:, before - 1], out=values[:, 0])
+        np.minimum.accumulate(values, axis=1, out=least[:, before : q + 1])
         slack[:, q] = least[:, q]
         changed = min(changed, before)  # What is before is as it was for the column before.
         if q + 1 in columns:
@@ -173,13 +176,6 @@ def _fill(
             table[:, column, :column] = waits[:, :column]
             changed = q + 1
     return table.swapaxes(1, 2)
-
-
-def _continue_least(least: Array, values: Array, first: int) -> None:
-    """Puts the least of all values up to each into `least`, which knows it before the first of these."""
-    if first:
-        np.minimum(values[:, 0], least[:, first - 1], out=values[:, 0])
-    np.minimum.accumulate(values, axis=1, out=least[:, first : first + values.shape[1]])
 
 
 def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:

@@ -234,5 +234,4 @@ def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
 
 
 def _total(sized: SizedProblem, options: Sequence[Option]) -> float:
-    """Returns the peak of one rank: its stages together, in one process."""
     return together(peak_of(sized, option) for option in options)

@@ -107,7 +107,6 @@ class StageBytes(Generic[Bytes]):
 
 
 def _greatest(*parts: Bytes) -> Bytes:
-    """Returns the greatest of some numbers, or of each entry of some arrays."""
     if isinstance(parts[0], float):  # a comparison of two numbers takes numpy ten times as long
         return max(parts)
     return functools.reduce(np.maximum, parts)
