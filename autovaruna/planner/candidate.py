@@ -11,10 +11,10 @@ import numpy as np
 
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.exchange import Exchange
-from autovaruna.planner.memory.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth

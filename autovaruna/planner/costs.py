@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autovaruna.planner.memory.stage_memory import (
+from autovaruna.planner.problem import Problem
+from autovaruna.planner.ranges import Array, Costs, RangeTables
+from autovaruna.planner.records import Peak, StagePlan
+from autovaruna.planner.stage_memory import (
     Holdings,
     HoldingsOfRanges,
     MemoryModel,
@@ -18,9 +21,6 @@ from autovaruna.planner.memory.stage_memory import (
     StageBytes,
     state_of_ranges,
 )
-from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import Array, Costs, RangeTables
-from autovaruna.planner.records import Peak, StagePlan
 from autovaruna.profiler.records import Cluster
 
 

@@ -19,12 +19,12 @@ from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, par
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.memory.rank_memory import bytes_of_ranks
-from autovaruna.planner.memory.stage_memory import HoldingsOfRanges, MemoryModel
 from autovaruna.planner.prediction import pipeline_of, policy_of, telling
 from autovaruna.planner.ranges import Costs, RangeTables
+from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.search_space import resolve_cuts, stage_blocks
+from autovaruna.planner.stage_memory import HoldingsOfRanges, MemoryModel
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate

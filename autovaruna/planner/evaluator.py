@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.memory.rank_memory import choices_of, is_within
 from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
+from autovaruna.planner.rank_memory import choices_of, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 

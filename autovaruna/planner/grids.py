@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autovaruna.planner.bounds.range_bounds import waits_of
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
+from autovaruna.planner.range_bounds import waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, stage_limit

@@ -10,9 +10,9 @@ from itertools import chain, combinations, product
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
 from autovaruna.planner.grids import cut_for_ranks
-from autovaruna.planner.memory.rank_memory import Option, choices_of
 from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import SPLIT_SCHEDULE
+from autovaruna.planner.rank_memory import Option, choices_of
 from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, stages_per_rank, variants
 
 BETTER = 0.9995

@@ -12,7 +12,6 @@ from itertools import islice
 import numpy as np
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.bounds.proof import WORTH, Proof
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
 from autovaruna.planner.grids import (
@@ -30,10 +29,11 @@ from autovaruna.planner.grids import (
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
-from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
+from autovaruna.planner.proof import WORTH, Proof
 from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rank_memory import is_within
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
 from autovaruna.planner.search_space import (
     cut_positions,

@@ -8,11 +8,11 @@ from functools import cache
 
 import numpy as np
 
-from autovaruna.planner.bounds.range_bounds import waits_of
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import RecomputeOptions
 from autovaruna.planner.placement import is_uniform
+from autovaruna.planner.range_bounds import waits_of
 from autovaruna.planner.ranges import Array
+from autovaruna.planner.stage_memory import RecomputeOptions
 from autovaruna.schedule.pipeline import share_of
 
 Near = tuple[bool, bool]

@@ -10,8 +10,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.bounds.range_bounds import Computed, Demand, Listed, Needs
-from autovaruna.planner.memory.stage_memory import RecomputeOption
+from autovaruna.planner.range_bounds import Computed, Demand, Listed, Needs
+from autovaruna.planner.stage_memory import RecomputeOption
 
 
 def listed(dice: np.random.Generator, num_ranges: int) -> Needs:

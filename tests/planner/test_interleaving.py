@@ -9,12 +9,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.bounds.proof import bound_of_all
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.interleaved import cut_evenly, patterns
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.proof import bound_of_all
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.memory.stage_memory import (
+from autovaruna.planner.prediction import Edges
+from autovaruna.planner.ranges import Array, Costs, CostTable, RangeTables, gradient_bytes
+from autovaruna.planner.search_space import stage_blocks
+from autovaruna.planner.stage_memory import (
     Holdings,
     HoldingsOfRanges,
     MemoryModel,
     StageBytes,
     deepest,
 )
-from autovaruna.planner.prediction import Edges
-from autovaruna.planner.ranges import Array, Costs, CostTable, RangeTables, gradient_bytes
-from autovaruna.planner.search_space import stage_blocks
 from tests.planner.cases import make_graph, make_profile
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from autovaruna.graph.records import Value
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import ROUNDING, RecomputeOption, deepest
 from autovaruna.planner.ranges import Array, Flow
+from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest
 from autovaruna.profiler.records import Cluster, LinkCost
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import Holdings, MemoryModel, StageBytes
 from autovaruna.planner.records import Peak, Plan, StagePlan, together
+from autovaruna.planner.stage_memory import Holdings, MemoryModel, StageBytes
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, Schedule
 from autovaruna.schedule.pipeline import Pipeline
 

@@ -10,12 +10,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.planner.bounds.range_bounds import Demand, RangeSeconds, RangeWaits, is_exact, range_waits_of
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import ROUNDING
+from autovaruna.planner.range_bounds import Demand, RangeSeconds, RangeWaits, is_exact, range_waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
+from autovaruna.planner.stage_memory import ROUNDING
 
 _PRECISION = 1e-5
 _AT_ONCE = 8
