@@ -27,20 +27,9 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
 @dataclass(frozen=True)
 class Morphing:
-    """How a job goes on when hosts come and go.
+    """How a job goes on when hosts come and go; what each setting means is said in `add_options`.
 
-    Attributes:
-        machine_list: the file that is read again when it changes; None: the job has this machine alone.
-        gpus_per_node: ranks on each machine in it.
-        discover_hosts: a command whose output takes the file's place; None: the file counts.
-        min_ranks: with fewer, the job waits for hosts.
-        max_restarts: most starts again within an hour.
-        checkpoints: a folder on disk for states that hosts have in memory; None: none.
-        checkpoint_seconds: how long after one of them the next is written.
-        events: a file that gets a line of JSON for each event; None: none.
-        slow_factor: a host whose rank is so many times slower than it was is left out; what is less is planned for.
-        memory: a folder in memory of each host.
-        has_standby: whether hosts keep a process ready to become a rank.
+    Without a `machine_list` the job has this machine alone, without `discover_hosts` the file counts.
     """
 
     machine_list: str | None
