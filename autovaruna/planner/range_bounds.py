@@ -210,10 +210,6 @@ class Listed:
             needed[each <= seconds] = replicas
         return needed
 
-    def only(self, which: NDArray[np.bool_]) -> Listed:
-        """Returns the same of some of the ranges."""
-        return Listed([(replicas, each[which]) for replicas, each in self.seconds])
-
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -242,17 +238,6 @@ class Computed:
         needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
         return np.where(self.alone <= seconds, 1.0, needed)
 
-    def only(self, which: NDArray[np.bool_]) -> Computed:
-        """Returns the same of some of the ranges."""
-        return Computed(
-            self.num_micro_batches,
-            self.alone[which],
-            self.reserved[which],
-            [way.only(which) for way in self.ways],
-            None if self.whole_reserved is None else self.whole_reserved[which],
-            [way.only(which) for way in self.whole_ways],
-        )
-
 
 Needs = Listed | Computed
 
@@ -268,27 +253,13 @@ class Demand:
     ) -> None:
         self.needs, self.places, self.num_stages, self.num_ranks = needs, places, num_stages, num_ranks
         self.table = np.full((num_segments + 1, num_segments + 1), np.inf)
-        self.short = np.full(len(places), np.inf)  # what is needed in too few seconds: no time, no split
-        self.long = np.zeros(len(places))  # what is needed in enough seconds, as far as is known
 
     def is_met(self, seconds: float) -> bool:
-        """Returns whether some split ends in so many seconds, more than have been too few, less than have done."""
+        """Returns whether some split ends in so many seconds."""
         needed = self.needs.at(seconds)
         needed[needed > self.num_ranks] = np.inf
         self.table.ravel()[self.places] = needed
-        is_met = _fewest(self.table, self.num_stages) <= self.num_ranks
-        if is_met:
-            self.long = needed
-        else:
-            self.short = needed
-        self._close(self.short != self.long)
-        return is_met
-
-    def _close(self, is_open: NDArray[np.bool_]) -> None:
-        """Lets go of ranges that need as many whatever else is asked; the table keeps what they need."""
-        if not is_open.all():
-            self.needs, self.places = self.needs.only(is_open), self.places[is_open]
-            self.short, self.long = self.short[is_open], self.long[is_open]
+        return _fewest(self.table, self.num_stages) <= self.num_ranks
 
 
 def _fewest(need: Array, num_stages: int) -> float:

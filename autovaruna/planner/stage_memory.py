@@ -340,10 +340,6 @@ class RecomputeOption:
     def _round_trip(self) -> Array:
         return np.asarray(self.work - self.again + np.maximum(self.trip, self.again))
 
-    def only(self, which: NDArray[np.bool_]) -> RecomputeOption:
-        """Returns the way to run some of the ranges."""
-        return RecomputeOption(self.work[which], self.again[which], self.trip[which], self.depth[which], self.is_full)
-
     def busy_share(self, spare: Array) -> Array:
         """Returns the most micro-batches whose work fits into the spare seconds, however long they are in flight."""
         with np.errstate(divide="ignore", invalid="ignore"):
