@@ -19,7 +19,6 @@ from autovaruna.planner.stage_memory import ROUNDING
 
 _PRECISION = 1e-5
 _AT_ONCE = 8
-_ROWS = 64
 _ENDLESS = 1e30
 """More seconds than any step takes."""
 
@@ -54,9 +53,7 @@ class StepBound:
     def seconds(self, upper: float) -> float:
         """Returns a proven bound, `upper` at most: nothing is gained by proving more than the best plan takes."""
         low = min(self.work_bound(), upper)
-        if low < upper and not self.is_shared and not self._is_loosely_possible(upper * (1.0 - _PRECISION)):
-            low = upper * (1.0 - _PRECISION)
-        elif low < upper and not self.is_shared:
+        if low < upper and not self.is_shared:
             low = max(low, min(self._stage_bound(low, upper), upper))
         return low * (1.0 - ROUNDING)
 
@@ -86,31 +83,6 @@ class StepBound:
         num_stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
         ranges = self.ranges
         return Demand(ranges.needs(), ranges.places, n, num_stages if ranges.is_exact else 0, self.num_ranks)
-
-    def _is_loosely_possible(self, seconds: float) -> bool:
-        """Returns whether there is room for a plan if memory and messages are set aside: quick, and often enough."""
-        constraints = self.constraints
-        if not self.ranges.is_exact or constraints.num_replicas or constraints.stage_ranks:
-            return True
-        sized, count, waits = self.sized, self.num_micro_batches, self.ranges.waits
-        ends = np.append(0.0, np.cumsum(sized.urgent_seconds))[sized.tables.positions] / self.ranges.speeds[0]
-        seconds_per_byte = sized.all_reduces.cost(2, is_local=True)[1] if sized.problem.needs_gradient else 0.0
-        best = np.zeros(len(ends))
-        for last in range(len(ends) - 1, 0, -_ROWS):
-            rows = slice(max(last - _ROWS, 0), last)
-            work = ends[None, rows.start :] - ends[rows, None] + sized.overhead_seconds
-            before, after = (table[rows, rows.start :] for table in (waits.before, waits.after))
-            spare = seconds - before - after
-            reduce = seconds_per_byte * sized.tables.trained_bytes[rows, rows.start :]
-            reduced = np.minimum(spare, seconds - before - reduce)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.floor(np.where(work > 0, reduced / work + ROUNDING, np.inf))
-                several = np.where(share >= 1, np.maximum(np.ceil(count / share), 2.0), np.inf)
-            need = np.where(count * work <= spare * (1 + ROUNDING), 1.0, several)
-            for i in range(rows.stop - 1, rows.start - 1, -1):
-                row = need[i - rows.start, i + 1 - rows.start :]
-                best[i] = (row + best[i + 1 :]).min()
-        return bool(best[0] <= self.num_ranks)
 
 
 def bound_of_all(sized: SizedProblem) -> float:
