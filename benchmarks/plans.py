@@ -24,12 +24,12 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import StageBytes
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import RangeTables, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
+from autovaruna.planner.stage_memory import StageBytes
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
 

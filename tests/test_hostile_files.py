@@ -23,7 +23,7 @@ from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.commands.trace import read_bars, summary
 from autovaruna.config.files import PACKAGED
 from autovaruna.config.settings import Settings, resolve
-from autovaruna.elastic.options import read_machines, read_variables
+from autovaruna.elastic.options import list_hosts, read_variables
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
@@ -252,7 +252,7 @@ def others(root: Path) -> list[Reader]:
     (root / "env").write_text("export A='b c'\nB=1\n# nothing\n")
     return [
         Reader(root / "trace.json", lambda: summary(read_bars(root / "trace.json"))),
-        Reader(root / "machines", lambda: read_machines(str(root / "machines"), 2)),
+        Reader(root / "machines", lambda: list_hosts(str(root / "machines"), 2, None)),
         Reader(root / "env", lambda: read_variables(str(root / "env"))),
     ]
 

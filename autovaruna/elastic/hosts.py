@@ -14,8 +14,7 @@ from typing import Any
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing, is_this_machine, list_hosts
-from autovaruna.elastic.speeds import Slow
-from autovaruna.elastic.watch import Watch
+from autovaruna.elastic.watch import Slow, Watch
 from autovaruna.errors import ConfigError
 
 BEAT_SECONDS = 1.0
@@ -35,14 +34,7 @@ _LEFT_OUT_SECONDS = 600.0
 
 
 class Hosts:
-    """The hosts of a job.
-
-    Args:
-        listed: Ranks of each host.
-        ways: How the job goes on when hosts come and go.
-        settings: The first line of every keeper.
-        own_file: What else the keeper of this machine removes at the end.
-        log: Hears of what happens to them.
+    """The hosts of a job; `settings` is each keeper's first line, `own_file` what this machine's removes too.
 
     Attributes:
         listed: ranks of each host in the machine list.
@@ -71,10 +63,7 @@ class Hosts:
         self._last_look = 0.0
 
     def start(self, check: Callable[[], None]) -> None:
-        """Starts the keepers and waits until each is up, or has failed.
-
-        Args:
-            check: Is called while it waits, and may raise.
+        """Starts the keepers and waits, calling `check`, until each is up, or has failed.
 
         Raises:
             ConfigError: none can be started, or too few.
@@ -249,22 +238,13 @@ class Hosts:
 
 
 def _time_of(path: str | None) -> int:
-    """Returns when a file was last changed; 0: there is none."""
     with suppress(OSError):
         return 0 if path is None else os.stat(path).st_mtime_ns
     return 0
 
 
 class SlowHosts:
-    """The hosts of a job that have become slow.
-
-    Args:
-        log: Hears of each change.
-        most: How many times as long as before a rank may take, for its host to stay.
-
-    Attributes:
-        wants_plan: whether a plan by the speeds of now would be better.
-    """
+    """The slow hosts of a job: left out if a rank takes `most` times as long as before, else planned for."""
 
     def __init__(self, log: EventLog, most: float) -> None:
         self.wants_plan = False

@@ -37,11 +37,7 @@ _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 
 
 class Output:
-    """Follows the streams of an mpirun.
-
-    Args:
-        on_start: Is called once a rank runs.
-        on_end: Hears of each rank that ends.
+    """Follows the streams of an mpirun; calls `on_start` once a rank runs, and `on_end` for each that ends.
 
     Attributes:
         has_started: whether a rank has run.
@@ -160,7 +156,7 @@ class Job:
     Args:
         options: What the user asked for; `hosts` are those to run on.
         grid: The ranks of each stage; None: the script finds them.
-        place: What ranks of a job with a manager find in `VARIABLE`; None: there is no manager.
+        place: What ranks are told of their hosts' memory; None: there is no manager.
         standby: The socket of the standby process on each host; empty: there is none.
         on_end: Hears of each rank that ends, from a thread: rank and status, negative for a signal.
 
@@ -230,16 +226,12 @@ class Job:
 
     def run(self) -> int:
         """Runs the job, signals passed on, and returns its status."""
-        with self.forwarding():
+        with handling(self._forward):
             self.start()
             return self.wait()
 
     def start(self) -> None:
-        """Starts mpirun.
-
-        Raises:
-            ConfigError: it cannot be started.
-        """
+        """Starts mpirun; raises ConfigError if it cannot be."""
         hosts = os.memfd_create("hosts")  # a file in a folder would stay if this process were killed
         os.write(hosts, "".join(f"{name} slots={count}\n" for name, count in self.options.hosts.items()).encode())
         try:
@@ -314,12 +306,6 @@ class Job:
         """Whether mpirun runs."""
         return self._process is not None and self._process.poll() is None
 
-    @contextmanager
-    def forwarding(self) -> Iterator[None]:
-        """Passes signals on to the ranks while the context lasts."""
-        with handling(self._forward):
-            yield
-
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""
         meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
@@ -384,11 +370,7 @@ def _end_with_parent() -> None:
 
 
 def find_mpirun() -> str:
-    """Returns the mpirun beside this Python, else that of PATH.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the mpirun beside this Python, else that of PATH; raises ConfigError if there is none."""
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which("mpirun", path=search)
     if found is None:

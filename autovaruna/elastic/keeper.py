@@ -9,9 +9,11 @@ A keeper whose manager has gone ends all that is the job's on its host.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +39,6 @@ from autovaruna.checkpoint.part import (
     write_record,
 )
 from autovaruna.config.files import read_record, write_whole
-from autovaruna.elastic.life import end_all, hold, is_alive, state_of
 from autovaruna.elastic.server import Server
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.planner import ahead
@@ -52,26 +53,14 @@ _SILENT_SECONDS = 30.0
 
 @dataclass
 class Attempt:
-    """The run of the job that goes on now.
-
-    Attributes:
-        number: the attempt.
-        buddy: host, and port of its keeper, where copies of their parts go; None: there is no other host.
-    """
+    """The run of the job that goes on now; `buddy` is host and port of the keeper that gets copies, if there is one."""
 
     number: int
     buddy: tuple[str, int] | None
 
 
 class Keeper:
-    """What a host keeps of a job.
-
-    Args:
-        folder: The job's folder, in memory of this host.
-        token: What keepers and ranks of the job know.
-        has_standby: Whether the host has a standby process, or soon will.
-        file: Another file of the job; empty: there is none.
-    """
+    """What a host keeps of a job in a folder in memory; `file` is another file of the job, to be removed at its end."""
 
     def __init__(self, folder: Path, token: bytes, has_standby: bool, file: str = "") -> None:
         self.folder = folder
@@ -132,9 +121,7 @@ class Keeper:
     def end(self, number: int, namespace: str) -> int:
         """Kills what there is of an attempt on this host and removes what Open MPI leaves; returns how many it was.
 
-        Args:
-            number: The attempt.
-            namespace: What Open MPI calls the job; empty: it did not come so far.
+        `namespace` is what Open MPI calls the job; empty: it did not come so far.
         """
         ranks = [progress.process for folder in self._rank_folders() if (progress := Progress.read(folder))]
         self._attempt = None
@@ -164,7 +151,7 @@ class Keeper:
     def restore(
         self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
     ) -> None:
-        """Puts a state together for the next ranks; what is older is forgotten.
+        """Puts a state together for the next ranks; what is older than its attempt is forgotten.
 
         Args:
             texts: Small files.
@@ -267,7 +254,6 @@ class Keeper:
         return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
     def _take(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        """Takes a copy of another host's part."""
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._place_of_copy(folder)
@@ -310,7 +296,6 @@ class Keeper:
         return path
 
     def _rank_folders(self) -> list[Path]:
-        """Returns the folders of the ranks that this host has now."""
         attempt = self._attempt
         return [] if attempt is None else folders_in(attempt_folder(self.folder, attempt.number), "rank-")
 
@@ -331,6 +316,49 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
                 connection.send_bytes(file.read(min(MOST_BYTES, record.size - begin)))
     if connection.recv_bytes(MOST_BYTES) != b"taken":
         raise OSError("the copy was not taken")
+
+
+# processes of the job on this host
+
+
+def processes_with(words: bytes) -> list[int]:
+    """Returns the processes of this host, but not this one, whose variables or command line hold some words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if words in (entry / "environ").read_bytes() or words in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def end_all(words: bytes) -> int:
+    """Kills the processes whose variables or command line hold some words; returns how many there were.
+
+    They have gone when it returns, but for such as the system cannot end.
+    """
+    num_ended = 0
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := list(filter(is_alive, processes_with(words)))) and time.monotonic() < deadline:
+        num_ended += len(left)
+        for process in left:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    return num_ended
+
+
+def state_of(process: int) -> str:
+    """Returns the state of a process as the system names it: ``T`` is stopped, ``Z`` has ended; empty: it has gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_alive(process: int) -> bool:
+    """Says whether a process is there and has not ended."""
+    return state_of(process) not in ("", "Z")
 
 
 class Line:
@@ -378,6 +406,17 @@ class Line:
         os._exit(1)
 
 
+def _take_lock(lock: Path) -> int | None:
+    """Takes a lock that goes with this process, and returns its open file; None: another process has it."""
+    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
 def main() -> None:
     """Is the process: ``python -m autovaruna.elastic.keeper``."""
     settings = json.loads(sys.stdin.readline())
@@ -387,7 +426,7 @@ def main() -> None:
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         sys.exit(f"keeper: {folder} is somebody else's")
     (folder / TOKEN).write_bytes(token)
-    lock = hold(folder / LOCK)
+    lock = _take_lock(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
     if settings["standby"]:

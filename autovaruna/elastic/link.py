@@ -12,7 +12,6 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from autovaruna.elastic.job import python_path
@@ -25,14 +24,9 @@ _MOST_MISSED = 3
 
 
 class Link:
-    """The keeper of a host, from when it is started to when it is gone.
-
-    Args:
-        host: The host, as the machine list has it.
-        settings: The keeper's first line.
+    """The keeper of a host, from when it is started to when it is gone; `settings` are its first line.
 
     Attributes:
-        host: the same.
         port: where other keepers and ranks find the keeper.
         words: what the keeper or ssh wrote last, to say why it is gone.
         began: when it was started, on the monotonic clock, seconds.
@@ -192,8 +186,3 @@ def answers(pending: dict[str, Future[Any]], seconds: float) -> dict[str, Any]:
         with suppress(Exception):
             found[host] = answer.result(max(0.0, deadline - time.monotonic()))
     return found
-
-
-def job_folder(root: str, number: str) -> Path:
-    """Returns the folder of a job in memory of each host."""
-    return Path(root, f"autovaruna-{os.getuid()}-{number}")

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, Job, handling
-from autovaruna.elastic.link import job_folder
 from autovaruna.elastic.notices import EventLog, Notices
 from autovaruna.elastic.options import Options
 from autovaruna.elastic.run import LEFT, Outcome, Run
@@ -40,9 +40,7 @@ _NO_PROGRESS = 3
 class Manager:
     """Looks after one job from its first start to its end.
 
-    Args:
-        options: What the user asked for, `morphing` included.
-        choose: Returns options with stages and micro-batch size for some hosts, and the ranks of each stage.
+    `choose` returns options with stages and micro-batch size for some hosts, and the ranks of each stage.
 
     Raises:
         ConfigError: mpirun is missing, or a host cannot be used.
@@ -55,7 +53,7 @@ class Manager:
         self._choose = choose
         self._log = EventLog(ways.events)
         self._notices = Notices(lambda host, seconds: self._hosts.notice(host, seconds))
-        self._folder = job_folder(ways.memory, secrets.token_hex(4))
+        self._folder = Path(ways.memory, f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}")
         settings = {"folder": str(self._folder), "token": secrets.token_hex(32), "standby": ways.has_standby}
         self._hosts = Hosts(options.hosts, ways, settings, self._notices.path, self._log)
         self._checkpoints = Checkpoints(ways.checkpoints, ways.checkpoint_seconds, self._log)
@@ -194,11 +192,7 @@ class Manager:
 
 
 class Restarts:
-    """Says when a job has been started again often enough.
-
-    Args:
-        most: How often it may be started again within an hour.
-    """
+    """Says when a job has been started again often enough: `most` times within an hour, or in vain."""
 
     def __init__(self, most: int) -> None:
         self._most = most

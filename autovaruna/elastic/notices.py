@@ -28,23 +28,13 @@ _FOLDER = "~/.autovaruna/jobs"
 
 
 class EventLog:
-    """The events of one job.
-
-    Args:
-        path: A file that gets a line of JSON for each; None: none does.
-    """
+    """The events of one job, each a line on stderr, and a line of JSON in a file if there is one."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
 
     def note(self, what: str, text: str, **details: Any) -> None:
-        """Notes an event.
-
-        Args:
-            what: Its kind, one word.
-            text: What happened, for a person.
-            details: More of it, for programs.
-        """
+        """Notes an event: its kind, in one word; what happened, for a person; and details, for programs."""
         sys.stderr.write(f"autovaruna: {text}\n")
         sys.stderr.flush()
         if self._path is not None:
@@ -101,11 +91,7 @@ class Notices:
 
 
 def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
-    """Tells the managers of this user's jobs that a host will be taken away, so that it is left in time.
-
-    Args:
-        host: The host, as machine lists have it.
-        seconds: After how many seconds it goes.
+    """Tells the managers of this user's jobs that a host, as machine lists have it, will be taken away in some seconds.
 
     Returns:
         How many jobs leave it.
@@ -138,7 +124,6 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
 
 
 def _is_of_dead(path: Path) -> bool:
-    """Says whether a manager was one of this host and has ended."""
     with suppress(OSError, ValueError):
         address = read_record(json.loads(path.read_bytes()), Address)
         return address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists()

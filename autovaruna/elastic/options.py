@@ -27,20 +27,9 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
 @dataclass(frozen=True)
 class Morphing:
-    """How a job goes on when hosts come and go.
+    """How a job goes on when hosts come and go; what each setting means is said in `add_options`.
 
-    Attributes:
-        machine_list: the file that is read again when it changes; None: the job has this machine alone.
-        gpus_per_node: ranks on each machine in it.
-        discover_hosts: a command whose output takes the file's place; None: the file counts.
-        min_ranks: with fewer, the job waits for hosts.
-        max_restarts: most starts again within an hour.
-        checkpoints: a folder on disk for states that hosts have in memory; None: none.
-        checkpoint_seconds: how long after one of them the next is written.
-        events: a file that gets a line of JSON for each event; None: none.
-        slow_factor: a host whose rank is so many times slower than it was is left out; what is less is planned for.
-        memory: a folder in memory of each host.
-        has_standby: whether hosts keep a process ready to become a rank.
+    Without a `machine_list` the job has this machine alone, without `discover_hosts` the file counts.
     """
 
     machine_list: str | None
@@ -124,28 +113,14 @@ def options_in(given: argparse.Namespace) -> Options:
 
 
 def _read_morphing(given: argparse.Namespace) -> Morphing:
-    return Morphing(
-        given.machine_list,
-        given.gpus_per_node,
-        given.discover_hosts,
-        max(given.min_ranks, given.nstages or 1),
-        given.max_restarts,
-        given.checkpoints and os.path.abspath(given.checkpoints),
-        given.checkpoint_seconds,
-        given.events,
-        given.slow_factor,
-        given.memory_folder,
-        not given.no_standby,
-    )
+    ways = {name: getattr(given, name) for name in Morphing.__dataclass_fields__}
+    ways["min_ranks"] = max(given.min_ranks, given.nstages or 1)
+    ways["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
+    return Morphing(**ways)
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
-    """Adds the launcher's options.
-
-    Args:
-        parser: Gets them.
-        machine_list: The list if none is named; None: this machine alone.
-    """
+    """Adds the launcher's options; without a machine list, this machine alone is the default."""
     add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
     add_path("--machine_list", default=machine_list, metavar="FILE", help="a name or address a line")
     add("--gpus_per_node", "--ranks_per_host", type=int, default=4, metavar="G", help="ranks on each machine (4)")
@@ -164,8 +139,8 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
     add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
-    add_path("--memory_folder", default="/dev/shm", metavar="DIR", help="in memory of each host (/dev/shm)")
-    add("--no_standby", action="store_true", help="start Python anew for each rank")
+    add_path("--memory_folder", dest="memory", default="/dev/shm", metavar="DIR", help="in a host's memory (/dev/shm)")
+    add("--no_standby", dest="has_standby", action="store_false", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
@@ -173,11 +148,17 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
 def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[str, int]:
     """Returns the ranks of each machine that a file lists, or that a command prints.
 
+    One that is listed twice has twice as many, by whatever names and addresses.
+
     Raises:
-        ConfigError: there is no machine, or the command fails.
+        ConfigError: there is no machine, or the command or the file fails.
     """
-    if command is None:
-        return {"localhost": num_slots} if path is None else read_machines(path, num_slots)
+    if path is None and command is None:
+        return {"localhost": num_slots}
+    if path is not None and command is None:
+        lines = _lines_of(path, "--machine_list", "a machine a line")
+        return _machines_in(lines, f"--machine_list {path}", num_slots)
+    assert command is not None
     try:
         found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=_DISCOVER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -188,15 +169,6 @@ def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[st
             "expected a machine a line"
         )
     return _machines_in(found.stdout.splitlines(), f"--discover_hosts {command!r}", num_slots)
-
-
-def read_machines(path: str, num_slots: int) -> dict[str, int]:
-    """Returns the ranks of each machine; one that is listed twice has twice as many, by whatever names and addresses.
-
-    Raises:
-        ConfigError: there is no such file, or it lists no machine.
-    """
-    return _machines_in(_lines_of(path, "--machine_list", "a machine a line"), f"--machine_list {path}", num_slots)
 
 
 def _machines_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str, int]:
@@ -260,11 +232,7 @@ def _lines_of(file: str, option: str, expected: str) -> list[str]:
 
 
 def read_variables(path: str | None) -> dict[str, str]:
-    """Returns the variables of an environment file.
-
-    Raises:
-        ConfigError: there is no such file, or a line of it is no ``NAME=value``.
-    """
+    """Returns the variables of an environment file; raises ConfigError if it has a line that is no ``NAME=value``."""
     if path is None and not Path(DEFAULT_ENV_FILE).is_file():
         return {}
     file = path or DEFAULT_ENV_FILE

@@ -24,14 +24,7 @@ STAND_INS = {signal.SIGTERM: signal.SIGVTALRM, signal.SIGINT: signal.SIGURG}
 
 
 def options_of(launch: Mapping[str, Any], rank: int, local_rank: int) -> dict[str, str]:
-    """Returns the launcher's options of one rank, by name.
-
-    Args:
-        launch: ``batch_size``, ``chunk_size``, ``resume_step`` (None: not known) and ``grid``, the ranks of each stage
-            (None: still to be found).
-        rank: This rank.
-        local_rank: Its number on its host.
-    """
+    """Returns the launcher's options of one rank, by name, out of what it was started with; None: still to be found."""
     grid: list[list[int]] | None = launch["grid"]
     found: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "chunk_size": launch["chunk_size"] or 0}
     found["stage_to_rank_map"] = "auto" if grid is None else ";".join(",".join(map(str, ranks)) for ranks in grid)

@@ -22,11 +22,8 @@ _ROUNDING = 1e-9
 class Change:
     """A row of a trace: from a moment on, so many hosts are there.
 
-    Attributes:
-        seconds: The moment.
-        hosts: Hosts that are there from then on.
-        event: ``kill``: a rank or the job is killed, hosts stay; ``notice``: the hosts that leave have said so in time;
-            empty: hosts that leave are lost.
+    `event` is ``kill``: a rank or the job is killed, hosts stay; ``notice``: the hosts that leave have said so in time;
+    or empty: hosts that leave are lost.
     """
 
     seconds: float
@@ -59,10 +56,9 @@ class Costs:
 
 @dataclass
 class Throughput:
-    """What a trace left of a job's throughput; steps are of the global batch, and `ideal_steps` the sum of all others.
+    """What a trace left of a job's throughput, in steps of the global batch; `ideal_steps` is the sum of the next four.
 
     Attributes:
-        seconds: Length of the trace.
         ideal_steps: What the hosts that were there would have done without faults.
         done_steps: What was done and kept.
         restart_steps: What would have been done while the job was restarted.
@@ -70,7 +66,6 @@ class Throughput:
         smaller_steps: What is missing while a plan ran that is for fewer hosts than were there, or none.
         all_hosts_steps: What would have been done if all hosts had always been there.
         num_restarts: Restarts, those included that another fault ended.
-        num_kills, num_losses, num_notices, num_additions: Changes of the trace, by what they are.
     """
 
     seconds: float = 0.0
@@ -130,11 +125,7 @@ def _rows(lines: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def _change(row: Sequence[str], before: Change | None) -> Change:
-    """Returns the change that a row says.
-
-    Raises:
-        ValueError: it is none; says what was got and what is expected.
-    """
+    """Returns the change that a row says; raises ValueError if it is none."""
     if len(row) not in (2, 3):
         raise ValueError(f"got {len(row)} columns ({','.join(row)}), expected seconds,hosts or seconds,hosts,event")
     seconds, hosts, event = _seconds(row[0]), _hosts(row[1]), row[2] if len(row) == 3 else ""
@@ -190,11 +181,7 @@ def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: Co
 
 
 class Rates:
-    """Steps a second by number of hosts.
-
-    Args:
-        step_seconds: Seconds of a step, for the numbers of hosts that there are plans for.
-    """
+    """Steps a second by number of hosts, from the seconds of a step for those that there are plans for."""
 
     def __init__(self, step_seconds: Mapping[int, float]) -> None:
         self._known = {hosts: 1.0 / seconds for hosts, seconds in sorted(step_seconds.items())}
@@ -217,9 +204,7 @@ class _Job:
 
     Attributes:
         steps: Steps that it has, the part of one that is under way included.
-        now: The moment it has come to.
-        rate: Steps a second of its plan, 0 while it stands still.
-        next_rate: That of the plan that a restart leads to.
+        rate: Steps a second of its plan, 0 while it stands still; `next_rate` is that after the restart.
         running_at: When the restart that is under way ends.
         switch_at: When it stops to change to a better plan.
         is_safe: Whether each part is in the memory of two hosts, as it is once the job runs.
@@ -240,7 +225,6 @@ class _Job:
         self.rate = self.rates.best(self.hosts)
 
     def run_to(self, end: float) -> None:
-        """Lets time pass."""
         while (moment := min(self.running_at, self.switch_at)) < end:
             self._pass(moment)
             if moment == self.running_at:

@@ -48,20 +48,13 @@ class Outcome:
 
 
 class Run:
-    """One run of a job, which has begun when it is made.
+    """One run of a job, which has begun when it is made; `options.hosts` are those of the run.
 
     Args:
-        hosts: The hosts of the job; those of the run are in the options.
-        options: How the script is started.
         grid: The ranks of each stage; None: the script finds them.
         place: What ranks are told of their hosts' memory.
         standby: The socket of the standby process on each host; empty: there is none.
         watch: Gets what the ranks report.
-        log: Hears of what happens.
-
-    Attributes:
-        job: its mpirun.
-        watch: the same.
     """
 
     def __init__(
@@ -170,10 +163,7 @@ class Run:
         return self._or_lost(lost, Outcome(why, None if goes_on else error, error=0 if is_struck else error))
 
     def _by_rank(self, rank: int, status: int) -> Outcome:
-        """Returns the outcome where a rank has ended: for what its script did, or after another one.
-
-        A job that has not come to any step ends with the error of its script.
-        """
+        """Returns the outcome where a rank has ended; a script's error ends a job that has come to no step."""
         ended = self.job.output.ended
         if status == LOST_OTHERS:
             first = next(((its, each) for its, each in ended.items() if each not in (0, status)), None)

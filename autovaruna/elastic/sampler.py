@@ -29,10 +29,8 @@ class ElasticSampler(Sampler[list[int]]):
     ``sampler.load_state_dict(info.data_position)``.
 
     Args:
-        dataset: What has a length.
         global_batch_size: Samples of a batch over all ranks, whatever their number; the last of an epoch has fewer.
-        seed: Of the order.
-        shuffle: Whether the order is drawn anew for each epoch; else it is that of the dataset.
+        shuffle: Whether the order is drawn anew for each epoch, from the seed; else it is that of the dataset.
         drop_last: Whether a last batch that is smaller is left out.
 
     Raises:
@@ -92,19 +90,14 @@ class ElasticSampler(Sampler[list[int]]):
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
         """Returns where the data go on, as plain numbers.
 
-        Args:
-            num_batches: Batches that have been trained on since the first epoch began. None: those that were taken from
-                here, which a DataLoader with workers does ahead of training.
+        `num_batches` have been trained on since the first epoch began. None: those that were taken from here, which a
+        DataLoader with workers does ahead of training.
         """
         done = self.epoch * len(self) + self.batch if num_batches is None else num_batches
         return {"num_batches": done, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state says.
-
-        Raises:
-            InputError: it is of other data or of another order.
-        """
+        """Goes on where a state says; raises InputError if it is of other data or of another order."""
         got = {name: state.get(name) for name in self._identity()}
         if got != self._identity():
             raise InputError(

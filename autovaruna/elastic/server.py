@@ -19,12 +19,7 @@ _MOST_STRANGERS = 64
 
 
 class Server:
-    """Answers requests on a port of its own, each connection in a thread.
-
-    Args:
-        token: What both sides prove to know.
-        answer: Gets a connection and a request that came over it.
-    """
+    """Answers requests on a port of its own, each connection in a thread, once both sides have proved the token."""
 
     def __init__(self, token: bytes, answer: Callable[[Connection, Mapping[str, Any]], None]) -> None:
         self._token = token

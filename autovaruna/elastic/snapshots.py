@@ -26,14 +26,7 @@ _NUM_KEPT = 2
 
 @dataclass(frozen=True)
 class Held:
-    """A part that a host has.
-
-    Attributes:
-        host: the host.
-        attempt: the run of the job that wrote it.
-        place: where it is in the job's folder there.
-        part: what it is.
-    """
+    """A part that a host has: the run of the job that wrote it, and where it is in the job's folder there."""
 
     host: str
     attempt: int
@@ -43,13 +36,7 @@ class Held:
 
 @dataclass(frozen=True)
 class State:
-    """A state that is whole.
-
-    Attributes:
-        step: its step.
-        attempt: the run of the job that wrote it.
-        held: by rank of that run, the hosts that have the rank's part, the rank's own first.
-    """
+    """A state that is whole, and the run that wrote it; `held` has the parts of each rank, those of its host first."""
 
     step: int
     attempt: int
@@ -76,15 +63,9 @@ def find_state(links: Sequence[Link]) -> State | None:
 
 
 def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> None:
-    """Puts a state together on each host: files that it has itself, and where the others are.
+    """Puts a state together on each host of the next run: files that it has itself, and where the others are.
 
-    Args:
-        state: The state.
-        links: The hosts of the next run.
-        ports: Every host that answers, by name.
-
-    Raises:
-        OSError: a host cannot.
+    `ports` has every host that answers, by name. Raises OSError if a host cannot.
     """
     texts = small_files([held[0].part for _, held in sorted(state.held.items())])
     asked: list[Any] = []
@@ -107,13 +88,7 @@ def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> 
 
 
 class Checkpoints:
-    """Writes states that hosts have in memory to disk as checkpoints, while their ranks go on.
-
-    Args:
-        folder: A folder that the hosts share; None: nothing is written.
-        seconds: How long after one checkpoint the next is due.
-        log: Hears of each.
-    """
+    """Writes states in memory of hosts to disk as checkpoints, every so many seconds, while their ranks go on."""
 
     def __init__(self, folder: str | None, seconds: float, log: EventLog) -> None:
         self._folder = folder

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -27,7 +28,6 @@ from pathlib import Path
 
 import autovaruna
 from autovaruna.elastic import rank_script
-from autovaruna.elastic.life import is_held
 
 LOCK, SOCKET = "keeper.lock", "standby"
 """Files of a job's folder: held by its keeper, and listened at by its standby process."""
@@ -62,7 +62,7 @@ def serve(path: Path, keeper_lock: Path) -> None:
         files = [listener.fileno(), *(rank.file for rank in ranks.values()), *ranks]
         ready = select.select(files, [], [], _LOOK_SECONDS)[0]
         if not ready:
-            num_alone = 0 if is_held(keeper_lock) else num_alone + 1
+            num_alone = 0 if _is_held(keeper_lock) else num_alone + 1
         if listener.fileno() in ready and _fork(listener, ranks):
             return
         for number, rank in list(ranks.items()):
@@ -73,6 +73,21 @@ def serve(path: Path, keeper_lock: Path) -> None:
         _end(rank)
     path.unlink(missing_ok=True)
     os._exit(0)
+
+
+def _is_held(lock: Path) -> bool:
+    """Says whether a process has a lock."""
+    try:
+        file = os.open(lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:
@@ -171,11 +186,7 @@ def warm() -> None:
 
 
 class StandbyProcess:
-    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's.
-
-    Args:
-        folder: The job's folder.
-    """
+    """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -220,13 +231,10 @@ def _is_listening(path: Path) -> bool:
 
 
 class QuickEnd:
-    """Ends this process once all that is to be done at its end is done, without taking the interpreter apart.
+    """Ends this process, with `status`, once all else at its end is done, without taking the interpreter apart.
 
     That takes a forked process with torch as long as a start. Made before anything else asks to be called at the end,
-    it comes last.
-
-    Attributes:
-        status: what the process ends with; None: as Python does.
+    it comes last. With no status the process ends as Python does.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,162 @@
-"""Defines `Watch`: what the ranks of one run report through their keepers, and which of them hang.
+"""Defines `Watch`: what the ranks of one run report through their keepers, which of them hang, and which are slow.
 
 Nothing is to be tuned: how long is too long follows from the longest that ranks have gone without a call so far. An
-alarm that was false, as when a script evaluates for the first time, makes the next one wait that much longer.
+alarm that was false, as when a script evaluates for the first time, makes the next one wait that much longer. What a
+rank computes is compared with its own first steps, and with what the plan predicts, both relative to the other ranks:
+it is slow where the middle of ten steps is, and most of them one by one.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean, median_low
 from typing import Any
 
-from autovaruna.elastic.speeds import Recovered, Slow, Speeds
+SLOW = 1.10
+"""So many times as long as before, or as predicted, is slow."""
+MEASURED_SLOW = 1.08
+"""What is measured of that over some steps, at the least."""
+RECOVERED = 1.05
+WINDOW_STEPS = 10
+FIRST_STEPS = 20
+"""The steps that a rank's own past is made of: its first."""
+_SLOW_STEPS = 7
+"""So many of a window are slower than `RECOVERED`, each by itself: neither hiccups nor a common change are slowness."""
+_MISSING_STEPS = 100
+"""After so many, a step that some rank has not reported is judged without it."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank takes so many times as long as ``its own past`` or ``the prediction``, relative to the other ranks."""
+
+    rank: int
+    step: int
+    factor: float
+    compared_with: str
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A slow rank is as fast as it should be again."""
+
+    rank: int
+    step: int
+
+
+class Speeds:
+    """Compares ranks with their past, the predicted seconds of a step by rank, and each other.
+
+    Attributes:
+        slow: The slow ones, with what was said of them.
+    """
+
+    def __init__(self, predicted: Mapping[int, float]) -> None:
+        self.slow: dict[int, Slow] = {}
+        self._last = dict.fromkeys(predicted, -1)
+        self._pending: dict[int, dict[int, float]] = {}
+        self._first: dict[int, list[float]] = {rank: [] for rank in predicted}
+        self._past = _Comparison(MEASURED_SLOW, is_own=True)
+        self._plan = _Comparison(SLOW, is_own=False)
+        self._plan.expected = {rank: seconds for rank, seconds in predicted.items() if seconds > 0}
+
+    def report(self, rank: int, step: int, seconds: float) -> list[Slow | Recovered]:
+        """Hears what a rank computed in a step, waits not counted; ranks are compared once all have reported it."""
+        self._last[rank] = step
+        self._pending.setdefault(step, {})[rank] = seconds
+        complete = max(min(self._last.values()), max(self._last.values()) - _MISSING_STEPS)
+        events: list[Slow | Recovered] = []
+        for step in sorted(step for step in self._pending if step <= complete):
+            events += self._judge(step, self._pending.pop(step))
+        return events
+
+    def _judge(self, step: int, seconds: Mapping[int, float]) -> list[Slow | Recovered]:
+        self._past.add(seconds)
+        self._plan.add(seconds)
+        events = self._recovered(step)
+        for comparison, other in ((self._past, "its own past"), (self._plan, "the prediction")):
+            for rank, factor in comparison.slow().items():
+                if rank not in self.slow:
+                    self.slow[rank] = Slow(rank, step, factor, other)
+                    events.append(self.slow[rank])
+        self._learn(seconds)
+        return events
+
+    def _recovered(self, step: int) -> list[Slow | Recovered]:
+        events: list[Slow | Recovered] = []
+        for rank, said in list(self.slow.items()):
+            comparison = self._past if said.compared_with == "its own past" else self._plan
+            if comparison.factors.get(rank, SLOW) < RECOVERED:
+                del self.slow[rank]
+                events.append(Recovered(rank, step))
+        return events
+
+    def _learn(self, seconds: Mapping[int, float]) -> None:
+        """Makes a rank's own past of its first steps."""
+        for rank, value in seconds.items():
+            first = self._first[rank]
+            if len(first) < FIRST_STEPS:
+                first.append(value)
+                if len(first) == FIRST_STEPS and (past := _middle(first)) > 0:
+                    self._past.expected[rank] = past
+
+
+@dataclass
+class _Comparison:
+    """The last steps of ranks against what is expected of each.
+
+    Attributes:
+        threshold: The factor that is slow.
+        is_own: Whether what is expected is a rank's own past: then it must be slower than that, not only than others.
+        factors: By rank, how many times as long as expected its last steps took, relative to the other ranks.
+    """
+
+    threshold: float
+    is_own: bool
+    expected: dict[int, float] = field(default_factory=dict)
+    factors: dict[int, float] = field(default_factory=dict)
+    _ratios: dict[int, deque[float]] = field(default_factory=dict)
+    _slower: dict[int, deque[bool]] = field(default_factory=dict)
+
+    def add(self, seconds: Mapping[int, float]) -> None:
+        """Takes the seconds of one step by rank."""
+        ratios = {rank: value / self.expected[rank] for rank, value in seconds.items() if rank in self.expected}
+        if not ratios:
+            return
+        common = self._common(ratios.values())
+        for rank, ratio in ratios.items():
+            self._ratios.setdefault(rank, deque(maxlen=WINDOW_STEPS)).append(ratio)
+            self._slower.setdefault(rank, deque(maxlen=WINDOW_STEPS)).append(ratio > RECOVERED * common)
+        middles = {rank: _middle(last) for rank, last in self._ratios.items() if len(last) == WINDOW_STEPS}
+        if middles:
+            common = self._common(middles.values())
+            self.factors = {rank: middle / common for rank, middle in middles.items()}
+
+    def slow(self) -> dict[int, float]:
+        """Returns the factors of the ranks that are slow."""
+        return {
+            rank: factor
+            for rank, factor in self.factors.items()
+            if factor >= self.threshold and sum(self._slower[rank]) >= _SLOW_STEPS
+        }
+
+    def _common(self, ratios: Iterable[float]) -> float:
+        """Returns the factor of all ranks; against their own past, that of the fastest third, 1 or more."""
+        if not self.is_own:
+            return max(median_low(ratios), 1e-30)
+        ordered = sorted(ratios)
+        return max(1.0, ordered[(len(ordered) - 1) // 3])
+
+
+def _middle(values: Iterable[float]) -> float:
+    """Returns the mean of the middle three fifths: steadier than the median, and as deaf to single values."""
+    ordered = sorted(values)
+    cut = len(ordered) // 5
+    return fmean(ordered[cut : len(ordered) - cut])
+
 
 _LEAST_SECONDS = 20.0
 _TIMES_LONGEST = 20.0
@@ -24,13 +169,7 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that stand still.
-
-    Attributes:
-        words: which, and where.
-        seconds: for how long.
-        is_from_outside: whether somebody has stopped them, and not their script.
-    """
+    """Ranks that stand still: which and where, for how long, and whether it was somebody else than their script."""
 
     words: str
     seconds: float
@@ -48,14 +187,10 @@ class _Seen:
 
 
 class Watch:
-    """The ranks of one run.
-
-    Args:
-        attempt: The run.
-        longest_seconds: The longest that ranks went without a call in earlier runs.
+    """The ranks of one run, the attempt.
 
     Attributes:
-        longest_seconds: the same, this run included.
+        longest_seconds: the longest that ranks went without a call, in this run and earlier ones.
         changes: ranks that have become slow, or as fast as before, which whoever takes them removes.
     """
 

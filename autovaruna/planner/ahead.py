@@ -40,14 +40,9 @@ def deployment_name(counts: Collection[int]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan was made from.
+    """What a plan was made from, and what it is valid for; `folder` is where deployments are saved.
 
-    Attributes:
-        problem: the problem.
-        fingerprint: what the plan is valid for.
-        sharing: whether replicas share the optimizer's state.
-        folder: where deployments are saved.
-        shares_memory: whether the limits of ranks are their shares of what their host has.
+    `sharing` says whether replicas share the optimizer's state, `shares_memory` whether ranks share that of their host.
     """
 
     problem: Problem
@@ -72,7 +67,6 @@ class Request:
         yield from (each for each in found.values() if each.problem.cluster.num_ranks > 1)
 
     def _without(self, lost: Collection[int]) -> Request:
-        """Returns the request of a job that has lost some ranks."""
         cluster, problem = self.problem.cluster, self.problem
         kept = [rank not in lost for rank in range(cluster.num_ranks)]
         hosts = tuple(compress(cluster.hosts, kept))
@@ -97,27 +91,20 @@ class Request:
         )
         own_inputs = problem.min_micro_batches_for_inputs == cluster.num_ranks
         least = len(hosts) if own_inputs else problem.min_micro_batches_for_inputs
-        groups = problem.input_groups and _groups_of(len(hosts), own_inputs)
+        ranks = range(len(hosts))
+        groups: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in ranks) if own_inputs else (tuple(ranks),)
+        groups = problem.input_groups and groups
         smaller = replace(problem, cluster=left, min_micro_batches_for_inputs=least, input_groups=groups)
         return replace(self, problem=smaller, fingerprint=fingerprint)
 
     def plan(self) -> None:
-        """Saves the plan, unless there is one that is valid.
-
-        Raises:
-            AutoVarunaError: there is no plan, or it cannot be saved.
-        """
+        """Saves the plan, unless there is a valid one; raises AutoVarunaError if none fits, or it cannot be saved."""
         path = Path(self.folder, deployment_name(self.fingerprint.hosts))
         with suppress(DeploymentError):
             if not differences(load(path).fingerprint, self.fingerprint):
                 return
         plan = plan_with_sharing(self.problem, self.sharing, make_plan)
         save(path, deployment_of(plan, self.problem.graph, self.fingerprint))
-
-
-def _groups_of(num_ranks: int, own_inputs: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks that pass the same samples: each its own, or all."""
-    return tuple((rank,) for rank in range(num_ranks)) if own_inputs else (tuple(range(num_ranks)),)
 
 
 def plan_ahead(path: Path) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.exchange import Exchange
-from autovaruna.planner.memory.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
@@ -55,12 +55,7 @@ class Candidate:
 
 
 class Planner:
-    """Builds and predicts the plans of one problem; counts what that costs.
-
-    Args:
-        problem: what to plan.
-        tables: of its graph.
-    """
+    """Builds and predicts the plans of one problem; counts what that costs."""
 
     def __init__(self, problem: Problem, tables: RangeTables) -> None:
         self.problem, self.tables, self.limits = problem, tables, problem.cluster.memory_bytes
@@ -90,12 +85,7 @@ class Planner:
         return least_seconds([len(ranks) for ranks in candidate.ranks], candidate.num_micro_batches)
 
     def build(self, candidate: Candidate, limits: Sequence[float] = ()) -> Plan | None:
-        """Returns the plan of a candidate without a prediction, or None if it does not fit into memory.
-
-        Args:
-            candidate: what to build.
-            limits: of each rank, in bytes; those of the cluster if there are none.
-        """
+        """Returns the plan of a candidate without a prediction, None if it does not fit (the cluster, or limits)."""
         sized = self.sized(candidate.num_micro_batches)
         if candidate.is_interleaved:
             self.predictor.num_acts += _ACTS_OF_A_FIT * len(candidate.starts)
@@ -150,9 +140,7 @@ class Planner:
     def predict_whole(self, plan: Plan, *, is_quick: bool = False) -> Plan:
         """Returns the plan with its predicted seconds and memory, from all ranks if parts differ and are not many.
 
-        Args:
-            plan: what to predict.
-            is_quick: whether one part is enough even where they differ: some ranks may hold a little more.
+        If `is_quick`, one part is enough even where they differ: some ranks may hold a little more.
         """
         return self.with_bytes(
             plan, *self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule), is_quick=is_quick)
@@ -270,9 +258,7 @@ def _range(candidate: Candidate, stage: int, tables: RangeTables) -> tuple[int, 
 def priced(plan: Plan, problem: Problem) -> Plan:
     """Returns a plan with the seconds and bytes that another problem predicts for it; nothing is searched.
 
-    Args:
-        plan: of the problem's graph and batch; its stages, ranks, depths and schedule stay.
-        problem: with the profile and the cluster that count.
+    Its stages, ranks, depths and schedule stay; the problem has the same graph and batch.
     """
     starts = [stage.blocks[0] for stage in plan.stages]
     planner = Planner(problem, RangeTables(problem.graph, [*starts, len(problem.graph.blocks)]))

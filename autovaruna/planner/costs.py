@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from autovaruna.planner.memory.stage_memory import (
-    Holdings,
-    HoldingsByRange,
-    MemoryModel,
-    Peaks,
-    RecomputeOptions,
-    StageBytes,
-    holdings_of_ranges,
-    state_of_ranges,
-)
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import Array, Costs, RangeTables
-from autovaruna.planner.records import StagePlan
+from autovaruna.planner.records import Peak, StagePlan
+from autovaruna.planner.stage_memory import (
+    Holdings,
+    HoldingsOfRanges,
+    MemoryModel,
+    RecomputeOptions,
+    StageBytes,
+    state_of_ranges,
+)
 from autovaruna.profiler.records import Cluster
 
 
@@ -46,12 +44,7 @@ class AllReduces:
         return latency + seconds_per_byte * num_bytes
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
-        """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank.
-
-        Args:
-            num_ranks: of the ring.
-            is_local: whether they share a host.
-        """
+        """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank."""
         if num_ranks < 2:
             return 0.0, 0.0
         bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)
@@ -140,7 +133,7 @@ class SizedProblem:
     @cached_property
     def held(self) -> Holdings[Array]:
         """What each range holds."""
-        return holdings_of_ranges(self.tables, self.greatest_costs)
+        return self._by_range.all()
 
     @cached_property
     def fixed_bytes(self) -> Array:
@@ -158,18 +151,13 @@ class SizedProblem:
         return self.problem.cost_table.at(math.ceil(self.micro_batch_size - 1e-9))
 
     @cached_property
-    def _by_range(self) -> HoldingsByRange:
-        return HoldingsByRange(self.tables, self.greatest_costs)
+    def _by_range(self) -> HoldingsOfRanges:
+        return HoldingsOfRanges(self.tables, self.greatest_costs)
 
     @cached_property
-    def _held_by(self) -> dict[tuple[int, int], Holdings[float]]:
-        return {}
-
-    def held_by(self, i: int, j: int) -> Holdings[float]:
-        """Returns what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
-        if (i, j) not in self._held_by:
-            self._held_by[i, j] = self._by_range.of(i, j)
-        return self._held_by[i, j]
+    def held_by(self) -> Callable[[int, int], Holdings[float]]:
+        """Says what the range of the segments i .. j-1 holds; the search asks for the same ones again and again."""
+        return cache(self._by_range.of)
 
     @cached_property
     def model(self) -> MemoryModel:
@@ -182,7 +170,6 @@ class SizedProblem:
             cluster.fragmentation,
             problem.optimizer_cost.work_of_all,
             problem.optimizer_cost.work_of_largest,
-            problem.min_micro_batches_for_inputs > 1,
             problem.most_owners,
         )
 
@@ -193,9 +180,9 @@ class SizedProblem:
         return 1.0 / min(num_replicas, self.problem.most_owners)
 
     @cached_property
-    def peaks(self) -> Peaks:
-        """The peaks of stages on one replica."""
-        return Peaks(self.model, self.num_micro_batches)
+    def peaks(self) -> dict[tuple[int, bool, int, int, int, bool], Peak]:
+        """The peaks of stages that were asked for, by the identity of what they hold and all that they follow from."""
+        return {}
 
     @cached_property
     def made_stages(self) -> dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan]:
@@ -290,6 +277,5 @@ class SizedProblem:
 
 
 def _forbid_empty(table: Array) -> Array:
-    """Returns the table with infinity where the range is empty."""
     n = table.shape[0]
     return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -19,12 +19,12 @@ from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, par
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.memory.rank_memory import bytes_of_ranks
-from autovaruna.planner.memory.stage_memory import MemoryModel, holdings_of_stage
 from autovaruna.planner.prediction import pipeline_of, policy_of, telling
-from autovaruna.planner.ranges import Costs
+from autovaruna.planner.ranges import Costs, RangeTables
+from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.search_space import resolve_cuts, stage_blocks
+from autovaruna.planner.stage_memory import HoldingsOfRanges, MemoryModel
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
@@ -37,11 +37,8 @@ class Fingerprint:
     """What a plan is valid for.
 
     Attributes:
-        graph: fingerprint of the traced model.
         shapes: shape and dtype of each input, and the number of samples, as text by what it is.
-        num_ranks: the number of ranks N.
         hosts: number of ranks on each host, in the order of ranks (names of hosts change from day to day).
-        device: what the ranks compute on.
         memory_bytes: limit of each rank, or one number for all.
         settings: the settings that shaped the plan.
     """
@@ -120,9 +117,12 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
     pipeline = telling(pipeline_of(plan, graph))
     schedule = simulate(pipeline, policy_of(plan.schedule)).schedule
-    held = [holdings_of_stage(graph, costs, stage.blocks) for stage in plan.stages]
+    starts = [stage.blocks[0] for stage in plan.stages]
+    ranges = HoldingsOfRanges(RangeTables(graph, [*starts, len(graph.blocks)]), costs)
+    held = [ranges.of(s, s + 1) for s in range(plan.num_stages)]
     needed = bytes_of_ranks(plan, held, model, pipeline, schedule)
-    rank = _first_above(needed, limits)
+    each = enumerate(zip(needed, limits, strict=True))
+    rank = next((rank for rank, (used, limit) in each if used > limit * (1 + _ROUNDING)), None)
     if rank is None:
         return ""
     own = [str(number) for number, stage in enumerate(plan.stages) if rank in stage.ranks]
@@ -132,19 +132,11 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     )
 
 
-def _first_above(needed: Sequence[float], limits: Sequence[float]) -> int | None:
-    each = zip(needed, limits, strict=True)
-    return next((rank for rank, (used, limit) in enumerate(each) if used > limit * (1 + _ROUNDING)), None)
-
-
 @dataclass(frozen=True)
 class Deployment:
-    """A saved plan.
+    """A saved plan: read from a file, its stages have no blocks before `plan_from` finds them in a graph.
 
-    Attributes:
-        plan: the plan; read from a file, its stages have no blocks before `plan_from` finds them in a graph.
-        cuts: the name of the first block of each stage but the first; edited by hand, a module path.
-        fingerprint: what the plan is valid for.
+    `cuts` names the first block of each stage but the first; edited by hand, it may be a module path.
     """
 
     plan: Plan
@@ -251,11 +243,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
-    """Writes a deployment: the file is the old one or the new one, never half of it.
-
-    Raises:
-        DeploymentError: if it cannot be written.
-    """
+    """Writes a deployment whole or not at all; raises DeploymentError if it cannot be written."""
     try:
         write_whole(
             path, msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode() + "\n"
@@ -265,11 +253,7 @@ def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Deployment:
-    """Reads a deployment.
-
-    Raises:
-        DeploymentError: if there is no file, or it is damaged; names the key.
-    """
+    """Reads a deployment; raises DeploymentError, which names the key, if there is none or it is damaged."""
     try:
         content = parse(Path(at_home(path)).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -329,11 +313,7 @@ def _stage(stage: StagePlan, cut: str) -> _Stage:
 
 
 def _deployment(file: _File) -> Deployment:
-    """Returns the deployment of a file.
-
-    Raises:
-        ValueError: parts of it contradict each other; names the key.
-    """
+    """Returns the deployment of a file; raises ValueError if parts of it contradict each other."""
     predicted, valid_for, num_ranks = file.predicted, file.valid_for, file.valid_for.num_ranks
     _check(bool(file.stages), "stages", "empty", "one stage or more")
     first, ranks = file.stages[0].cut, f"one or more different ranks from 0 to {num_ranks - 1}"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.memory.rank_memory import choices_of, is_within
 from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
+from autovaruna.planner.rank_memory import choices_of, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
@@ -33,9 +33,6 @@ Progress = Callable[[str, float], None]
 
 class Evaluator:
     """What was simulated.
-
-    Args:
-        planner: of the problem.
 
     Attributes:
         best: the fastest plan so far.
@@ -70,8 +67,6 @@ class Evaluator:
         One that says what its stages hold is simulated by its own schedule alone.
 
         Args:
-            candidate: what to simulate.
-            below: plans that take as many seconds are of no use.
             like: one of `plans`: its schedule and its rule for depths are enough.
             is_quick: whether it is enough what fits by its depths, as it is where simulations are long.
         """
@@ -201,13 +196,7 @@ class Evaluator:
         return [min(bounds, key=bounds.__getitem__)] if bounds else []
 
     def best_of_each(self, kind: Callable[[Candidate], Hashable], most: int, near: float) -> list[Candidate]:
-        """Returns the best candidate of each kind, the fastest first.
-
-        Args:
-            kind: of a candidate.
-            most: no more than these.
-            near: none that takes so many times the least seconds.
-        """
+        """Returns the best of each kind, the fastest first: `most` at most, none slower than `near` times the best."""
         ordered = sorted(self.plans, key=lambda each: self.plans[each].predicted_seconds)
         first: dict[Hashable, Candidate] = {}
         for candidate in ordered:

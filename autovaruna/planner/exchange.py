@@ -27,11 +27,7 @@ _MOST_LOOKED_AT = 3
 
 
 class Exchange:
-    """What the ranks of a problem exchange in a step.
-
-    Args:
-        problem: Its `input_groups` say who passes which samples; if there are none, nothing is counted.
-    """
+    """What the ranks of a problem exchange in a step: nothing, where it does not say who passes which samples."""
 
     def __init__(self, problem: Problem) -> None:
         self._cluster, self._graph, self._groups = problem.cluster, problem.graph, problem.input_groups
@@ -161,21 +157,15 @@ class Exchange:
         return asks + link.seconds(count * num_bytes)
 
     def _count_input_bytes(self, blocks: tuple[int, ...]) -> float:
-        """Returns the bytes of a sample that a stage uses."""
         return sum(each.size.sample_bytes for each in self._graph.inputs if not _is_outside(each.consumers, blocks))
 
     def _count_output_bytes(self, blocks: tuple[int, ...]) -> float:
-        """Returns the bytes that a stage returns for each sample."""
         return sum(each.size.sample_bytes for each in self._outputs if not _is_outside((each.producer,), blocks))
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Micro-batches that a rank of a stage runs, of those who passed the same samples.
-
-    Attributes:
-        first, every, count: their places among the micro-batches of the rank, and their number.
-    """
+    """Micro-batches that a rank runs of samples from the same owners: their places among the rank's, and number."""
 
     rank: int
     owners: tuple[int, ...]
@@ -185,7 +175,6 @@ class _Made:
 
 
 def _some(places: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first few, and the last."""
     return (*places[:_MOST_LOOKED_AT], *places[_MOST_LOOKED_AT:][-1:])
 
 

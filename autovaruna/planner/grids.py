@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autovaruna.planner.bounds.range_bounds import waits_of
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
+from autovaruna.planner.range_bounds import waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, stage_limit
@@ -93,10 +93,7 @@ def _spread(most: int, num_ranks: int) -> list[int]:
 
 
 def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:
-    """Returns numbers of micro-batches whose sizes are powers of two, equally many for each replica where that may be.
-
-    As far as they are allowed, that is.
-    """
+    """Returns the allowed M whose sizes are powers of two, equally many for each replica where that may be."""
     low, high = micro_batch_range(problem)
     sizes = (2**k for k in range(problem.global_batch_size.bit_length() + 1))  # the last one is the whole batch
     shares = {math.ceil(problem.global_batch_size / (size * num_replicas)) for size in sizes}
@@ -119,10 +116,7 @@ def even_seconds(planner: Planner, grid: Grid) -> float:
 def groups_of_few(planner: Planner, counts: Sequence[int], *, may_differ: bool) -> Iterator[tuple[float, Ranks, int]]:
     """Yields ranks for each of several stages, in every order, with M, and about what a step takes.
 
-    Args:
-        planner: of the problem.
-        counts: every M.
-        may_differ: whether stages may have unequal numbers of ranks, where there are few.
+    If they may differ, few ranks are parted unequally, too.
     """
     problem = planner.problem
     num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
@@ -139,15 +133,7 @@ def groups_of_few(planner: Planner, counts: Sequence[int], *, may_differ: bool) 
 def cut_grids(
     planner: Planner, grids: Sequence[Grid], is_open: Callable[[Grid], bool]
 ) -> Iterator[tuple[Grid, list[Candidate]]]:
-    """Yields grids with their candidates: cuts by the formula, in several orders and layouts of ranks.
-
-    What promises most comes first.
-
-    Args:
-        planner: of the problem.
-        grids: which ones.
-        is_open: whether a grid may be of use, by what was found before.
-    """
+    """Yields grids that are open, with cuts by the formula in several orders and layouts of ranks; the best first."""
     alike: dict[tuple[int, int], list[Grid]] = {}
     for grid in sorted(grids, key=lambda grid: even_seconds(planner, grid)):
         alike.setdefault(grid[1:], []).append(grid)
@@ -159,7 +145,6 @@ def cut_grids(
 
 
 def _fewest_stages(planner: Planner, count: int) -> float:
-    """Returns the number of stages that there have to be for parameters and their state to fit."""
     sized = planner.sized(count)
     state = sized.model.fixed(sized.held_by(0, planner.tables.num_segments))
     return state / max(planner.problem.cluster.memory_bytes)
@@ -194,19 +179,13 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
 
 
 def _even_stages(planner: Planner, grid: Grid, order: Sequence[int]) -> list[Candidate]:
-    """Returns stages of even work, in every layout of the ranks."""
     work = planner.tables.prefix(planner.sized(grid.num_micro_batches).step_seconds)
     starts, replicas = even_starts(work, grid.num_stages), [grid.num_replicas] * grid.num_stages
     return [Candidate(starts, ranks, grid.num_micro_batches) for ranks in layouts(planner.problem, order, replicas)]
 
 
 def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
-    """Returns where stages start whose greatest work is least, whatever they wait for.
-
-    Args:
-        work: of all segments before each place, from 0 on.
-        num_stages: no more than segments.
-    """
+    """Returns where stages start whose greatest work is least; `work` is that of all segments before each place."""
     low, high, best = work[-1] / num_stages, float(work[-1]), list(range(num_stages))
     for _ in range(_HALVINGS):
         middle, starts = (low + high) / 2, [0]
@@ -223,12 +202,7 @@ def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
 def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Candidate]:
     """Yields the best split of each number of stages and ranks, by the formula, for M micro-batches, or of few all.
 
-    Of many ranks, replicas are multiples of a part of them.
-
-    Args:
-        planner: of the problem.
-        count: M.
-        below: splits that take as many seconds by the formula are of no use.
+    Of many ranks, replicas are multiples of a part of them. Splits that take `below` by the formula are left out.
     """
     problem, num_ranks = planner.problem, planner.problem.cluster.num_ranks
     forced, unit = forced_stages(problem), math.ceil(num_ranks / MAX_UNITS)

@@ -58,12 +58,10 @@ class _Shortage:
 
     @property
     def num_stages(self) -> int:
-        """Of the split."""
         return len(self.ranks)
 
     @property
     def missing_bytes(self) -> float:
-        """What the rank lacks."""
         return max(self.needed_bytes - self.limit_bytes, 0.0)
 
 
@@ -158,7 +156,6 @@ def _would_do(problem: Problem, tables: RangeTables, counts: Sequence[int], shor
 
 
 def _places(shortage: _Shortage, problem: Problem) -> str:
-    """Returns the stages of the rank that lacks most, with their first and last blocks."""
     names = [(problem.graph.blocks[first].name, problem.graph.blocks[last].name) for first, last in shortage.blocks]
     stages = [f"stage {s} ({a} to {b})" for s, (a, b) in zip(shortage.stages, names, strict=True)]
     return " and ".join(stages)
@@ -220,12 +217,7 @@ def _advice(problem: Problem, sized: SizedProblem, worst: _Shortage) -> Iterator
 
 
 def to_give(cluster: Cluster, needed: Mapping[int, float]) -> str:
-    """Returns what to give to ranks that lack memory, each its own where ranks differ, so that a plan fits.
-
-    Args:
-        cluster: with the limits.
-        needed: by rank, bytes that are needed, more than there are.
-    """
+    """Returns what to give to ranks that lack memory, by the bytes that each needs, so that a plan fits."""
     margin = cluster.memory_margin
     whose: dict[str, list[int]] = {}
     for rank, num_bytes in sorted(needed.items(), key=lambda each: -each[1]):

@@ -33,27 +33,20 @@ _FEW_STAGES_IN_ANY_ORDER = 6
 """So many may come in every order, of which there are 31 at most."""
 
 
-def patterns(
-    num_groups: int, most_each: int, num_stages: int = 0, more_than: int = 1, *, has_any_order: bool = False
-) -> Iterator[Pattern]:
-    """Yields patterns over so many groups with at most so many stages each, neighbours on different ones.
+def patterns(num_groups: int, most_each: int, num_stages: int = 0, *, has_any_order: bool = False) -> Iterator[Pattern]:
+    """Yields patterns over K groups with at most so many stages each, neighbours on different ones.
 
     Args:
-        num_groups: K, 2 or more.
-        most_each: the most stages of a group.
         num_stages: the only number of stages; 0: any.
-        more_than: patterns of so many rounds and fewer are left out.
         has_any_order: whether every order of few stages comes, not only turns and ways there and back.
     """
-    rounds = [
-        each for each in range(more_than + 1, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)
-    ]
+    rounds = [each for each in range(2, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)]
     in_turn = {num_groups * each for each in rounds} | {num_groups + 1}
     in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= _FEW_GROUPS else set()
     for length in [num_stages] if num_stages else sorted(in_turn):
-        if num_groups * more_than < length <= num_groups * most_each:
+        if num_groups < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))
-    for each in range(more_than + 1, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
+    for each in range(2, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
         there = [*range(num_groups), *range(num_groups - 2, 0, -1)]
         for length in (each * (num_groups - 1) + 1, each * (num_groups - 1)):  # the whole way, or without its end
             if num_stages in (0, length) and each <= most_each:
@@ -175,14 +168,7 @@ def shapes_of_grids(
     *,
     has_any_order: bool = False,
 ) -> list[Shape]:
-    """Returns shapes on the ranks of plans with one stage a rank, what promises most first.
-
-    Args:
-        planner: of the problem.
-        most_each: the most stages of a rank.
-        grids: the seconds, ranks and micro-batches of plans with one stage a rank.
-        num_stages, has_any_order: of `patterns`.
-    """
+    """Returns shapes on the ranks of plans with one stage a rank, given with their seconds and M; the best first."""
     fastest, found = max(planner.problem.cluster.speeds), list[Shape]()
     for seconds, groups, count in grids:
         sized, num_groups = planner.sized(count), len(groups)
@@ -220,18 +206,14 @@ def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Seq
 
 
 def candidates_of(planner: Planner, shape: Shape, *, has_all_cuts: bool = False) -> Iterator[Candidate]:
-    """Yields a shape with cuts that are ever more even, and for few ranks with those that suit their memory.
-
-    Args:
-        planner: of the problem.
-        shape: the shape.
-        has_all_cuts: whether the others follow, if there are few.
-    """
+    """Yields a shape with cuts that are ever more even, for few ranks with some that suit their memory, or with all."""
     sized = planner.sized(shape.num_micro_batches)
     work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
     ranks = tuple(shape.groups[group] for group in shape.pattern)
-    for starts in cut_evenly(work, _loads(planner, shape.groups, shape.num_micro_batches), shape.pattern):
-        yield Candidate(starts, ranks, shape.num_micro_batches)
+    speeds, count = planner.problem.cluster.speeds, shape.num_micro_batches
+    loads = [max(share_of(count, len(g), k) / speeds[rank] for k, rank in enumerate(g)) for g in shape.groups]
+    for starts in cut_evenly(work, loads, shape.pattern):
+        yield Candidate(starts, ranks, count)
     if planner.problem.cluster.num_ranks <= MAX_UNITS:
         suited = cut_for_ranks(planner, shape.num_micro_batches, ranks)
         if suited:
@@ -240,9 +222,3 @@ def candidates_of(planner: Planner, shape: Shape, *, has_all_cuts: bool = False)
     if has_all_cuts and math.comb(segments - 1, num_cuts) <= _FEW_CUTS:
         for inner in combinations(range(1, segments), num_cuts):
             yield Candidate((0, *inner), ranks, shape.num_micro_batches)
-
-
-def _loads(planner: Planner, groups: Ranks, count: int) -> list[float]:
-    """Returns for each group the micro-batches of a rank over its speed, of the rank for which that is most."""
-    speeds = planner.problem.cluster.speeds
-    return [max(share_of(count, len(g), k) / speeds[rank] for k, rank in enumerate(g)) for g in groups]

@@ -10,11 +10,10 @@ from itertools import chain, combinations, product
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
 from autovaruna.planner.grids import cut_for_ranks
-from autovaruna.planner.memory.rank_memory import Option, choices_of, fit
 from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import SPLIT_SCHEDULE
+from autovaruna.planner.rank_memory import Option, choices_of
 from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, stages_per_rank, variants
-from autovaruna.schedule.pipeline import latency_depth, textbook_depth
 
 BETTER = 0.9995
 """What a move has to save: a plan that is hardly faster is not worth the next simulations."""
@@ -35,13 +34,9 @@ Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 
 
 def improve(trials: Evaluator, start: Candidate, most_seconds: float, moves: Sequence[Move]) -> None:
-    """Changes a candidate until no move makes it better, or simulations took so many seconds.
+    """Changes a candidate until no move makes it better, or simulations took so many seconds by the planner's count.
 
-    Args:
-        trials: is given all that is tried.
-        start: one of its candidates.
-        most_seconds: what simulations may take, by the planner's count, so that a search ends alike everywhere.
-        moves: kinds of moves; each is tried when those before it are of no use, which then are tried again.
+    Each kind of move is tried when those before it are of no use; after a success they begin anew.
     """
     planner, seconds, kind = trials.planner, trials.plans[start].predicted_seconds, 0
     limit = planner.spent_seconds + most_seconds
@@ -112,9 +107,7 @@ def move_ranks(planner: Planner, start: Candidate) -> Iterator[Candidate]:
 def move_choices(trials: Evaluator, most_seconds: float) -> Move:
     """Returns the move that has stages hold more or less: by depths, recompute and what they defer.
 
-    Args:
-        trials: knows what the stages of a candidate hold now.
-        most_seconds: what simulations may take.
+    It yields nothing where its simulations would take more than a part of `most_seconds`.
     """
 
     def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
@@ -129,12 +122,7 @@ Options = Sequence[Option]
 
 
 class _Changes:
-    """What the stages of a candidate may hold.
-
-    Args:
-        planner: of the problem.
-        start: the candidate, which says what its stages hold.
-    """
+    """What the stages of a candidate may hold, which says what they hold now."""
 
     def __init__(self, planner: Planner, start: Candidate) -> None:
         self.planner, self.start, self.constraints = planner, start, planner.problem.constraints
@@ -147,29 +135,20 @@ class _Changes:
         self.schedules = tuple(dict.fromkeys([*(schedule for _, schedule in pairs), *more]))
 
     def __iter__(self) -> Iterator[Candidate]:
-        for schedule, options in (*self._of_a_stage(), *self._by_rules()):
-            yield self._with(schedule, options)
+        yield from self._of_a_stage()
+        for schedule in self.schedules:
+            if self._may_run(schedule, self.options):
+                yield self._with(schedule, self.options)
         yield from self._together()
         yield from self._in_pairs()
 
     def _with(self, schedule: str, options: Options) -> Candidate:
         return replace(self.start, schedule=schedule, choices=choices_of(options))
 
-    def _of_a_stage(self) -> Iterator[tuple[str, Options]]:
-        """Yields each stage in other ways."""
+    def _of_a_stage(self) -> Iterator[Candidate]:
         for stage in range(len(self.options)):
             for way in self._ways(stage):
-                yield self.start.schedule, [*self.options[:stage], way, *self.options[stage + 1 :]]
-
-    def _by_rules(self) -> Iterator[tuple[str, Options]]:
-        """Yields depths by a rule, as far as there is memory, and recompute of one stage changed; other schedules."""
-        for fitted in () if self._has_fixed_depths else self._fitted():
-            for each in self.schedules:
-                if self._may_run(each, fitted):
-                    yield each, fitted
-        for each in self.schedules:
-            if self._may_run(each, self.options):
-                yield each, self.options
+                yield self._with(self.start.schedule, [*self.options[:stage], way, *self.options[stage + 1 :]])
 
     def _together(self) -> Iterator[Candidate]:
         """Yields all ways of all stages, if they are few: two may have to change of which neither is of use alone."""
@@ -208,7 +187,6 @@ class _Changes:
         return schedule != "gpipe" or all(option.in_flight >= share for option, share in shares)
 
     def _ways(self, stage: int) -> Iterator[Option]:
-        """Yields a stage with other recompute, depths and deferral."""
         now, share = self.options[stage], self.shares[stage]
         near = {now.in_flight + change for change in (-1, 0, 1)} | set(spread(1, share, _RATIO))
         depths = sorted(near & set(range(1, share + 1)), reverse=True)
@@ -222,35 +200,6 @@ class _Changes:
         most = self.planner.most_deferred(self.start, stage, self.counts)
         return [0, *spread(1, max(most, self.shares[stage]), _RATIO)] if most else [0]
 
-    def _fitted(self) -> Iterator[Options]:
-        """Yields depths by each rule, as far as there is memory, with recompute of one stage changed, and of none."""
-        stages = range(len(self.options))
-        for rule, changed in product(_RULES, (*stages, None)):
-            options = [
-                option._replace(
-                    in_flight=max(1, min(rule(len(stages), s, self.counts), self.shares[s])),
-                    least_in_flight=1,
-                    spares_recompute=True,
-                    needs_recompute=option.needs_recompute != (s == changed),
-                )
-                for s, option in enumerate(self.options)
-            ]
-            if all(option.needs_recompute in self.sized.recompute_choices for option in options):
-                fitted = fit(self.sized, options, self.planner.limits)
-                if fitted is not None:
-                    yield fitted
-
     @property
     def _has_fixed_depths(self) -> bool:
         return bool(self.constraints.in_flight) or self.start.schedule == "gpipe"
-
-
-def _deepest(num_stages: int, stage: int, counts: Sequence[int]) -> int:
-    return 1 << 30
-
-
-def _one_more(num_stages: int, stage: int, counts: Sequence[int]) -> int:
-    return textbook_depth(num_stages, stage, counts) + 1
-
-
-_RULES: tuple[Callable[[int, int, Sequence[int]], int], ...] = (textbook_depth, _one_more, latency_depth, _deepest)

@@ -31,11 +31,8 @@ def is_uniform(cluster: Cluster) -> bool:
 def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
     """Returns orders in which stages may get the ranks: host by host, and by speed and memory where they differ.
 
-    Where hosts have unequal numbers of ranks, those of one order that are not left over are of the largest hosts.
-
-    Args:
-        problem: with the ranks.
-        most: if there are no more orders than that, counting ranks of one class as equal, all of them.
+    Where hosts have unequal numbers of ranks, those of one order that are not left over are of the largest hosts. If
+    there are no more than `most` orders, counting ranks of one class as equal, it is all of them.
     """
     cluster = problem.cluster
     classes = classes_of(cluster)
@@ -54,18 +51,6 @@ def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
             by_rising_host = sorted(rising, key=lambda rank: (hosts[cluster.hosts[rank]], first[cluster.hosts[rank]]))
             orders += [rising, falling, by_rising_host, by_rising_host[::-1]]
     return [order for k, order in enumerate(orders) if order not in orders[:k]]
-
-
-def order_of(problem: Problem, ranks: Ranks) -> list[int]:
-    """Returns the order in which these stages have got their ranks, with the others where ranks are left over.
-
-    Of many ranks it is the first of all orders: stages that lie side by side on many hosts have none of their own.
-    """
-    if problem.cluster.num_ranks > _FEW_RANKS:
-        return rank_orders(problem)[0]
-    used = list(dict.fromkeys(rank for stage in ranks for rank in stage))
-    others = [rank for rank in rank_orders(problem)[0] if rank not in set(used)]
-    return used + others if is_uniform(problem.cluster) else others + used
 
 
 def _arrangements(classes: Sequence[int]) -> Iterator[list[int]]:
@@ -107,7 +92,6 @@ def in_a_row(problem: Problem, order: Sequence[int], replicas: Sequence[int]) ->
 
 
 def _used(cluster: Cluster, order: Sequence[int], count: int) -> list[int]:
-    """Returns the ranks that are not left over."""
     return list(order[:count]) if is_uniform(cluster) else list(order[len(order) - count :])
 
 

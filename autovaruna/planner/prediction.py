@@ -23,11 +23,7 @@ from autovaruna.schedule.simulator import simulate, simulate_below
 
 
 class Edges:
-    """Finds the edges of plans of one graph, all values at once: a search asks for thousands of plans.
-
-    Args:
-        graph: the graph.
-    """
+    """Finds the edges of plans of one graph, all values at once: a search asks for thousands of plans."""
 
     def __init__(self, graph: Graph) -> None:
         self.num_blocks = len(graph.blocks)
@@ -36,18 +32,10 @@ class Edges:
         self.fixed_bytes = np.array([value.size.fixed_bytes for value in graph.values], dtype=np.float64)
         self.sample_bytes = np.array([value.size.sample_bytes for value in graph.values], dtype=np.float64)
         self.has_gradient = np.array([value.needs_gradient for value in graph.values], dtype=bool)
-        self.known = lru_cache(maxsize=64)(self._between)
-
-    def between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
-        """Returns the edges between stages.
-
-        Args:
-            stages: the blocks of each stage.
-            micro_batch_size: how many samples a message is about.
-        """
-        return self.known(stages, micro_batch_size)
+        self.between = lru_cache(maxsize=64)(self._between)
 
     def _between(self, stages: tuple[tuple[int, ...], ...], micro_batch_size: float) -> tuple[Edge, ...]:
+        """Returns the edges between stages, of which the blocks are given, for messages of so many samples."""
         stage_of, count = np.empty(self.num_blocks, dtype=np.int64), len(stages)
         for stage, blocks in enumerate(stages):
             is_range = blocks[-1] - blocks[0] + 1 == len(blocks)
@@ -67,13 +55,7 @@ class Edges:
 
 
 def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
-    """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster.
-
-    Args:
-        plan: the plan.
-        graph: its graph.
-        edges: of the graph, if they are at hand.
-    """
+    """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
     return Pipeline(
         tuple(_times(stage) for stage in plan.stages),
         (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size),
@@ -87,11 +69,7 @@ def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipelin
 
 
 def policy_of(name: str) -> Policy:
-    """Returns the policy of that name.
-
-    Raises:
-        PlanError: if there is none.
-    """
+    """Returns the policy of that name; raises PlanError if there is none."""
     if name not in POLICIES:
         raise PlanError(f"schedule is {name!r}, expected one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
@@ -154,12 +132,7 @@ def unlike_parts(pipeline: Pipeline) -> list[Pipeline]:
 
 
 def schedule_by_parts(pipeline: Pipeline, schedule_of: Callable[[Pipeline], Schedule]) -> Schedule:
-    """Returns a schedule in which every part of a pipeline goes as the first one like it.
-
-    Args:
-        pipeline: The pipeline.
-        schedule_of: Makes the schedule of a part.
-    """
+    """Returns a schedule in which every part of a pipeline goes as the first one like it."""
     parts = _num_parts(pipeline)
     known: dict[tuple[object, int], Schedule] = {}
     rows: list[tuple[Instruction, ...]] = [()] * pipeline.num_ranks
@@ -227,7 +200,6 @@ def _part(pipeline: Pipeline, parts: int, place: int) -> Pipeline:
 
 
 def _ranks_of_part(pipeline: Pipeline, parts: int, place: int) -> list[int]:
-    """Returns the ranks of a part, in the order in which its stages have them."""
     return list(dict.fromkeys(rank for stage in pipeline.stages for rank in stage.ranks[place::parts]))
 
 
@@ -249,17 +221,10 @@ Dependence = tuple[int, int, bool]
 
 
 class Orders:
-    """The schedules of one plan.
+    """The schedules of one plan; raises ScheduleError if it allows none.
 
     Another call of the model (with layers that were frozen before, or on another path) may have messages that the
     planned one has not. Then ranks that kept the planned order could wait for each other for ever.
-
-    Args:
-        plan: The plan.
-        graph: The graph that was planned.
-
-    Raises:
-        ScheduleError: the plan allows no schedule.
     """
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
@@ -330,10 +295,7 @@ class Predictor:
     def step_seconds(self, pipeline: Pipeline, policy: Policy, below: float = math.inf) -> float:
         """Simulates a step; of a long one two shorter ones that end alike, since its middle repeats itself.
 
-        Args:
-            pipeline: what to simulate.
-            policy: the order of its instructions.
-            below: steps that take as long or longer may come out as infinite.
+        Steps that take `below` or longer may come out as infinite.
         """
         longest = 0.0
         for part in self._parts(pipeline):
@@ -357,10 +319,7 @@ class Predictor:
         return once + (more - once) * repeats / extra
 
     def _parts(self, pipeline: Pipeline) -> list[Bounds]:
-        """Returns the bounds of the parts that may take longest, the greatest first.
-
-        A pipeline is bounded first and then simulated, by one schedule after the other.
-        """
+        """Returns the bounds of the parts that may take longest, the greatest first; kept for the next question."""
         known, parts = self._known
         if pipeline is not known:
             parts = sorted(map(Bounds, unlike_parts(pipeline)), key=lambda part: -part.lower)
@@ -372,7 +331,6 @@ class Predictor:
     def _simulate(
         self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
     ) -> float:
-        """Simulates a step, as far as it may take less than `below`."""
         found, num_acts = simulate_below(pipeline, policy, below, bounds)
         self.num_acts += _ACTS_OF_A_START * pipeline.num_stages + num_acts * acts_of_an_act(pipeline)
         self._last = pipeline, policy, found
@@ -381,10 +339,7 @@ class Predictor:
     def whole(self, pipeline: Pipeline, policy: Policy, *, is_quick: bool = False) -> tuple[Pipeline, Simulation]:
         """Returns what `telling` makes of a pipeline, simulated; what was simulated last is not simulated again.
 
-        Args:
-            pipeline: what to simulate.
-            policy: the order of its instructions.
-            is_quick: whether the part of the greatest bound is enough, where parts differ and all take long.
+        If `is_quick`, the part of the greatest bound is enough, where parts differ and all take long.
         """
         is_long = policy.num_instructions(pipeline) > _ACTS_OF_A_SHORT_STEP
         is_part = (is_quick and is_long) or _is_alike(pipeline)
@@ -397,10 +352,5 @@ class Predictor:
 
 
 def least_seconds(counts: list[int], num_micro_batches: int) -> float:
-    """Returns what the simulation of a step takes at least, counted as `spent_seconds` is.
-
-    Args:
-        counts: replicas of each stage.
-        num_micro_batches: M.
-    """
+    """Returns what a simulation takes at least, by replicas of each stage and M, counted as `spent_seconds` is."""
     return 2 * num_micro_batches / math.gcd(*counts) * len(counts) * SECONDS_OF_AN_ACT

@@ -28,7 +28,6 @@ class Constraints:
     """What the user has already decided; 0 or empty leaves the choice to the planner.
 
     Attributes:
-        num_stages: the number of stages S.
         num_replicas: the number of replicas of every stage.
         num_micro_batches: the number of micro-batches M of the whole global batch.
         micro_batch_size: samples of a micro-batch (used when `num_micro_batches` is 0).
@@ -37,12 +36,11 @@ class Constraints:
         schedule: the name of a policy, or ``auto``.
         in_flight: the in-flight depth of every stage.
         cuts: the first block of each stage but the first: a block name, or a module path (its first block).
-        stage_ranks: the ranks of each stage.
         simplicity: the share of the fastest step that a plan may take longer if it is simpler; 0: the fastest plan.
         max_stages_per_rank: the most stages of a rank; 0: as many as pay, up to `most_stages_per_rank`.
         may_split: whether stages can compute weight gradients apart from backward.
         cutpoints: ``only`` cuts at the user's cut points alone, ``prefer`` there unless elsewhere is better by more
-            than `cut_points.PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
+            than `PREFER_MARGIN` or no cut there fits, ``ignore`` anywhere.
     """
 
     num_stages: int = 0
@@ -153,11 +151,7 @@ def check_problem(problem: Problem) -> None:
 
 
 def micro_batch_range(problem: Problem) -> tuple[int, int]:
-    """Returns the least and the greatest M that the settings and the batch allow.
-
-    Raises:
-        PlanError: if no M is left.
-    """
+    """Returns the least and the greatest M that the settings and the batch allow; raises PlanError if none is left."""
     constraints, batch = problem.constraints, problem.global_batch_size
     inputs = problem.min_micro_batches_for_inputs
     forced = constraints.num_micro_batches

@@ -7,9 +7,10 @@ chain evenly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,57 +47,36 @@ class CostTable:
 
     Two rules keep noise out: a larger micro-batch never costs less than a smaller one, and below the smallest
     measured size a cost falls no faster than in proportion.
-
-    Args:
-        profile: The profile.
     """
 
     def __init__(self, profile: Profile) -> None:
         sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
         order = np.argsort(sizes)
         self._sizes = sizes[order]
-        self._fields = [np.maximum.accumulate(_field(profile, name)[order], axis=0) for name in _FIELDS]
-        self._last = lru_cache(maxsize=_MOST_KNOWN)(self._read)
+        names = [each.name for each in fields(Costs)[1:]]
+        rows = (np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs]) for name in names)
+        self._rows = [np.maximum.accumulate(row.astype(np.float64)[order], axis=0) for row in rows]
+        self._read = lru_cache(maxsize=_MOST_KNOWN)(self._interpolated)
 
     def at(self, micro_batch_size: float) -> Costs:
         """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
-        return self._last(micro_batch_size)
+        return self._read(micro_batch_size)
 
-    def _read(self, micro_batch_size: float) -> Costs:
-        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._fields)
+    def _interpolated(self, micro_batch_size: float) -> Costs:
+        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._rows)
         return Costs(micro_batch_size, *arrays)
-
-
-_FIELDS = (
-    "forward_seconds",
-    "backward_seconds",
-    "saved_bytes",
-    "work_bytes",
-    "weight_seconds",
-    "split_seconds",
-    "deferred_bytes",
-)
-
-
-def _field(profile: Profile, name: str) -> Array:
-    return np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs], dtype=np.float64)
 
 
 def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
     """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers."""
     if len(sizes) == 1:
         return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
-    right, share = _place(sizes, size)
+    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+    share = float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
     row = rows[right - 1] + share * (rows[right] - rows[right - 1])
     if size < sizes[0]:
         row = np.maximum(row, rows[0] * (size / sizes[0]))
     return np.asarray(row, dtype=np.float64)
-
-
-def _place(sizes: Array, size: float) -> tuple[int, float]:
-    """Returns the second of the two sizes to go by, and how far `size` lies between them."""
-    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
-    return right, float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
 
 
 _ROWS = 32
@@ -111,10 +91,9 @@ class ChainPartition:
 
 
 def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
-    """Returns the split into ``len(stage_costs)`` stages whose greatest cost is least, or None if there is none.
+    """Returns the split into stages whose greatest cost is least, or None if there is none.
 
-    Args:
-        stage_costs: for each stage the matrix of its costs, ``(n + 1, n + 1)``, infinite for what is not allowed.
+    Each stage has a matrix of its costs, ``(n + 1, n + 1)``, infinite for what is not allowed.
     """
     n = stage_costs[0].shape[0] - 1
     best = np.full(n + 1, np.inf)
@@ -147,12 +126,7 @@ def _put_before(costs: Array, best: Array) -> tuple[Array, NDArray[np.int64]]:
 
 
 class Flow:
-    """Where some values of a graph go; what that says of their blocks is found once, and asked for every M.
-
-    Args:
-        values: the values.
-        num_blocks: of the graph.
-    """
+    """Where some values of a graph go; what that says of their blocks is found once, and asked for every M."""
 
     def __init__(self, values: Sequence[Value], num_blocks: int) -> None:
         self.values, self.num_blocks = values, num_blocks
@@ -246,21 +220,15 @@ class SizedTable:
     fixed_bytes: Array
     sample_bytes: Array
 
-    def at(self, micro_batch_size: float) -> Array:
-        """Returns the table for a micro-batch of `micro_batch_size` samples."""
-        return np.asarray(self.fixed_bytes + self.sample_bytes * micro_batch_size, dtype=np.float64)
-
-    def of(self, i: int, j: int, micro_batch_size: float) -> float:
-        """Returns one entry of the table for a micro-batch of `micro_batch_size` samples."""
-        return float(self.fixed_bytes[i, j] + self.sample_bytes[i, j] * micro_batch_size)
+    def at(self, micro_batch_size: float, where: Any = ...) -> Array:
+        """Returns the table for a micro-batch of `micro_batch_size` samples, or one entry of it."""
+        return np.asarray(self.fixed_bytes[where] + self.sample_bytes[where] * micro_batch_size, dtype=np.float64)
 
 
 class _Rectangles:
     """Rectangles of an ``(n+1, n+1)`` matrix, some for each of some things, to which the things add their weights.
 
-    Args:
-        n: the number of segments.
-        found: for each rectangle its thing, first row, row behind the last, first column, column behind the last.
+    Each is a thing, its first row, the row behind the last, the first column, and the column behind the last.
     """
 
     def __init__(self, n: int, found: Iterable[tuple[int, int, int, int, int]]) -> None:
@@ -272,7 +240,6 @@ class _Rectangles:
                                  bottom * (n + 2) + right], axis=1)  # fmt: skip
 
     def total(self, weights: Sequence[float]) -> Array:
-        """Returns the sums of the weights, of which each thing has one."""
         each, n = np.array(weights, dtype=np.float64), self.n
         if not each.any():
             return np.zeros((n + 1, n + 1))
@@ -283,7 +250,6 @@ class _Rectangles:
         return np.asarray(np.maximum(sums, 0.0), dtype=np.float64)
 
     def sized(self, sizes: Sequence[Size]) -> SizedTable:
-        """Returns the sums of sizes, of which each thing has one."""
         return SizedTable(
             self.total([size.fixed_bytes for size in sizes]), self.total([size.sample_bytes for size in sizes])
         )
@@ -293,12 +259,7 @@ _SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
 
 
 class RangeTables:
-    """Every table of a graph whose cuts are restricted to some positions.
-
-    Args:
-        graph: the graph.
-        positions: block indices where a segment starts, ascending, from 0, and the number of blocks at the end.
-    """
+    """Every table of a graph whose stages start at some positions, from 0 to the number of blocks, which is the end."""
 
     def __init__(self, graph: Graph, positions: Sequence[int]) -> None:
         self.positions = np.array(positions, dtype=np.int64)
@@ -377,21 +338,6 @@ class RangeTables:
         return self.add_up(weights)
 
 
-class TablesOfGraph:
-    """Makes the tables of a graph once for the same positions: the searches of one plan begin with the same ones."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self._made: dict[tuple[int, ...], RangeTables] = {}
-
-    def at(self, positions: Sequence[int]) -> RangeTables:
-        """Returns the tables for cuts at these positions."""
-        key = tuple(positions)
-        if key not in self._made:
-            self._made[key] = RangeTables(self.graph, key)
-        return self._made[key]
-
-
 def gradient_bytes(graph: Graph) -> Array:
     """Returns the bytes of the gradients that each block makes; a parameter's uses have one each."""
     made = np.zeros(len(graph.blocks))
@@ -402,7 +348,6 @@ def gradient_bytes(graph: Graph) -> Array:
 
 
 def _largest(graph: Graph, parameters: Iterable[Parameter]) -> Array:
-    """Returns the bytes of the largest of some parameters in each block."""
     largest = np.zeros(len(graph.blocks))
     for parameter in parameters:
         places = list(parameter.blocks)

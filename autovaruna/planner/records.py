@@ -9,7 +9,6 @@ from typing import NamedTuple
 from autovaruna.config.files import Amount, Count
 from autovaruna.profiler.records import LinkCost
 
-FORMAT_VERSION = 1
 UNKNOWN_LINK = LinkCost(1e-5, 1e10)
 
 
@@ -121,7 +120,6 @@ class Plan:
     block_bytes: BlockBytes | None = None
     shares_state: bool = False
     given_up: str = ""
-    format_version: int = FORMAT_VERSION
 
     @property
     def num_stages(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 
 import numpy as np
 
-from autovaruna.planner.bounds.proof import WORTH, Proof
+from autovaruna.graph.records import Graph
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
 from autovaruna.planner.grids import (
@@ -28,10 +29,11 @@ from autovaruna.planner.grids import (
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
-from autovaruna.planner.memory.rank_memory import is_within
 from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
-from autovaruna.planner.ranges import RangeTables, TablesOfGraph
+from autovaruna.planner.proof import WORTH, Proof
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rank_memory import is_within
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
 from autovaruna.planner.search_space import (
     cut_positions,
@@ -64,11 +66,7 @@ _CELLS = 10**6
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
-    """Returns the simplest plan whose simulated step takes hardly longer than the least.
-
-    Args:
-        problem: what to plan, and what the user has already decided; `simplicity` says what "hardly" is.
-        progress: is told how far the search is.
+    """Returns the simplest plan whose simulated step takes hardly longer than the least: `simplicity` says how much.
 
     Raises:
         PlanError: the settings contradict each other, or no plan fits; says what is missing.
@@ -81,15 +79,10 @@ def plan_and_choices(
 ) -> tuple[Plan, list[Choice]]:
     """Returns the plan, and beside it the best plan of every regular grid that fits, the fastest first.
 
-    Arguments and errors are those of `make_plan`.
-
-    Args:
-        problem: what to plan.
-        progress: is told how far the search is.
-        has_all_rows: whether grids are simulated, too, that are far from the best.
+    With `has_all_rows` grids are simulated, too, that are far from the best. Errors are those of `make_plan`.
     """
     check_problem(problem)
-    hears, tables = progress or (lambda what, share: None), TablesOfGraph(problem.graph)
+    hears, tables = progress or (lambda what, share: None), _tables_of(problem.graph)
     searches = list[_Search]()
 
     def search(each: Problem) -> Plan:
@@ -109,25 +102,26 @@ def plan_and_choices(
 
 def least_grid_seconds(problem: Problem) -> float:
     """Returns the least seconds of the regular grids of a problem, infinite if none fits: soon known."""
-    search = _Search(problem, lambda what, share: None, TablesOfGraph(problem.graph), has_all_rows=False)
+    search = _Search(problem, lambda what, share: None, _tables_of(problem.graph), has_all_rows=False)
     search.try_grids()
     return search.trials.least_seconds
 
 
+_Tables = Callable[[tuple[int, ...]], RangeTables]
+
+
+def _tables_of(graph: Graph) -> _Tables:
+    """Returns what makes the tables of a graph once for the same positions: several searches begin with these."""
+    return cache(lambda positions: RangeTables(graph, positions))
+
+
 class _Search:
-    """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all.
+    """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
 
-    Args:
-        problem: what to plan.
-        progress: is told how far the search is.
-        tables: of the graph, for any cuts.
-        has_all_rows: whether grids are simulated that are far from the best.
-    """
-
-    def __init__(self, problem: Problem, progress: Progress, tables: TablesOfGraph, *, has_all_rows: bool) -> None:
+    def __init__(self, problem: Problem, progress: Progress, tables: _Tables, *, has_all_rows: bool) -> None:
         self.problem, self.progress, self.has_all_rows = problem, progress, has_all_rows
         self.counts = micro_batch_counts(problem)
-        self.tables = tables.at(cut_positions(problem))
+        self.tables = tables(tuple(cut_positions(problem)))
         self.planner = Planner(problem, self.tables)
         self.most_each = stages_per_rank(problem)
         self.trials = Evaluator(self.planner)
@@ -136,11 +130,7 @@ class _Search:
         self.found: Plan | None = None
 
     def run(self) -> Plan:
-        """Returns the plan.
-
-        Raises:
-            PlanError: none fits.
-        """
+        """Returns the plan; raises PlanError if none fits."""
         if exceeds_all(self.planner.sized(max(self.counts))):
             raise explain_infeasible(self.problem, self.tables, self.counts)
         self._try_all()
@@ -155,7 +145,7 @@ class _Search:
         if self.has_all_rows and not self.problem.constraints.stage_ranks:
             grids = grids_of(self.problem, self.tables.num_segments)
             self._simulate([grid for grid in grids if grid not in self.rows], math.inf, _MOST_OF_A_ROW)
-        self.found = self._proven(self._with_finer_cuts(self._simplest()))
+        self.found = self._proven(self._with_finer_cuts(*self._simplest()))
         return self.found
 
     def _try_all(self) -> None:
@@ -185,13 +175,7 @@ class _Search:
         self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
 
     def _simulate(self, grids: Sequence[Grid], near: float, most_each: float = math.inf) -> None:
-        """Simulates regular grids, but those that take more than `near` times the least seconds.
-
-        Args:
-            grids: which ones.
-            near: how many times.
-            most_each: those are left out whose simulation takes longer.
-        """
+        """Simulates regular grids, but those far slower than the best, and those that take too long to simulate."""
         trials, num_long = self.trials, 0
 
         def is_open(grid: Grid) -> bool:
@@ -282,13 +266,9 @@ class _Search:
         return least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
 
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
-        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
+        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula, until `end`.
 
         The best of each number of groups and stages come first, then the next best of each.
-
-        Args:
-            shapes: what promises most first.
-            end: of `spent_seconds`, at which there are enough.
         """
         bounded, free = list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
         for shape in shapes:
@@ -326,24 +306,24 @@ class _Search:
                 improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
             improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
 
-    def _simplest(self) -> Plan:
+    def _simplest(self) -> tuple[Candidate, Plan]:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
         best, simplicity = self.trials.best, self.problem.constraints.simplicity
         assert best is not None
         limit = best.predicted_seconds * (1.0 + simplicity)
-        ordered = sorted(self.trials.plans.values(), key=lambda plan: plan.predicted_seconds)
-        near = [plan for plan in ordered if plan.predicted_seconds <= limit]
-        for plan in [*(sorted(near, key=Simplicity.of) if simplicity else near), *ordered[len(near) :]]:
+        ordered = sorted(self.trials.plans.items(), key=lambda each: each[1].predicted_seconds)
+        near = [each for each in ordered if each[1].predicted_seconds <= limit]
+        simplest = sorted(near, key=lambda each: Simplicity.of(each[1])) if simplicity else near
+        for candidate, plan in (*simplest, *ordered[len(near) :]):
             whole = self.planner.predict_whole(plan)
             if is_within(whole, self.planner.limits):  # So far, of many ranks only some were asked.
-                return replace(whole, given_up=what_was_given_up(whole, best))
+                return candidate, replace(whole, given_up=what_was_given_up(whole, best))
         raise explain_infeasible(self.problem, self.tables, self.counts)
 
-    def _with_finer_cuts(self, plan: Plan) -> Plan:
+    def _with_finer_cuts(self, candidate: Candidate, plan: Plan) -> Plan:
         """Lets the cuts of a plan move between the segments of a large graph, and again from where they came to."""
         if self.tables.num_segments == len(self.problem.graph.blocks) or self.problem.constraints.has_fixed_places:
             return plan
-        candidate = min(self.trials.plans, key=lambda each: _is_other(self.trials.plans[each], plan))
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
         spent = 0.0
         while spent < _FINE_SECONDS:
@@ -372,22 +352,12 @@ class _Search:
         return fine, [int(tables.positions[place]) for place in found.starts]
 
     def _proven(self, plan: Plan) -> Plan:
-        """Returns the plan with the bytes of its blocks and its bound."""
         self.progress("proving how good the plan is", 1.0)
         plan = self.planner.with_block_bytes(plan)
         singles = (each for each in self.trials.plans.values() if not each.is_shared)
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
         single = self.trials.best if self.most_each == 1 else single
         return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
-
-
-def _is_other(plan: Plan, chosen: Plan) -> bool:
-    """Says whether a plan is not the one that was chosen, but for what was predicted of it later."""
-    facts = [
-        (each.num_micro_batches, each.schedule, [(s.blocks, s.ranks, s.needs_recompute) for s in each.stages])
-        for each in (plan, chosen)
-    ]
-    return facts[0] != facts[1]
 
 
 def _kind(candidate: Candidate) -> tuple[int, bool, bool]:

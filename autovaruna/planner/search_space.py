@@ -200,15 +200,7 @@ _log = logging.getLogger(__name__)
 
 
 def plan_with_cut_points(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
-    """Returns the best plan that heeds the cut points as the user asked.
-
-    Args:
-        problem: What to plan; forced cuts need no cut points.
-        search: Finds the best plan of a problem.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """Returns the best plan that heeds the cut points as the user asked; raises PlanError if there is none."""
     choice = problem.constraints.cutpoints
     if choice == "ignore" or problem.constraints.cuts or (choice == "prefer" and not problem.graph.cut_marks):
         return search(problem)

@@ -29,12 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Problem], Plan]) -> Plan:
-    """Returns the plan of a problem.
-
-    Args:
-        problem: the problem.
-        sharing: whether replicas share the optimizer's state; auto: where memory is short.
-        make: plans a problem.
+    """Returns the plan of a problem whose replicas share the optimizer's state, or not; auto: where memory is short.
 
     Raises:
         PlanError: no plan fits; says what is missing without sharing.
@@ -58,13 +53,12 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
 
 
 def _lacks_memory(plan: Plan, problem: Problem) -> bool:
-    """Says whether less state might allow another plan."""
     pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
     return any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
 
 
 def share_out(num_bytes: Mapping[str, float], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Returns the owner of each parameter: the largest first, to the holder that owns least so far.
+    """Returns the owner of each parameter, by its bytes and holders: the largest first, to who owns least so far.
 
     A whole parameter has one owner, so that any optimizer may step that updates parameters by themselves. (Rajbhandari
     et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1; theirs are equal
@@ -72,10 +66,6 @@ def share_out(num_bytes: Mapping[str, float], holders: Mapping[str, Sequence[int
 
     The rank that owns most owns at most 4/3 of what it would in the best division, with equal holders. (Graham, "Bounds
     on multiprocessing timing anomalies", 1969, theorem 3.)
-
-    Args:
-        num_bytes: Of each parameter that is trained.
-        holders: The ranks that hold it.
     """
     owned: Counter[int] = Counter()
     owners: dict[str, int] = {}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from autovaruna.planner.bounds.range_bounds import waits_of
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import RecomputeOptions, RecomputeOptionsWithin
 from autovaruna.planner.placement import is_uniform
+from autovaruna.planner.range_bounds import waits_of
 from autovaruna.planner.ranges import Array
+from autovaruna.planner.stage_memory import RecomputeOptions
 from autovaruna.schedule.pipeline import share_of
 
 Near = tuple[bool, bool]
@@ -30,14 +31,8 @@ class Chain:
 class ReplicaSearch:
     """The dynamic program for one number of micro-batches and one order of ranks.
 
-    The last stage gets the last ranks of the order, so ranks that no stage gets are the first ones.
-
-    Args:
-        sized: the problem at M micro-batches.
-        order: all ranks, in the order in which stages get them.
-        choices: replica counts that a stage may have.
-        max_stages: greatest number of stages.
-        width: greatest number of segments of a stage; 0: any.
+    The last stage gets the last ranks of the order, so ranks that no stage gets are the first ones. A stage has one of
+    the choices of replicas, and no more segments than the width (0: any).
     """
 
     def __init__(
@@ -67,7 +62,7 @@ class ReplicaSearch:
         self.costs: dict[tuple[int, int, float, float, float, bool, Near], Array] = {}
         self._messages: dict[Near, tuple[Array, Array]] = {}
         self._tails: dict[tuple[int, float, bool], Array] = {}
-        self._within: dict[tuple[float, int], RecomputeOptionsWithin] = {}
+        self._within = cache(self.ways.within)  # no more than depths depend on it
 
     def _windows(self, table: Array) -> Array:
         """Returns a view whose row i begins with the range of segment i alone.
@@ -152,7 +147,7 @@ class ReplicaSearch:
         """Returns the seconds of every range; `load` is the micro-batches of a replica over its speed, at most."""
         share = -(-self.sized.num_micro_batches // replicas)
         each, first = self._message_seconds(near)
-        seconds = self._allowed(limit, share).allowed_work(depth)
+        seconds = self._within(limit, share).allowed_work(depth)
         seconds *= load
         seconds += share * self.sized.overhead_seconds
         np.maximum(seconds, share * each, out=seconds)
@@ -175,13 +170,6 @@ class ReplicaSearch:
             once = np.where(held.received > 0, np.maximum(once, 0.0), 0.0)
             self._messages[near] = self._windows(each), self._windows(once)
         return self._messages[near]
-
-    def _allowed(self, limit: float, share: int) -> RecomputeOptionsWithin:
-        """Returns how every range may run within a limit; no more than depths depend on it."""
-        key = limit, share
-        if key not in self._within:
-            self._within[key] = self.ways.within(limit, share)
-        return self._within[key]
 
     def _tail(self, replicas: int, slowest: float, *, is_local: bool) -> Array:
         """Returns the seconds of every range after its last backward, which any depth and load has."""

@@ -19,7 +19,7 @@ import pytest
 from autovaruna.checkpoint.elsewhere import Pointer, connect, open_bytes
 from autovaruna.checkpoint.part import RankPart, write_record
 from autovaruna.checkpoint.save import write_file
-from autovaruna.elastic.life import processes_with
+from autovaruna.elastic.keeper import processes_with
 from autovaruna.elastic.link import Link
 from autovaruna.errors import CheckpointError
 from tests.elastic.keepers import TOKEN, keeper

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from autovaruna.elastic.speeds import Recovered, Slow, Speeds
+from autovaruna.elastic.watch import Recovered, Slow, Speeds
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.records import predicted_seconds
 from autovaruna.planner.search import make_plan

@@ -18,11 +18,11 @@ from itertools import combinations, islice, product
 from math import inf
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.bounds.proof import WORTH
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.memory.rank_memory import Option, is_within
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
+from autovaruna.planner.proof import WORTH
 from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rank_memory import Option, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts

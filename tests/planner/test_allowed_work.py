@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autovaruna.planner.memory.stage_memory import RecomputeOptions, StageBytes
 from autovaruna.planner.ranges import Array
+from autovaruna.planner.stage_memory import RecomputeOptions, StageBytes
 
 SHAPE = (9, 7)
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.bounds.proof import StepBound
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.proof import StepBound
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts

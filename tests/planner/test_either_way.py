@@ -10,12 +10,12 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner import ranges
-from autovaruna.planner.bounds.proof import StepBound
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
 from autovaruna.planner.prediction import Orders, pipeline_of
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.proof import StepBound
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.memory.stage_memory import (
+from autovaruna.planner.prediction import Edges
+from autovaruna.planner.ranges import Array, Costs, CostTable, RangeTables, gradient_bytes
+from autovaruna.planner.search_space import stage_blocks
+from autovaruna.planner.stage_memory import (
     Holdings,
-    HoldingsByRange,
+    HoldingsOfRanges,
     MemoryModel,
     StageBytes,
     deepest,
-    holdings_of_ranges,
-    holdings_of_stage,
 )
-from autovaruna.planner.prediction import Edges
-from autovaruna.planner.ranges import Array, CostTable, RangeTables, gradient_bytes
-from autovaruna.planner.search_space import stage_blocks
 from tests.planner.cases import make_graph, make_profile
 
 
@@ -37,6 +36,38 @@ def case(seed: int) -> tuple[Graph, random.Random]:
     return make_graph(rng.randint(1, 9), rng, num_skips=rng.randint(0, 4), num_tied=rng.randint(0, 3)), rng
 
 
+def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
+    """What a stage of any blocks holds, added up block by block."""
+    inside, size = set(blocks), math.ceil(costs.micro_batch_size)
+    used = [p for p in graph.parameters if not inside.isdisjoint(p.blocks)]
+    trained = [p for p in used if p.needs_gradient]
+    last = max(inside)
+    held = [v for v in graph.values if v.producer in inside or not inside.isdisjoint(v.consumers)]
+    received = [v for v in held if v.producer not in inside]
+    sent = [v for v in held if max(v.consumers) > last]
+    index = sorted(inside)
+    saved = costs.saved_bytes[index]
+    gradients = gradient_bytes(graph)[index]
+    at_peak, after = saved.cumsum() + costs.work_bytes[index] - saved.sum(), gradients.sum() - gradients.cumsum()
+    return Holdings(
+        parameters=float(sum(p.num_bytes for p in used)),
+        trained=float(sum(p.num_bytes for p in trained)),
+        largest=float(max((p.num_bytes for p in trained), default=0)),
+        tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
+        tied_once=float(sum(p.num_bytes for p in trained if len(p.blocks) > 1)),
+        buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
+        inputs=sum(i.size.at(size) for i in graph.inputs if not inside.isdisjoint(i.consumers)),
+        received=sum(v.size.at(size) for v in received),
+        sent=sum(v.size.at(size) for v in sent),
+        gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),
+        gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
+        saved=float(saved.sum()),
+        work=float(at_peak.max()),
+        deferred=float(costs.deferred_bytes[index].sum()),
+        work_of_first=float((at_peak + after).max()),
+    )
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_ranges_hold_what_the_stage_holds(seed: int) -> None:
     graph, rng = case(seed)
@@ -44,7 +75,8 @@ def test_ranges_hold_what_the_stage_holds(seed: int) -> None:
     positions = sorted({0, n, *rng.sample(range(n), rng.randint(1, n))})
     costs = CostTable(make_profile(graph, rng)).at(3)
     tables = RangeTables(graph, positions)
-    ranges, single = holdings_of_ranges(tables, costs), HoldingsByRange(tables, costs)
+    single = HoldingsOfRanges(tables, costs)
+    ranges = single.all()
     for i in range(len(positions) - 1):
         for j in range(i + 1, len(positions)):
             stage = holdings_of_stage(graph, costs, range(positions[i], positions[j]))

@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 
 import pytest
 
-from autovaruna.planner.memory.rank_memory import peak_of_instructions
-from autovaruna.planner.memory.stage_memory import StageBytes
 from autovaruna.planner.prediction import Orders
+from autovaruna.planner.rank_memory import peak_of_instructions
 from autovaruna.planner.records import Peak, Plan, together
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.stage_memory import StageBytes
 from autovaruna.planner.table import explain
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.registry import POLICIES

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.bounds.proof import bound_of_all, lost_seconds
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.proof import bound_of_all, lost_seconds
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost, Profile

@@ -16,7 +16,7 @@ import pytest
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.job import Job, Output, find_mpirun
-from autovaruna.elastic.options import read_machines, read_options, read_variables
+from autovaruna.elastic.options import list_hosts, read_options, read_variables
 from autovaruna.errors import ConfigError
 
 
@@ -134,15 +134,15 @@ def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.
 
 def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
     Path("machines").write_text("a\nb\na\n")
-    assert read_machines("machines", 2) == {"a": 4, "b": 2}
+    assert list_hosts("machines", 2, None) == {"a": 4, "b": 2}
 
 
 def test_names_of_this_machine_are_of_one() -> None:
     """Once, mpirun refused a list of two of them."""
     Path("machines").write_bytes(b"\xef\xbb\xbfa\r\n127.0.0.1\r\nlocalhost\r\n" + socket.gethostname().encode())
-    assert read_machines("machines", 2) == {"a": 2, "127.0.0.1": 6}
+    assert list_hosts("machines", 2, None) == {"a": 2, "127.0.0.1": 6}
     Path("machines").write_text("::1")
-    assert read_machines("machines", 2) == {"localhost": 2}
+    assert list_hosts("machines", 2, None) == {"localhost": 2}
 
 
 @pytest.mark.parametrize(

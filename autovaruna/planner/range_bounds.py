@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autovaruna.graph.records import Value
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import ROUNDING, RecomputeOption, deepest
 from autovaruna.planner.ranges import Array, Flow
+from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest
 from autovaruna.profiler.records import Cluster, LinkCost
 
 
@@ -107,11 +106,9 @@ class RangeWaits:
 
 
 def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[RangeWaits]:
-    """Returns the least waits of a problem at some numbers of micro-batches, on its fastest ranks and links.
+    """Returns the least waits at some numbers of micro-batches, on the fastest ranks and links, all found at once.
 
-    Args:
-        each: the problem at M micro-batches, for every M; all at once takes hardly longer than one.
-        is_exact: False if cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
+    If not `is_exact`, cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
     """
     problem, positions = each[0].problem, each[0].tables.positions
     cluster = problem.cluster
@@ -127,7 +124,8 @@ def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[Rang
         lines = [np.maximum(one.activation, one.gradient)[positions] for one in waits]
         return list(map(RangeWaits, before, after, [trip[positions] for trip in trips], lines))
     lines = [np.zeros(len(positions))] * len(each)
-    return list(map(RangeWaits, before, after, [_least_inside(trip, positions) for trip in trips], lines))
+    least = [np.append(np.minimum.reduceat(trip[:-1], positions[:-1]), trip[-1]) for trip in trips]
+    return list(map(RangeWaits, before, after, least, lines))
 
 
 def _holders(values: Iterable[Value]) -> _Holders:
@@ -141,18 +139,11 @@ def _holders(values: Iterable[Value]) -> _Holders:
 def _fill(
     holders: _Holders, seconds: Array, once: float, messages: Array, positions: NDArray[np.int64], is_exact: bool
 ) -> Array:
-    """Returns the least waits of every range, for each row of `seconds` and `messages`.
+    """Returns the least waits of every range, for each row of `seconds` and `messages` of blocks.
 
     A stage from block p to block q waits for the stages that were the last to hold what it uses. The one that holds
-    block h starts at some block i, has waited itself, and works till the end of h at least.
-
-    Args:
-        holders: whom each block waits for.
-        seconds: of each block.
-        once: seconds that a message takes whatever its bytes.
-        messages: by block p, seconds of the bytes that block p - 1 has and block p uses.
-        positions: where segments start, and the end.
-        is_exact: whether stages start there and nowhere else.
+    block h starts at some block i, has waited itself, and works till the end of h at least. A message takes the seconds
+    of its bytes, and `once`.
     """
     rows, n = seconds.shape
     work = np.concatenate([np.zeros((rows, 1)), seconds.cumsum(axis=1)], axis=1)
@@ -169,7 +160,10 @@ def _fill(
             before = min(before, h + 1)
             if h == q - 1:
                 from_neighbour[:, q] = since + messages[:, q]
-        _continue_least(least, fill[:, before : q + 1] - work[:, before : q + 1], before)
+        values = fill[:, before : q + 1] - work[:, before : q + 1]
+        if before:
+            np.minimum(values[:, 0], least[:, before - 1], out=values[:, 0])
+        np.minimum.accumulate(values, axis=1, out=least[:, before : q + 1])
         slack[:, q] = least[:, q]
         changed = min(changed, before)  # What is before is as it was for the column before.
         if q + 1 in columns:
@@ -182,13 +176,6 @@ def _fill(
             table[:, column, :column] = waits[:, :column]
             changed = q + 1
     return table.swapaxes(1, 2)
-
-
-def _continue_least(least: Array, values: Array, first: int) -> None:
-    """Puts the least of all values up to each into `least`, which knows it before the first of these."""
-    if first:
-        np.minimum(values[:, 0], least[:, first - 1], out=values[:, 0])
-    np.minimum.accumulate(values, axis=1, out=least[:, first : first + values.shape[1]])
 
 
 def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
@@ -210,21 +197,6 @@ def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
     return trips
 
 
-def _least_inside(waits: Array, positions: NDArray[np.int64]) -> Array:
-    """Returns the least of each segment, and of the end."""
-    return np.append(np.minimum.reduceat(waits[:-1], positions[:-1]), waits[-1])
-
-
-class Needs(Protocol):
-    """The fewest replicas of some ranges, one entry a range."""
-
-    def at(self, seconds: float) -> Array:
-        """Returns the fewest replicas that end in so many seconds, infinite if none do; never more for more seconds."""
-
-    def only(self, which: NDArray[np.bool_]) -> Needs:
-        """Returns the same of some of the ranges."""
-
-
 @dataclass(frozen=True, slots=True)
 class Listed:
     """Needs by what each number of replicas takes, the greatest number first."""
@@ -238,21 +210,13 @@ class Listed:
             needed[each <= seconds] = replicas
         return needed
 
-    def only(self, which: NDArray[np.bool_]) -> Listed:
-        """Returns the same of some of the ranges."""
-        return Listed([(replicas, each[which]) for replicas, each in self.seconds])
-
 
 @dataclass(frozen=True, slots=True)
 class Computed:
     """Needs by the share of the micro-batches that one replica finishes in time.
 
-    Attributes:
-        num_micro_batches: M.
-        alone: seconds on one replica.
-        reserved: seconds before and after the work.
-        ways: the ways to run each range.
-        whole_reserved, whole_ways: another bound of the same kind, if there is one.
+    `alone` are seconds on one replica, `reserved` those before and after the work; `whole_reserved` and `whole_ways`
+    are another bound of the same kind, if there is one.
     """
 
     num_micro_batches: int
@@ -274,27 +238,14 @@ class Computed:
         needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
         return np.where(self.alone <= seconds, 1.0, needed)
 
-    def only(self, which: NDArray[np.bool_]) -> Computed:
-        """Returns the same of some of the ranges."""
-        return Computed(
-            self.num_micro_batches,
-            self.alone[which],
-            self.reserved[which],
-            [way.only(which) for way in self.ways],
-            None if self.whole_reserved is None else self.whole_reserved[which],
-            [way.only(which) for way in self.whole_ways],
-        )
+
+Needs = Listed | Computed
 
 
 class Demand:
-    """Says whether ranks suffice for splits that end in time.
+    """Says whether ranks suffice for splits that end in time, into `num_stages` stages (0: any number).
 
-    Args:
-        needs: of all ranges, row by row.
-        places: ``i * (n + 1) + j`` of each range.
-        num_segments: n.
-        num_stages: of the split; 0: any number.
-        num_ranks: how many ranks there are.
+    `needs` are those of all ranges, row by row, and `places` say where: ``i * (n + 1) + j``.
     """
 
     def __init__(
@@ -302,31 +253,13 @@ class Demand:
     ) -> None:
         self.needs, self.places, self.num_stages, self.num_ranks = needs, places, num_stages, num_ranks
         self.table = np.full((num_segments + 1, num_segments + 1), np.inf)
-        self.short = np.full(len(places), np.inf)  # what is needed in too few seconds: no time, no split
-        self.long = np.zeros(len(places))  # what is needed in enough seconds, as far as is known
 
     def is_met(self, seconds: float) -> bool:
-        """Returns whether some split ends in so many seconds.
-
-        Args:
-            seconds: more than have been too few, fewer than have been enough.
-        """
+        """Returns whether some split ends in so many seconds."""
         needed = self.needs.at(seconds)
         needed[needed > self.num_ranks] = np.inf
         self.table.ravel()[self.places] = needed
-        is_met = _fewest(self.table, self.num_stages) <= self.num_ranks
-        if is_met:
-            self.long = needed
-        else:
-            self.short = needed
-        self._close(self.short != self.long)
-        return is_met
-
-    def _close(self, is_open: NDArray[np.bool_]) -> None:
-        """Lets go of ranges that need as many whatever else is asked; the table keeps what they need."""
-        if not is_open.all():
-            self.needs, self.places = self.needs.only(is_open), self.places[is_open]
-            self.short, self.long = self.short[is_open], self.long[is_open]
+        return _fewest(self.table, self.num_stages) <= self.num_ranks
 
 
 def _fewest(need: Array, num_stages: int) -> float:
@@ -348,13 +281,7 @@ _FEW_RANKS = 16
 
 
 class RangeSeconds:
-    """The least seconds of a stage for every range of segments.
-
-    Args:
-        sized: the problem at M micro-batches.
-        ranks: if given, what is said holds for a stage on just these, in whatever order.
-        waits: what `range_waits_of` says, if that is known.
-    """
+    """The least seconds of a stage for every range of segments; with `ranks`, for a stage on just these."""
 
     def __init__(self, sized: SizedProblem, ranks: Sequence[int] = (), waits: RangeWaits | None = None) -> None:
         self.sized = sized

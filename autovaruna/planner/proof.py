@@ -10,16 +10,15 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.planner.bounds.range_bounds import Demand, RangeSeconds, RangeWaits, is_exact, range_waits_of
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import ROUNDING
+from autovaruna.planner.range_bounds import Demand, RangeSeconds, RangeWaits, is_exact, range_waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
+from autovaruna.planner.stage_memory import ROUNDING
 
 _PRECISION = 1e-5
 _AT_ONCE = 8
-_ROWS = 64
 _ENDLESS = 1e30
 """More seconds than any step takes."""
 
@@ -27,9 +26,7 @@ _ENDLESS = 1e30
 def step_bounds(sized_of: Callable[[int], SizedProblem], counts: Sequence[int]) -> Iterator[StepBound]:
     """Yields the bounds for some numbers of micro-batches; what they wait for is found for many of them at once.
 
-    Args:
-        sized_of: says what the problem is at M micro-batches; each is let go of, since its tables are large.
-        counts: every M.
+    The problem at each is let go of, since its tables are large.
     """
     for start in range(0, len(counts), _AT_ONCE):
         some = counts[start : start + _AT_ONCE]
@@ -41,12 +38,7 @@ def step_bounds(sized_of: Callable[[int], SizedProblem], counts: Sequence[int]) 
 
 
 class StepBound:
-    """The bound for one number of micro-batches.
-
-    Args:
-        sized: the problem at M micro-batches.
-        waits: what `range_waits_of` says, if that is known.
-    """
+    """The bound for one number of micro-batches."""
 
     def __init__(self, sized: SizedProblem, waits: RangeWaits | None = None) -> None:
         self.sized = sized
@@ -61,9 +53,7 @@ class StepBound:
     def seconds(self, upper: float) -> float:
         """Returns a proven bound, `upper` at most: nothing is gained by proving more than the best plan takes."""
         low = min(self.work_bound(), upper)
-        if low < upper and not self.is_shared and not self._is_loosely_possible(upper * (1.0 - _PRECISION)):
-            low = upper * (1.0 - _PRECISION)
-        elif low < upper and not self.is_shared:
+        if low < upper and not self.is_shared:
             low = max(low, min(self._stage_bound(low, upper), upper))
         return low * (1.0 - ROUNDING)
 
@@ -93,31 +83,6 @@ class StepBound:
         num_stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
         ranges = self.ranges
         return Demand(ranges.needs(), ranges.places, n, num_stages if ranges.is_exact else 0, self.num_ranks)
-
-    def _is_loosely_possible(self, seconds: float) -> bool:
-        """Returns whether there is room for a plan if memory and messages are set aside: quick, and often enough."""
-        constraints = self.constraints
-        if not self.ranges.is_exact or constraints.num_replicas or constraints.stage_ranks:
-            return True
-        sized, count, waits = self.sized, self.num_micro_batches, self.ranges.waits
-        ends = np.append(0.0, np.cumsum(sized.urgent_seconds))[sized.tables.positions] / self.ranges.speeds[0]
-        seconds_per_byte = sized.all_reduces.cost(2, is_local=True)[1] if sized.problem.needs_gradient else 0.0
-        best = np.zeros(len(ends))
-        for last in range(len(ends) - 1, 0, -_ROWS):
-            rows = slice(max(last - _ROWS, 0), last)
-            work = ends[None, rows.start :] - ends[rows, None] + sized.overhead_seconds
-            before, after = (table[rows, rows.start :] for table in (waits.before, waits.after))
-            spare = seconds - before - after
-            reduce = seconds_per_byte * sized.tables.trained_bytes[rows, rows.start :]
-            reduced = np.minimum(spare, seconds - before - reduce)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.floor(np.where(work > 0, reduced / work + ROUNDING, np.inf))
-                several = np.where(share >= 1, np.maximum(np.ceil(count / share), 2.0), np.inf)
-            need = np.where(count * work <= spare * (1 + ROUNDING), 1.0, several)
-            for i in range(rows.stop - 1, rows.start - 1, -1):
-                row = need[i - rows.start, i + 1 - rows.start :]
-                best[i] = (row + best[i + 1 :]).min()
-        return bool(best[0] <= self.num_ranks)
 
 
 def bound_of_all(sized: SizedProblem) -> float:
@@ -163,13 +128,7 @@ WORTH = 0.995
 
 
 class Proof:
-    """What is proved of a search.
-
-    Args:
-        planner: of the problem.
-        counts: the numbers of micro-batches that are searched.
-        most_each: the most stages of a rank.
-    """
+    """What is proved of a search over some numbers of micro-batches, with at most so many stages a rank."""
 
     def __init__(self, planner: Planner, counts: list[int], most_each: int) -> None:
         self.planner, self.counts, self.most_each = planner, counts, most_each
@@ -270,7 +229,6 @@ def lost_seconds(sized: SizedProblem) -> float:
 
 
 def _free_bytes(sized: SizedProblem) -> list[float]:
-    """Returns what each rank has for tensors."""
     cluster = sized.problem.cluster
     own = cluster.own_process_bytes or [cluster.process_bytes] * cluster.num_ranks
     pairs = zip(cluster.memory_bytes, own, strict=True)
@@ -278,12 +236,7 @@ def _free_bytes(sized: SizedProblem) -> list[float]:
 
 
 def _state_bytes(sized: SizedProblem, owned: float = 1.0) -> Array:
-    """Returns, for each block, what lasts from step to step; what several blocks use is parted among them.
-
-    Args:
-        sized: the problem.
-        owned: the share of the optimizer's state that counts.
-    """
+    """Returns, for each block, what lasts, with a share of the optimizer's state; what several blocks use is parted."""
     graph, state = sized.problem.graph, np.zeros(len(sized.problem.graph.blocks))
     for parameter in graph.parameters:
         more = sized.problem.optimizer_bytes_factor * owned if parameter.needs_gradient else 0.0
@@ -311,10 +264,7 @@ def _backward_starts(sized: SizedProblem) -> tuple[Array, float]:
 def _most_held(sized: SizedProblem, is_free: NDArray[np.bool_], room: float) -> float:
     """Returns the most seconds of work, on ranks of speed 1, whose activations fit into so many bytes.
 
-    Args:
-        sized: the problem.
-        is_free: of each block, whether its backward may come in time, so that it needs no room.
-        room: on all ranks.
+    Blocks are free whose backward may come in time: they need no room.
     """
     forward, saved = sized.costs.forward_seconds, np.where(is_free, 0.0, sized.greatest_costs.saved_bytes)
     saved = saved * sized.model.fragmentation

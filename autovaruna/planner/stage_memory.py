@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.graph.records import Graph
-from autovaruna.planner.ranges import Array, Costs, RangeTables, gradient_bytes
+from autovaruna.planner.ranges import Array, Costs, RangeTables
 from autovaruna.planner.records import Peak
 
 Bytes = TypeVar("Bytes", float, Array)
@@ -57,15 +56,17 @@ class StageBytes(Generic[Bytes]):
                 there when all gradients are.
             deferred: backwards whose weight gradients are not yet computed, at most; none before the first backward.
         """
-        first, later = self._peaks(in_flight, share, deferred)
+        first, later = self.first + self.each * in_flight, self.least
+        if in_flight < share:
+            later = self.once + self._held(in_flight, share, deferred)
+        elif in_flight > 1 or deferred:
+            later = self.once + self._held(in_flight - 1, share, deferred)
         return _greatest(first, later, self.least)
 
     def depth_within(self: StageBytes[Array], limit: float, share: float) -> Array:
         """Returns the greatest depth at which the peak over the whole step is within a limit, 0 or less if none is.
 
-        Args:
-            limit: in bytes.
-            share: micro-batches of the replica. At a depth of all of them, one less is there when all gradients are.
+        At a depth of all its `share` of micro-batches, one less is there when all gradients are.
         """
         depth = np.zeros_like(self.least)
         left = np.flatnonzero(self.least <= limit)
@@ -74,15 +75,6 @@ class StageBytes(Generic[Bytes]):
         is_whole = (first >= share) & (later >= share - 1) if share > 1 else first >= 1
         depth.put(left, np.where(is_whole, share, np.floor(np.minimum(first, later))))
         return depth
-
-    def _peaks(self, in_flight: float, share: float, deferred: float) -> tuple[Bytes, Bytes]:
-        """Returns the peak of the first backward, and that of all others."""
-        first = self.first + self.each * in_flight
-        if in_flight < share:
-            return first, self.once + self._held(in_flight, share, deferred)
-        if in_flight > 1 or deferred:
-            return first, self.once + self._held(in_flight - 1, share, deferred)
-        return first, self.least
 
     def _held(self, in_flight: float, share: float, deferred: float) -> Bytes:
         """Returns the most that micro-batches hold: those that are deferred are in flight no longer."""
@@ -109,17 +101,12 @@ class StageBytes(Generic[Bytes]):
         peak = float(self.at(in_flight, share, deferred))
         return Peak(peak, peak - float(self.beside_others(in_flight, share, deferred)) + process_bytes)
 
-    def on_top_of(self, lasting: Bytes) -> StageBytes[Bytes]:
-        """Returns the same with something that is always there."""
-        return replace(self, once=self.once + lasting, least=self.least + lasting, first=self.first + lasting)
-
     def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
         """Returns the same with every part changed."""
         return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
 
 
 def _greatest(*parts: Bytes) -> Bytes:
-    """Returns the greatest of some numbers, or of each entry of some arrays."""
     if isinstance(parts[0], float):  # a comparison of two numbers takes numpy ten times as long
         return max(parts)
     return functools.reduce(np.maximum, parts)
@@ -133,11 +120,7 @@ def _depth_in(room: Array, each: Array) -> Array:
 
 def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
     """Returns the greatest depth at which a peak may be within a limit; a replica has `least_share` or more."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        some, whole = (
-            np.floor(np.where(held.each > 0, (limit - part) / held.each, np.where(part <= limit, np.inf, 0.0)))
-            for part in (held.once, held.first)
-        )
+    some, whole = (np.floor(_depth_in(limit - part, held.each)) for part in (held.once, held.first))
     some = np.maximum(some, 0.0)
     whole = np.minimum(whole, some + 1.0)
     depth = np.maximum(some, np.where(whole >= least_share, whole, 0.0))
@@ -170,105 +153,31 @@ class Holdings(Generic[Bytes]):
     tied: Bytes
     tied_once: Bytes
     buffers: Bytes
-    inputs: Bytes
-    received: Bytes
-    sent: Bytes
-    gradients_received: Bytes
-    gradients_sent: Bytes
-    saved: Bytes
-    work: Bytes
+    inputs: Bytes = 0.0  # type: ignore[assignment]
+    received: Bytes = 0.0  # type: ignore[assignment]
+    sent: Bytes = 0.0  # type: ignore[assignment]
+    gradients_received: Bytes = 0.0  # type: ignore[assignment]
+    gradients_sent: Bytes = 0.0  # type: ignore[assignment]
+    saved: Bytes = 0.0  # type: ignore[assignment]
+    work: Bytes = 0.0  # type: ignore[assignment]
     deferred: Bytes = 0.0  # type: ignore[assignment]
     work_of_first: Bytes = math.inf  # type: ignore[assignment]
 
 
-def holdings_of_stage(graph: Graph, costs: Costs, blocks: Collection[int]) -> Holdings[float]:
-    """Returns what a stage of any blocks holds, not only of a range."""
-    inside, size = set(blocks), math.ceil(costs.micro_batch_size)
-    used = [p for p in graph.parameters if not inside.isdisjoint(p.blocks)]
-    trained = [p for p in used if p.needs_gradient]
-    last = max(inside)
-    held = [v for v in graph.values if v.producer in inside or not inside.isdisjoint(v.consumers)]
-    received = [v for v in held if v.producer not in inside]
-    sent = [v for v in held if max(v.consumers) > last]
-    index = sorted(inside)
-    saved = costs.saved_bytes[index]
-    gradients = gradient_bytes(graph)[index]
-    at_peak, after = saved.cumsum() + costs.work_bytes[index] - saved.sum(), gradients.sum() - gradients.cumsum()
+def state_of_ranges(tables: RangeTables, where: Any = ...) -> Holdings[Any]:
+    """Returns what every range of segments holds without any micro-batch, as matrices, or one of them."""
     return Holdings(
-        parameters=float(sum(p.num_bytes for p in used)),
-        trained=float(sum(p.num_bytes for p in trained)),
-        largest=float(max((p.num_bytes for p in trained), default=0)),
-        tied=float(sum(p.num_bytes * len(inside & set(p.blocks)) for p in trained if len(p.blocks) > 1)),
-        tied_once=float(sum(p.num_bytes for p in trained if len(p.blocks) > 1)),
-        buffers=float(sum(graph.blocks[k].buffer_bytes for k in inside)),
-        inputs=sum(i.size.at(size) for i in graph.inputs if not inside.isdisjoint(i.consumers)),
-        received=sum(v.size.at(size) for v in received),
-        sent=sum(v.size.at(size) for v in sent),
-        gradients_received=sum(v.size.at(size) for v in sent if v.needs_gradient),
-        gradients_sent=sum(v.size.at(size) for v in received if v.needs_gradient),
-        saved=float(saved.sum()),
-        work=float(at_peak.max()),
-        deferred=float(costs.deferred_bytes[index].sum()),
-        work_of_first=float((at_peak + after).max()),
+        parameters=tables.parameter_bytes[where],
+        trained=tables.trained_bytes[where],
+        largest=tables.largest_bytes[where],
+        tied=tables.tied_bytes[where],
+        tied_once=tables.tied_once_bytes[where],
+        buffers=tables.buffer_bytes[where],
     )
 
 
-def holdings_of_ranges(tables: RangeTables, costs: Costs) -> Holdings[Array]:
-    """Returns what every range of segments holds, as matrices ``[i, j]``; entries with i >= j mean nothing."""
-    size = math.ceil(costs.micro_batch_size)
-    return replace(
-        state_of_ranges(tables),
-        inputs=tables.inputs.at(size),
-        received=tables.received.at(size),
-        sent=tables.sent.at(size),
-        gradients_received=tables.gradients_received.at(size),
-        gradients_sent=tables.gradients_sent.at(size),
-        saved=tables.add_up(costs.saved_bytes),
-        work=_work_of_ranges(tables, costs, np.zeros_like(costs.work_bytes)),
-        deferred=tables.add_up(costs.deferred_bytes),
-        work_of_first=_work_of_ranges(tables, costs, tables.gradient_bytes),
-    )
-
-
-def state_of_ranges(tables: RangeTables) -> Holdings[Array]:
-    """Returns what every range of segments holds without any micro-batch, as matrices."""
-    none = np.zeros(())
-    return Holdings(
-        parameters=tables.parameter_bytes,
-        trained=tables.trained_bytes,
-        largest=tables.largest_bytes,
-        tied=tables.tied_bytes,
-        tied_once=tables.tied_once_bytes,
-        buffers=tables.buffer_bytes,
-        inputs=none,
-        received=none,
-        sent=none,
-        gradients_received=none,
-        gradients_sent=none,
-        saved=none,
-        work=none,
-    )
-
-
-def _work_of_ranges(tables: RangeTables, costs: Costs, gradients: Array) -> Array:
-    """Returns what is saved up to a block, what it needs, and later gradients, less all that is saved; at most."""
-    at_peak, at_ends = _work_of_blocks(tables, costs, gradients)
-    return np.asarray(np.maximum(tables.greatest(at_peak) - at_ends[None, :], 0.0), dtype=np.float64)
-
-
-def _work_of_blocks(tables: RangeTables, costs: Costs, gradients: Array) -> tuple[Array, Array]:
-    """Returns what is there while each block works, and where a range ends, both with all that came before it."""
-    saved, made = costs.saved_bytes.cumsum(), gradients.cumsum()
-    return saved + costs.work_bytes - made, (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
-
-
-class HoldingsByRange:
-    """Says what single ranges of segments hold, to the bit what `holdings_of_ranges` does, without its matrices.
-
-    Args:
-        tables: of the graph.
-        costs: at some micro-batch size.
-    """
+class HoldingsOfRanges:
+    """What ranges of segments hold with micro-batches of some size: one of them, or all, to the bit the same."""
 
     def __init__(self, tables: RangeTables, costs: Costs) -> None:
         self.tables, self.size = tables, math.ceil(costs.micro_batch_size)
@@ -276,30 +185,37 @@ class HoldingsByRange:
         self._work = _work_of_blocks(tables, costs, np.zeros_like(costs.work_bytes))
         self._work_of_first = _work_of_blocks(tables, costs, tables.gradient_bytes)
 
+    def all(self) -> Holdings[Array]:
+        """Returns what each range holds, as matrices ``[i, j]``; entries with i >= j mean nothing."""
+        return self._held(..., np.s_[:, None], np.s_[None, :], self.tables.greatest)
+
     def of(self, i: int, j: int) -> Holdings[float]:
         """Returns what the range of the segments i .. j-1 holds."""
+        blocks = slice(*self.tables.positions[[i, j]])
+        held = self._held((i, j), i, j, lambda weights: weights[blocks].max())
+        return Holdings(*(float(getattr(held, part.name)) for part in fields(held)))
+
+    def _held(self, where: Any, i: Any, j: Any, greatest: Callable[[Array], Any]) -> Holdings[Any]:
         tables, size = self.tables, self.size
-        return Holdings(
-            parameters=float(tables.parameter_bytes[i, j]),
-            trained=float(tables.trained_bytes[i, j]),
-            largest=float(tables.largest_bytes[i, j]),
-            tied=float(tables.tied_bytes[i, j]),
-            tied_once=float(tables.tied_once_bytes[i, j]),
-            buffers=float(tables.buffer_bytes[i, j]),
-            inputs=tables.inputs.of(i, j, size),
-            received=tables.received.of(i, j, size),
-            sent=tables.sent.of(i, j, size),
-            gradients_received=tables.gradients_received.of(i, j, size),
-            gradients_sent=tables.gradients_sent.of(i, j, size),
-            saved=max(float(self._saved[j] - self._saved[i]), 0.0),
-            work=self._most(i, j, *self._work),
-            deferred=max(float(self._deferred[j] - self._deferred[i]), 0.0),
-            work_of_first=self._most(i, j, *self._work_of_first),
+        (at_peak, ends), (at_first_peak, ends_of_first) = self._work, self._work_of_first
+        return replace(
+            state_of_ranges(tables, where),
+            inputs=tables.inputs.at(size, where),
+            received=tables.received.at(size, where),
+            sent=tables.sent.at(size, where),
+            gradients_received=tables.gradients_received.at(size, where),
+            gradients_sent=tables.gradients_sent.at(size, where),
+            saved=np.maximum(self._saved[j] - self._saved[i], 0.0),
+            work=np.maximum(greatest(at_peak) - ends[j], 0.0),
+            deferred=np.maximum(self._deferred[j] - self._deferred[i], 0.0),
+            work_of_first=np.maximum(greatest(at_first_peak) - ends_of_first[j], 0.0),
         )
 
-    def _most(self, i: int, j: int, at_peak: Array, at_ends: Array) -> float:
-        positions = self.tables.positions
-        return max(float(at_peak[positions[i] : positions[j]].max() - at_ends[j]), 0.0)
+
+def _work_of_blocks(tables: RangeTables, costs: Costs, gradients: Array) -> tuple[Array, Array]:
+    """Returns what is there while each block works, and where a range ends, both with all that came before it."""
+    saved, made = costs.saved_bytes.cumsum(), gradients.cumsum()
+    return saved + costs.work_bytes - made, (np.append(0.0, saved) - np.append(0.0, made))[tables.positions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +230,6 @@ class MemoryModel:
             optimizer's state and gradients are made once, or once a step, and lie without holes.
         work_of_all, work_of_largest: bytes that the optimizer's step needs on top, for each byte of all trained
             parameters and of the largest of them.
-        has_own_inputs: whether each rank passes samples of its own; else all pass the same ones.
         most_owners: the most replicas that share the optimizer's state. What is not said to be of so many counts with
             that many, the least that it may take.
     """
@@ -325,7 +240,6 @@ class MemoryModel:
     fragmentation: float = 1.0
     work_of_all: float = 0.0
     work_of_largest: float = 0.0
-    has_own_inputs: bool = True
     most_owners: int = 1
 
     def fixed(self, held: Holdings[Bytes]) -> Bytes:
@@ -338,10 +252,7 @@ class MemoryModel:
         return state + self.owned(held, num_replicas) * self.optimizer_bytes_factor if self.needs_gradient else state
 
     def owned(self, held: Holdings[Bytes], num_replicas: int = 0) -> Bytes:
-        """Returns the bytes of the trained parameters that the replica steps over that has most of them.
-
-        A parameter has one owner, so it is its share or the largest parameter; see `shares.share_out`.
-        """
+        """Returns the bytes that the replica with most of them steps over: its share, or the largest parameter."""
         owners = min(num_replicas or self.most_owners, self.most_owners)
         return held.trained if owners == 1 else _greatest(held.trained / owners, held.largest)
 
@@ -386,13 +297,7 @@ class MemoryModel:
         return more
 
     def of_stage(self, held: Holdings[Bytes], needs_recompute: bool, num_replicas: int = 0) -> StageBytes[Bytes]:
-        """Returns the peak on one replica, for any number of forwards not yet backwarded.
-
-        Args:
-            held: what the stage holds.
-            needs_recompute: whether it recomputes.
-            num_replicas: how many there are; 0: not known.
-        """
+        """Returns the peak on one of some replicas (0: not known), for any number of forwards not yet backwarded."""
         each, messages, running, updating, deferred = (
             part * self.fragmentation
             for part in (
@@ -404,59 +309,10 @@ class MemoryModel:
             )
         )
         gradients = self.gradients(held)
-        once = gradients + messages + running
-        first, least = once + self.before_gradients(held), gradients + updating
-        return StageBytes(once, each, least, first, running, gradients, deferred).on_top_of(
-            self.lasting(held, num_replicas)
-        )
-
-
-class Peaks:
-    """The peaks of stages on one of their replicas, with M micro-batches.
-
-    Args:
-        model: the rules of memory.
-        num_micro_batches: M.
-    """
-
-    def __init__(self, model: MemoryModel, num_micro_batches: int) -> None:
-        self.model, self.num_micro_batches = model, num_micro_batches
-        self._of_stages: dict[tuple[int, bool, int], tuple[Holdings[float], StageBytes[float]]] = {}
-        self._known: dict[tuple[int, bool, int, int, int, bool], Peak] = {}
-
-    def of(
-        self,
-        held: Holdings[float],
-        needs_recompute: bool,
-        deferred: int,
-        in_flight: int,
-        num_replicas: int,
-        *,
-        is_short: bool = False,
-    ) -> Peak:
-        """Returns the peak of a stage.
-
-        Args:
-            held: what it holds; it is known by its identity, and kept.
-            needs_recompute, deferred, in_flight: as in `StagePlan`.
-            num_replicas: how many share its micro-batches.
-            is_short: whether the replica has one micro-batch less than others.
-        """
-        key = id(held), needs_recompute, deferred, in_flight, num_replicas, is_short
-        peak = self._known.get(key)
-        if peak is None:
-            share = max(-(-self.num_micro_batches // num_replicas) - is_short, 1)
-            stage, most = self._of_stage(held, needs_recompute, num_replicas), share if is_short else in_flight
-            peak = stage.peak(min(in_flight, most), share, self.model.process_bytes, deferred)
-            self._known[key] = peak
-        return peak
-
-    def _of_stage(self, held: Holdings[float], needs_recompute: bool, num_replicas: int) -> StageBytes[float]:
-        """Returns the peak of a stage for any number of forwards not yet backwarded."""
-        key = id(held), needs_recompute, min(num_replicas, self.model.most_owners)
-        if key not in self._of_stages:
-            self._of_stages[key] = held, self.model.of_stage(held, needs_recompute, num_replicas)
-        return self._of_stages[key][1]
+        lasting = self.lasting(held, num_replicas)
+        once = lasting + (gradients + messages + running)
+        first, least = once + self.before_gradients(held), lasting + (gradients + updating)
+        return StageBytes(once, each, least, first, running, gradients, deferred)
 
 
 # Times of the simulator are rounded to 2**-40 s; a bound stays below by more than all roundings together.
@@ -484,10 +340,6 @@ class RecomputeOption:
     def _round_trip(self) -> Array:
         return np.asarray(self.work - self.again + np.maximum(self.trip, self.again))
 
-    def only(self, which: NDArray[np.bool_]) -> RecomputeOption:
-        """Returns the way to run some of the ranges."""
-        return RecomputeOption(self.work[which], self.again[which], self.trip[which], self.depth[which], self.is_full)
-
     def busy_share(self, spare: Array) -> Array:
         """Returns the most micro-batches whose work fits into the spare seconds, however long they are in flight."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -496,8 +348,8 @@ class RecomputeOption:
 
     def greatest_share(self, spare: Array) -> Array:
         """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
+        share = self.busy_share(spare)
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.floor(np.where(self.work > 0, spare / self.work + ROUNDING, np.inf))
             round_trip = self._round_trip
             rounds = np.floor(np.where(round_trip > 0, spare / round_trip + ROUNDING, np.inf))
             within = np.where(self.depth > 0, self.depth * np.maximum(rounds, 0), 0.0)
@@ -509,12 +361,7 @@ class RecomputeOption:
         return np.asarray(np.where(np.isfinite(self.work), np.minimum(share, within), 0.0))
 
     def work_seconds(self, share: int, busy: Array) -> Array:
-        """Returns the least seconds from the first forward to the last backward of a replica.
-
-        Args:
-            share: its micro-batches.
-            busy: seconds that it works.
-        """
+        """Returns the least seconds from the first forward to the last backward of a replica that is `busy` so long."""
         with np.errstate(divide="ignore", invalid="ignore"):
             rounds = np.where(self.depth > 0, np.ceil(share / self.depth), np.inf)
         seconds = np.maximum(busy, np.maximum(rounds, 1.0) * self._round_trip)
@@ -539,13 +386,7 @@ class RecomputeOptions:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptionsWithin:
-    """Ways to run ranges within a limit of memory, the fastest first.
-
-    Attributes:
-        seconds: of each way.
-        deepest: the greatest in-flight depth at which it fits; 0 or less: it does not.
-        is_possible: whether a range fits in any way.
-    """
+    """Ways to run ranges within a limit of memory, the fastest first; a `deepest` depth of 0 or less does not fit."""
 
     seconds: tuple[Array, ...]
     deepest: tuple[Array, ...]

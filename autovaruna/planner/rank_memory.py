@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.memory.stage_memory import Holdings, MemoryModel, StageBytes
 from autovaruna.planner.records import Peak, Plan, StagePlan, together
+from autovaruna.planner.stage_memory import Holdings, MemoryModel, StageBytes
 from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, Schedule
 from autovaruna.schedule.pipeline import Pipeline
 
@@ -33,44 +33,23 @@ def bytes_of_ranks(
     """
     pairs = zip(held, plan.stages, strict=True)
     stages = [model.of_stage(each, stage.needs_recompute, len(stage.ranks)) for each, stage in pairs]
-    own = own_process_bytes or [model.process_bytes] * plan.num_ranks
-    peaks = peaks_of_ranks(plan, stages, model.process_bytes, pipeline, schedule)
-    return tuple(peak + process - model.process_bytes for peak, process in zip(peaks, own, strict=True))
-
-
-def peaks_of_ranks(
-    plan: Plan, stages: Sequence[StageBytes[float]], process_bytes: float, pipeline: Pipeline, schedule: Schedule
-) -> list[float]:
-    """Returns the most that each rank holds in a step, in bytes: without a stage, its process.
-
-    Args:
-        plan: the plan.
-        stages: what each of its stages takes; each counts the process as its own.
-        process_bytes: of the process.
-        pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
-        schedule: the instructions of the pipeline's ranks.
-    """
     simulated: dict[int, int] = {}
-    held: dict[int, dict[int, StageBytes[float]]] = {}
+    held_by: dict[int, dict[int, StageBytes[float]]] = {}
     for s, (stage, times) in enumerate(zip(plan.stages, pipeline.stages, strict=True)):
         together = len(stage.ranks) // len(times.ranks)
         for place, rank in enumerate(stage.ranks):
             simulated[rank] = times.ranks[place // together]
-            held.setdefault(simulated[rank], {})[s] = stages[s]
-    peaks = {rank: peak_of_instructions(schedule[rank], own, process_bytes) for rank, own in held.items()}
-    return [peaks[simulated[rank]] if rank in simulated else process_bytes for rank in range(plan.num_ranks)]
+            held_by.setdefault(simulated[rank], {})[s] = stages[s]
+    process = model.process_bytes
+    peaks = {rank: peak_of_instructions(schedule[rank], own, process) for rank, own in held_by.items()}
+    own = own_process_bytes or [process] * plan.num_ranks
+    return tuple(peaks.get(simulated.get(rank, -1), process) + more - process for rank, more in enumerate(own))
 
 
 def peak_of_instructions(
     instructions: Iterable[Instruction], stages: Mapping[int, StageBytes[float]], process_bytes: float
 ) -> float:
-    """Returns the most that a rank holds in a step, in bytes.
-
-    Args:
-        instructions: of the rank, in order.
-        stages: those of the rank; each counts the process as its own.
-        process_bytes: of the process.
-    """
+    """Returns the most that a rank holds in a step, in bytes; each of its stages counts the process as its own."""
     peak = sum(stage.least for stage in stages.values())
     instructions = list(instructions)
     deferring, begun = {each.stage for each in instructions if each.kind is WEIGHT}, set[int]()
@@ -176,9 +155,16 @@ def _num_full(sized: SizedProblem, num_replicas: int) -> int:
 
 
 def peak_of(sized: SizedProblem, option: Option) -> Peak:
-    """Returns the peak of a stage on one replica."""
+    """Returns the peak of a stage on one replica; a search asks for the same ones again and again."""
     held, ranks, in_flight, _, needs_recompute, deferred, _, is_short = option
-    return sized.peaks.of(held, needs_recompute, deferred, in_flight, len(ranks), is_short=is_short)
+    key = id(held), needs_recompute, deferred, in_flight, len(ranks), is_short
+    peak = sized.peaks.get(key)
+    if peak is None:
+        share = max(-(-sized.num_micro_batches // len(ranks)) - is_short, 1)
+        depth = min(in_flight, share) if is_short else in_flight
+        stage = sized.model.of_stage(held, needs_recompute, len(ranks))
+        peak = sized.peaks[key] = stage.peak(depth, share, sized.model.process_bytes, deferred)
+    return peak
 
 
 def _fit_rank(sized: SizedProblem, options: list[Option], limit: float) -> list[Option] | None:
@@ -248,5 +234,4 @@ def _lowered(options: Iterable[Option], depth: int) -> list[Option]:
 
 
 def _total(sized: SizedProblem, options: Sequence[Option]) -> float:
-    """Returns the peak of one rank: its stages together, in one process."""
     return together(peak_of(sized, option) for option in options)

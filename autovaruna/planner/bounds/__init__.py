@@ -1,1 +1,0 @@
-"""Proves lower bounds on the step over all plans."""

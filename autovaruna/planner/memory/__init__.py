@@ -1,1 +1,0 @@
-"""Predicts the memory of stages and ranks, and fits stages into it."""
