@@ -9,7 +9,7 @@ import pytest
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
-from autovaruna.planner import ranges
+from autovaruna.planner import search
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
@@ -42,7 +42,7 @@ def test_the_searches_of_one_plan_share_their_tables(monkeypatch: pytest.MonkeyP
         made.append(positions)
         return RangeTables(graph, positions)
 
-    monkeypatch.setattr(ranges, "RangeTables", make)
+    monkeypatch.setattr(search, "RangeTables", make)
     make_plan(pipelined(0.5))
     assert made and len(made) == len(set(made))
 
