@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from autovaruna._torch import rebuild_meta
 from autovaruna.errors import AutoVarunaError, RankError
 
-_NUMPY = ("scalar", "_reconstruct")
-_VALUES = {
-    *(("builtins", name) for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")),
-    *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
-    *(("numpy", name) for name in ("dtype", "ndarray")),
-    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in _NUMPY),
-    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath")),
-    *(("torch", name) for name in ("Size", "device")),
-    (rebuild_meta.__module__, rebuild_meta.__name__),
-}
+_CLASSES = (
+    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
+    *(Counter, OrderedDict, defaultdict, deque),
+    *(type(Path()), np.dtype, np.ndarray, torch.Size, torch.device),
+)
+_OF_NUMPY = {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("scalar", "_reconstruct")}
+_VALUES = {(each.__module__, each.__name__) for each in (*_CLASSES, rebuild_meta)} | _OF_NUMPY
 _PACKAGE = __name__.partition(".")[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ VALUES = [
     ([{1: {2}}, frozenset({3})], range(3), slice(1, 2), bytearray(b"y")),
     (torch.float32, torch.Size([2]), torch.device("cpu")),
     (Need(1, ("sent", 0, 1, 2), 3), Join("label", b""), CheckpointError),
-    (Path("a"), Counter("ab"), OrderedDict(a=1), np.float64(0.5)),
+    (Path("a"), Counter("ab"), OrderedDict(a=1), defaultdict(list, a=[1]), np.float64(0.5)),
 ]
 
 
