@@ -108,15 +108,17 @@ def _refuse_writes(cone: list[fx.Node]) -> None:
         for user in waiting.pop().users:
             if isinstance(user.target, OpOverload) and user.target._schema.is_mutable:
                 raise _UnknownError
-            if user not in seen and _is_view(user):
+            may_be_view = not isinstance(user.target, OpOverload) or aliases_of(user)
+            if user not in seen and may_be_view:
                 seen.add(user)
                 waiting.append(user)
 
 
-def _is_view(node: fx.Node) -> bool:
+def aliases_of(node: fx.Node) -> list[Any]:
+    """Returns what torch's schema says of each result of an operation that is memory of an argument."""
     if not isinstance(node.target, OpOverload):
-        return True
-    return any(each.alias_info is not None for each in node.target._schema.returns)
+        return []
+    return [each.alias_info for each in node.target._schema.returns if each.alias_info is not None]
 
 
 def _computed(cone: list[fx.Node], size: int) -> Any:

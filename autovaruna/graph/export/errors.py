@@ -49,13 +49,8 @@ def users_line() -> str:
 
 def running_modules() -> tuple[nn.Module, ...]:
     """Returns the modules whose forward runs now, the innermost first."""
-    found: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is call_impl.__code__:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return tuple(found)
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return tuple(frame.f_locals["self"] for frame in frames if frame.f_code is call_impl.__code__)
 
 
 def origin(node: fx.Node) -> str:
@@ -204,7 +199,7 @@ def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Ex
 
 
 def explain(
-    error: Exception, model: nn.Module, call: CallSpec, is_dynamic: bool, fixing: list[str], own: Exception | None
+    error: Exception, model: nn.Module, call: CallSpec, is_dynamic: bool, fixed_at: str, own: Exception | None
 ) -> TraceError:
     """Says which line of the user's code stopped the trace, and what to do."""
     name = type(model).__qualname__
@@ -231,8 +226,8 @@ def explain(
             "line into a submodule, which is then kept whole as one operation, or write it with ordinary operations."
         )
     elif is_dynamic and is_about_batch(error):
-        reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixing)
-        return of_batch_size(model, call, fixing[0] if fixing else where, reason)
+        reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixed_at)
+        return of_batch_size(model, call, fixed_at or where, reason)
     elif _is_about_data(error) and _NUMPY.search(where):
         text = (
             "it goes through NumPy, which needs the numbers in a tensor, and a trace has none. Expected operations of "

@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.cuts import Marker
+from autovaruna.graph.export.constant_values import aliases_of
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.precision import REGION, inside, regions
@@ -190,11 +191,7 @@ def _detach_views(region: fx.GraphModule) -> None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether an operation returns memory that it was given."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    infos = [result.alias_info for result in node.target._schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
+    return any(not alias.is_write for alias in aliases_of(node))
 
 
 PREFIX = "model."

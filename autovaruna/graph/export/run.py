@@ -114,6 +114,10 @@ def fixing_module(fixing: Sequence[FixedSize], model: nn.Module, kept: Collectio
     return InModuleError(path, f"it fixes the batch size{fixing[0].line}") if path else None
 
 
+def _line_of(fixing: Sequence[FixedSize]) -> str:
+    return fixing[0].line if fixing else ""
+
+
 def failing_function(error: BaseException) -> str:
     """Returns the name of torch's function in which a trace stopped, as the model calls it; empty: there is none."""
     for link in reversed(list(chain_of(error))):
@@ -374,7 +378,7 @@ class Attempt:
             greatest=self._greatest(bounds) if is_dynamic else None,
             asks_for_one=next(iter(lone), ""),
             lengths=lengths,
-            fixes_lengths=fixing[0].line if fixing else "",
+            fixes_lengths=_line_of(fixing),
         )
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
@@ -419,8 +423,7 @@ class Attempt:
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        fixes = [fixed.line for fixed in fixing]
-        raise explain(error, self.model, self.call, self.options.is_dynamic, fixes, refusal) from error
+        raise explain(error, self.model, self.call, self.options.is_dynamic, _line_of(fixing), refusal) from error
 
     def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
         """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
