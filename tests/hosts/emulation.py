@@ -363,8 +363,8 @@ class Switch:
     def plug(self, place: int, pid: int) -> None:
         """Gives the host of a process an eth0 that is joined to all others."""
         port = f"port{place}"
-        if _output([*self._entering(), "ip", "link", "show", "dev", port]).returncode == 0:
-            self._ip("link", "delete", "dev", port)  # a host's network outlives it while its sockets say goodbye
+        # A host's network outlives it while its sockets say goodbye, and may go while it is looked at.
+        _output([*self._entering(), "ip", "link", "delete", "dev", port])
         self._ip("link", "add", "dev", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._ip("link", "set", "dev", port, "master", "bridge", "up")
 
