@@ -48,7 +48,7 @@ from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memo
 
 logger = logging.getLogger(__name__)
 _MOST_TURNS = 2
-_BUDGET_SECONDS = 10.0
+_BUDGET_SECONDS = 6.0
 _SPLIT_RANKS = 4
 _NOISE = 1.25  # speeds whose ratio is less than this count as equal
 _CALLS_OF_AN_INSTRUCTION = 10.0
