@@ -187,7 +187,8 @@ def _hidden_files() -> tuple[str, ...]:
     """Returns how the names of files begin whose frames say nothing to a user."""
     torch = sys.modules.get("torch")
     of_torch = () if torch is None or torch.__file__ is None else (str(Path(torch.__file__).parent),)
-    return (str(Path(__file__).parent) + os.sep, "<frozen", "<eval_with_key>", *of_torch)
+    made = () if sys.argv[:1] == ["-c"] else ("<string>",)  # by torch; a script on the command line is called so, too
+    return (str(Path(__file__).parent) + os.sep, "<frozen", "<eval_with_key>", *made, *of_torch)
 
 
 def write_error(text: str) -> None:

@@ -36,7 +36,6 @@ from autovaruna.graph.export.errors import (
     BatchSizeError,
     InModuleError,
     advice,
-    chain_of,
     check_layouts,
     check_operations,
     explain,
@@ -58,8 +57,10 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.fakes import as_before, example_inputs, faked, left_tensors, warn_of_left, without_cudnn
+from autovaruna.graph.export.fakes import example_inputs, faked, without_cudnn
 from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
+from autovaruna.graph.export.left_behind import as_before, left_tensors, warn_of_left
+from autovaruna.graph.export.user_lines import chain_of
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.opaque.functions import (

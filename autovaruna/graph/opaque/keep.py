@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.errors import users_line
+from autovaruna.graph.export.user_lines import users_line
 from autovaruna.graph.guards import HOOKS
 from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
