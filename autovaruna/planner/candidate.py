@@ -32,6 +32,8 @@ DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
 _DEFERRED_EACH_STAGE = 2
 """Micro-batches a stage that a stage may defer: with twice as many as stages, simulated steps reach their bound."""
+_TINY = 100
+"""Ranks times segments of a problem that is searched more fully."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,11 @@ class Planner:
     def spent_seconds(self) -> float:
         """What simulations took so far, counted, not measured, so that it is the same everywhere."""
         return self.predictor.spent_seconds
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether cuts and ranks are so few that what a formula says of them means little."""
+        return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
 
     def count_candidate(self) -> float:
         """Counts a candidate that is looked at, and returns `spent_seconds`."""

@@ -67,10 +67,11 @@ class Evaluator:
         One that says what its stages hold is simulated by its own schedule alone.
 
         Args:
-            like: one of `plans`: its schedule and its rule for depths are enough.
+            like: one of `plans`: its schedule and its rule for depths are enough, unless the problem is tiny.
             is_quick: whether it is enough what fits by its depths, as it is where simulations are long.
         """
-        ways = (self._ways[like],) if like in self._ways and not candidate.choices else ()
+        has_every_way = candidate.choices or self.planner.is_tiny
+        ways = (self._ways[like],) if like in self._ways and not has_every_way else ()
         key = candidate, ways, is_quick or self.is_long(candidate)
         found, limit = self._seen.get(key, (math.inf, -math.inf))
         if found < math.inf or below <= limit:

@@ -26,7 +26,7 @@ _FEW_RANKS = 4
 """Of which every split into groups is tried, where there are few segments too."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
-_MOST_PLANS = 2048
+_MOST_PLANS = 2**15
 """If ranks and segments are split over stages in no more ways than these, for all orders, each is tried."""
 _CELLS = 10**7
 """With more cells of the dynamic program stages of even work are enough, if they fit."""

@@ -33,15 +33,22 @@ Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 """Yields candidates that differ little from one."""
 
 
-def improve(trials: Evaluator, start: Candidate, most_seconds: float, moves: Sequence[Move]) -> None:
+def improve(
+    trials: Evaluator,
+    start: Candidate,
+    most_seconds: float,
+    moves: Sequence[Move],
+    is_news: Callable[[Candidate], bool] = lambda candidate: True,
+) -> None:
     """Changes a candidate until no move makes it better, or simulations took so many seconds by the planner's count.
 
-    Each kind of move is tried when those before it are of no use; after a success they begin anew.
+    Each kind of move is tried when those before it are of no use; after a success they begin anew. What is no news
+    has been changed before: a way that leads there ends there.
     """
     planner, seconds, kind = trials.planner, trials.plans[start].predicted_seconds, 0
     limit = planner.spent_seconds + most_seconds
     while kind < len(moves):
-        for other in moves[kind](planner, start):
+        for other in filter(is_news, moves[kind](planner, start)):
             if planner.count_candidate() + planner.step_costs(other) > limit:
                 trials.was_cut_short = True
                 return

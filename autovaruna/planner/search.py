@@ -52,14 +52,12 @@ _STARTS, _MORE_STARTS = 4, 24
 _MOST_OF_A_ROW = 0.25
 """What the simulation of a choice may take that is far from the best, and only a row of the table."""
 _SHARE_OF_CHOICES = 0.1
-_TINY = 100
-"""Ranks times segments of a problem whose plans with several stages a rank are listed more fully."""
 _NEAR = 1.06
 _BOUNDING_SECONDS = 2.0
 """In which bounds say what to simulate of several stages a rank."""
 _FINE_SECONDS = 1.0
 """For cuts between the segments of a large graph."""
-_COUNTS, _NEAR_OF_A_FORMULA = 2, 1.1
+_COUNTS, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY = 2, 1.1, 1.25
 _MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
 _CELLS = 10**6
 """With few enough cells of the dynamic program every number of micro-batches is tried."""
@@ -198,7 +196,7 @@ class _Search:
     def _try_unequal_replicas(self) -> None:
         """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""
         constraints, trials = self.problem.constraints, self.trials
-        if constraints.num_replicas or constraints.stage_ranks or not (trials.best or self._is_tiny):
+        if constraints.num_replicas or constraints.stage_ranks or not (trials.best or self.planner.is_tiny):
             return
         known = trials.best_of_each(lambda each: each.num_micro_batches, _COUNTS, _NEAR_OF_A_FORMULA)
         cells = (self.problem.cluster.num_ranks * self.tables.num_segments) ** 2
@@ -214,8 +212,8 @@ class _Search:
         trials, planner, forced = self.trials, self.planner, forced_stages(self.problem)
         if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(trials.best):
             return
-        may_differ = trials.best is not None or forced > 0  # or else it takes long to find out that nothing fits
-        few = groups_of_few(planner, self.counts, may_differ=may_differ) if self._is_tiny else ()
+        may_differ = trials.best is not None or forced > 0 or trials.is_loose  # tried last where nothing fits
+        few = groups_of_few(planner, self.counts, may_differ=may_differ) if self.planner.is_tiny else ()
         if forced:
             shapes = forced_shapes(planner, self.most_each, forced, even_counts(self.problem))
         else:
@@ -255,11 +253,6 @@ class _Search:
                     for other in move(planner, candidate):
                         trials.attempt(other)
 
-    @property
-    def _is_tiny(self) -> bool:
-        """Whether cuts and ranks are so few that what a formula says of them means little."""
-        return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
-
     def _is_slow(self, shape: Shape) -> bool:
         """Returns whether a shape takes so long to simulate that its first cuts have to stand for all."""
         counts = [len(shape.groups[group]) for group in shape.pattern]
@@ -274,7 +267,7 @@ class _Search:
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
-            every = candidates_of(self.planner, shape, has_all_cuts=self._is_tiny)
+            every = candidates_of(self.planner, shape, has_all_cuts=self.planner.is_tiny)
             some = list(islice(every, 1 if self._is_slow(shape) else None))
             # What fits by its depths alone may recompute for no need.
             tight = [plan for each in some if self._is_slow(shape) and (plan := self.planner.build(each))]
@@ -294,17 +287,22 @@ class _Search:
         regular = [each for each in every if _kind(each)[1:] == (False, True)][:_STARTS]
         starts = regular + [each for each in every if each not in regular][:_STARTS]
         end, begun = self.planner.spent_seconds + _IMPROVING_SECONDS, set[Hashable]()
+        kind, near = (_place, _NEAR_OF_TINY) if self.planner.is_tiny else (_finer_kind, _NEAR_OF_A_FORMULA)
+
+        def is_news(other: Candidate) -> bool:
+            return kind(other) not in begun
+
         for done in range(_MORE_STARTS):
             self.progress("improving plans", done / _MORE_STARTS)
-            others = self.trials.best_of_each(_finer_kind, len(self.trials.plans), _NEAR_OF_A_FORMULA)
-            candidate = next((each for each in [*starts, *others] if _finer_kind(each) not in begun), None)
+            others = self.trials.best_of_each(kind, len(self.trials.plans), near)
+            candidate = next((each for each in [*starts, *others] if kind(each) not in begun), None)
             left = end - self.planner.spent_seconds
             if candidate is None or left <= 0:
                 break
-            begun.add(_finer_kind(candidate))
             if self.planner.step_costs(candidate) <= SHORT_SECONDS:  # or moves lead away before it is tried
                 improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
-            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves)
+            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves, is_news)
+            begun.add(kind(candidate))
 
     def _simplest(self) -> tuple[Candidate, Plan]:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
@@ -368,3 +366,8 @@ def _kind(candidate: Candidate) -> tuple[int, bool, bool]:
 def _finer_kind(candidate: Candidate) -> tuple[int, bool, tuple[tuple[int, ...], ...]]:
     """Returns what few moves change: the ranks of the stages, and the number of micro-batches."""
     return candidate.num_micro_batches, candidate.is_interleaved, candidate.ranks
+
+
+def _place(candidate: Candidate) -> tuple[Hashable, ...]:
+    """Returns all but what the stages hold."""
+    return *_finer_kind(candidate), candidate.starts

@@ -114,10 +114,15 @@ def stage_limit(problem: Problem, num_segments: int) -> int:
 
 
 def stages_per_rank(problem: Problem) -> int:
-    """Returns the most stages of a rank that the search may choose; more than asked for only if ranks are too few."""
+    """Returns the most stages of a rank that the search may choose.
+
+    Of so many stages as are asked for each has ranks of its own, if ranks are enough and several were not allowed by
+    name.
+    """
     constraints = problem.constraints
     num_groups = problem.cluster.num_ranks // max(constraints.num_replicas, 1)
-    if constraints.stage_ranks or num_groups < FEWEST_GROUPS or 0 < forced_stages(problem) <= num_groups:
+    has_own = 0 < forced_stages(problem) <= num_groups and constraints.max_stages_per_rank <= 1
+    if constraints.stage_ranks or num_groups < FEWEST_GROUPS or has_own:
         return 1
     return most_stages_per_rank(problem)
 

@@ -63,6 +63,9 @@ _FULL_BYTES = {
     ("shared", 210053): 848212.8,
     ("shared", 210064): 347428.0,
     ("shared", 210136): 332385.6,
+    ("single", 330037): 1011326.4,
+    ("split", 330014): 723380.8,
+    ("split", 770138): 1106040.0,
 }
 """What a rank held with all memory, where a draw was kept: another plan with all memory must not change the draw."""
 
