@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing, is_this_machine, list_hosts
-from autovaruna.elastic.watch import Slow, Watch
+from autovaruna.elastic.watch import Place, Slow, Watch
 from autovaruna.errors import ConfigError
 
 BEAT_SECONDS = 1.0
@@ -29,6 +30,8 @@ SLOW_FILE = "slow_machines.out"
 """Gets the hosts that are left out, a name a line, as Varuna writes it."""
 _BETWEEN_SECONDS = 120.0
 """The least time between two plans that are made anew for the sake of speeds."""
+_LASTING_SECONDS = 10.0
+"""What is slow for less than a restart takes is not worth one."""
 _LEFT_OUT_SECONDS = 600.0
 """After so long a host that was left out is tried again; doubled each time that it is still slow."""
 
@@ -244,57 +247,73 @@ def _time_of(path: str | None) -> int:
 
 
 class SlowHosts:
-    """The slow hosts of a job: left out if a rank takes `most` times as long as before, else planned for."""
+    """The slow ranks of a job: planned for, or, if one takes `most` times as long as before, its host is left out."""
 
     def __init__(self, log: EventLog, most: float) -> None:
-        self.wants_plan = False
         self._log = log
         self._most = most
         self._until: dict[str, float] = {}
         self._patience: dict[str, float] = {}
         self._has_planned = False
-        self._known: set[str] = set()
-        self._last_plan = -_BETWEEN_SECONDS
+        self._known: dict[Place, float] = {}
+        self._planned_for: set[Place] = set()
+        self._last_plan = self._last_change = -math.inf
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now."""
+        now, is_other = time.monotonic(), self._used().keys() != self._planned_for
+        return is_other and now > max(self._last_change + _LASTING_SECONDS, self._last_plan + _BETWEEN_SECONDS)
 
     def take(self, watch: Watch) -> None:
         """Takes what has been seen of the ranks' speeds."""
         while watch.changes:
             change = watch.changes.pop(0)
-            host = watch.host_of(change.rank)
+            place = watch.place_of(change.rank)
             if isinstance(change, Slow):
-                self._take_slow(change, host)
-            elif host in self._known:
-                self._known.discard(host)
-                self._log.note("recovered", f"rank {change.rank} on {host} is as fast as before", host=host)
-                self._wish()
+                self._take_slow(change, place)
+            elif self._known.pop(place, 0.0):
+                self._last_change = time.monotonic()
+                self._log.note("recovered", f"rank {change.rank} on {place[0]} is as fast as before", host=place[0])
 
-    def _take_slow(self, slow: Slow, host: str) -> None:
+    def _take_slow(self, slow: Slow, place: Place) -> None:
+        host, _ = place
         is_by_plan = slow.compared_with == "the prediction"
         if is_by_plan and self._has_planned:  # a plan that was made anew has measured the ranks by itself
             return
         text = f"rank {slow.rank} on {host} takes {slow.factor:.2f} times as long as {slow.compared_with}"
         self._log.note("slow", text, host=host, rank=slow.rank, factor=slow.factor, compared_with=slow.compared_with)
-        self._known.add(host)
+        before = self._known[place] if place in self._planned_for and place in self._known else 1.0
+        self._known[place] = slow.factor * before
+        self._planned_for.discard(place)
+        self._last_change = time.monotonic()
         if is_by_plan or slow.factor < self._most:
-            self._wish()
             return
         seconds = self._patience.get(host, _LEFT_OUT_SECONDS)
         self._patience[host], self._until[host] = 2 * seconds, time.monotonic() + seconds
         self._write()
 
-    def _wish(self) -> None:
-        self.wants_plan |= time.monotonic() - self._last_plan > _BETWEEN_SECONDS
-
     def take_wish(self) -> bool:
         """Says whether the plan is to be made anew for the run that begins; then that is done."""
-        is_wanted, self.wants_plan = self.wants_plan, False
+        is_wanted = self.wants_plan
         if is_wanted:
             self._has_planned, self._last_plan = True, time.monotonic()
+            self._planned_for = set(self._used())
         return is_wanted
+
+    def _used(self) -> dict[Place, float]:
+        """Returns the slow ranks of hosts that are not left out."""
+        return {place: factor for place, factor in self._known.items() if place[0] not in self._until}
+
+    def factors(self, hosts: Mapping[str, int]) -> tuple[float, ...]:
+        """Returns how many times as long as it should each rank of some hosts takes; the ranks are host by host."""
+        used = self._used()
+        return tuple(used.get((host, place), 1.0) for host, count in hosts.items() for place in range(count))
 
     def leaves_out(self, host: str) -> bool:
         """Says whether a host is left out now."""
         if host in self._until and time.monotonic() > self._until[host]:
+            self._known = {place: factor for place, factor in self._known.items() if place[0] != host}
             self.forgive(host)
         return host in self._until
 

@@ -97,10 +97,11 @@ class Manager:
         options = replace(options, variables={**self._variables_of_plan(deployment), **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
-        self._watch = Watch(self._watch.attempt + 1, self._watch.longest_seconds)
+        factors = self._hosts.slow.factors(names)
+        self._watch = Watch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
         step = None if state is None else state.step
         number, checkpoints = self._watch.attempt, self._ways.checkpoints
-        place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment)
+        place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
         self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log)
         self._note_start(names, state, run.job.num_ranks)

@@ -8,13 +8,16 @@ it is slow where the middle of ten steps is, and most of them one by one.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median_low
 from typing import Any
 
+Place = tuple[str, int]
+"""A host, and the number of a rank among its own."""
 SLOW = 1.10
 """So many times as long as before, or as predicted, is slow."""
 MEASURED_SLOW = 1.08
@@ -22,7 +25,9 @@ MEASURED_SLOW = 1.08
 RECOVERED = 1.05
 WINDOW_STEPS = 10
 FIRST_STEPS = 20
-"""The steps that a rank's own past is made of: its first."""
+"""The steps that a rank's own past is made of: its first, or as many later ones that are faster."""
+_SETTLING_STEPS, _FASTER = 200, 1.05
+"""Until then a rank's past may get faster, by so much: while a job starts, so do other programs on its hosts."""
 _SLOW_STEPS = 7
 """So many of a window are slower than `RECOVERED`, each by itself: neither hiccups nor a common change are slowness."""
 _MISSING_STEPS = 100
@@ -52,13 +57,19 @@ class Speeds:
 
     Attributes:
         slow: The slow ones, with what was said of them.
+
+    Args:
+        predicted: By rank.
+        planned_for: How many times as long as it should a rank takes by what the plan knows, if that is more than 1.
     """
 
-    def __init__(self, predicted: Mapping[int, float]) -> None:
-        self.slow: dict[int, Slow] = {}
+    def __init__(self, predicted: Mapping[int, float], planned_for: Mapping[int, float] | None = None) -> None:
+        self._planned_for = dict(planned_for or {})
+        self.slow = {rank: Slow(rank, -1, factor, "the prediction") for rank, factor in self._planned_for.items()}
         self._last = dict.fromkeys(predicted, -1)
         self._pending: dict[int, dict[int, float]] = {}
-        self._first: dict[int, list[float]] = {rank: [] for rank in predicted}
+        self._recent: dict[int, list[float]] = {rank: [] for rank in predicted}
+        self._num_learnt = 0
         self._past = _Comparison(MEASURED_SLOW, is_own=True)
         self._plan = _Comparison(SLOW, is_own=False)
         self._plan.expected = {rank: seconds for rank, seconds in predicted.items() if seconds > 0}
@@ -79,7 +90,8 @@ class Speeds:
         events = self._recovered(step)
         for comparison, other in ((self._past, "its own past"), (self._plan, "the prediction")):
             for rank, factor in comparison.slow().items():
-                if rank not in self.slow:
+                if rank not in self.slow or rank in self._planned_for:
+                    self._planned_for.pop(rank, None)
                     self.slow[rank] = Slow(rank, step, factor, other)
                     events.append(self.slow[rank])
         self._learn(seconds)
@@ -89,19 +101,32 @@ class Speeds:
         events: list[Slow | Recovered] = []
         for rank, said in list(self.slow.items()):
             comparison = self._past if said.compared_with == "its own past" else self._plan
-            if comparison.factors.get(rank, SLOW) < RECOVERED:
+            factor = comparison.factors.get(rank, SLOW)
+            if rank in self._planned_for:
+                factor = comparison.beside_others(rank, self._planned_for) * self._planned_for[rank]
+            if factor < RECOVERED:
                 del self.slow[rank]
+                self._planned_for.pop(rank, None)
                 events.append(Recovered(rank, step))
         return events
 
     def _learn(self, seconds: Mapping[int, float]) -> None:
-        """Makes a rank's own past of its first steps."""
+        """Makes a rank's own past of its first steps, or of later ones where it is faster, beside the slowest third."""
+        if self._num_learnt >= _SETTLING_STEPS:
+            return
         for rank, value in seconds.items():
-            first = self._first[rank]
-            if len(first) < FIRST_STEPS:
-                first.append(value)
-                if len(first) == FIRST_STEPS and (past := _middle(first)) > 0:
-                    self._past.expected[rank] = past
+            self._recent[rank].append(value)
+        if any(len(self._recent[rank]) < FIRST_STEPS for rank in seconds):
+            return
+        past = self._past.expected
+        found = {rank: middle for rank in seconds if (middle := _middle(self._recent[rank])) > 0}
+        ratios = sorted((found[rank] / past[rank] for rank in found if rank in past), reverse=True)
+        common = min(1.0, ratios[(len(ratios) - 1) // 3]) if ratios else 1.0
+        for rank, middle in found.items():
+            if middle / common < past.get(rank, math.inf) / _FASTER:
+                past[rank] = middle / common
+        self._recent = {rank: [] for rank in self._recent}
+        self._num_learnt += FIRST_STEPS
 
 
 @dataclass
@@ -118,6 +143,7 @@ class _Comparison:
     is_own: bool
     expected: dict[int, float] = field(default_factory=dict)
     factors: dict[int, float] = field(default_factory=dict)
+    _middles: dict[int, float] = field(default_factory=dict)
     _ratios: dict[int, deque[float]] = field(default_factory=dict)
     _slower: dict[int, deque[bool]] = field(default_factory=dict)
 
@@ -130,10 +156,15 @@ class _Comparison:
         for rank, ratio in ratios.items():
             self._ratios.setdefault(rank, deque(maxlen=WINDOW_STEPS)).append(ratio)
             self._slower.setdefault(rank, deque(maxlen=WINDOW_STEPS)).append(ratio > RECOVERED * common)
-        middles = {rank: _middle(last) for rank, last in self._ratios.items() if len(last) == WINDOW_STEPS}
-        if middles:
-            common = self._common(middles.values())
-            self.factors = {rank: middle / common for rank, middle in middles.items()}
+        self._middles = {rank: _middle(last) for rank, last in self._ratios.items() if len(last) == WINDOW_STEPS}
+        if self._middles:
+            common = self._common(self._middles.values())
+            self.factors = {rank: middle / common for rank, middle in self._middles.items()}
+
+    def beside_others(self, rank: int, apart: Collection[int]) -> float:
+        """Returns the factor of a rank relative to the ranks but those that are `apart`; infinite: not known yet."""
+        others = [middle for other, middle in self._middles.items() if other not in apart]
+        return self._middles.get(rank, math.inf) / (self._common(others) if others else 1.0)
 
     def slow(self) -> dict[int, float]:
         """Returns the factors of the ranks that are slow."""
@@ -192,10 +223,14 @@ class Watch:
     Attributes:
         longest_seconds: the longest that ranks went without a call, in this run and earlier ones.
         changes: ranks that have become slow, or as fast as before, which whoever takes them removes.
+
+    Args:
+        factors: by rank, how many times as long as it should it takes by what the plan knows; empty: none is slow.
     """
 
-    def __init__(self, attempt: int, longest_seconds: float = 0.0) -> None:
+    def __init__(self, attempt: int, longest_seconds: float = 0.0, factors: Sequence[float] = ()) -> None:
         self.attempt = attempt
+        self._planned_for = {rank: factor for rank, factor in enumerate(factors) if factor > 1.0}
         self.longest_seconds = longest_seconds
         self.changes: list[Slow | Recovered] = []
         self._speeds: Speeds | None = None
@@ -227,16 +262,17 @@ class Watch:
         if self._speeds is None:
             if predicted is None or len(self._ranks) < len(predicted) or max(predicted.values()) < _LEAST_WORK_SECONDS:
                 return
-            self._speeds = Speeds({int(rank): seconds for rank, seconds in predicted.items()})
+            self._speeds = Speeds({int(rank): seconds for rank, seconds in predicted.items()}, self._planned_for)
         for rank, seen in self._ranks.items():
             for call, seconds in seen.report["work"]:
                 if call > seen.last_call:
                     seen.last_call = call
                     self.changes += self._speeds.report(rank, call, seconds)
 
-    def host_of(self, rank: int) -> str:
-        """Returns the host of a rank."""
-        return self._ranks[rank].host
+    def place_of(self, rank: int) -> Place:
+        """Returns the host of a rank, and its number there."""
+        host = self._ranks[rank].host
+        return host, sorted(other for other, seen in self._ranks.items() if seen.host == host).index(rank)
 
     @property
     def num_steps(self) -> int:

@@ -36,6 +36,7 @@ class JobPlace:
         step: what the state in ``folder/restore`` is of; None: there is none, the job starts from the beginning.
         checkpoints: where the manager has states written to disk; None: nowhere.
         deployment: the name of the file of this number of ranks' plan; empty: all numbers have one file.
+        factors: by rank, how many times as long as it should it took in many steps; empty: not known.
     """
 
     folder: str
@@ -44,6 +45,7 @@ class JobPlace:
     step: int | None = None
     checkpoints: str | None = None
     deployment: str = ""
+    factors: tuple[float, ...] = ()
 
     @property
     def restore(self) -> Path:
@@ -71,7 +73,10 @@ def attempt_folder(folder: Path, attempt: int) -> Path:
 def job_place() -> JobPlace | None:
     """Returns where this process leaves what outlives it; None: no manager looks after it."""
     text = os.environ.get(VARIABLE)
-    return JobPlace(**json.loads(text)) if text else None
+    if not text:
+        return None
+    place = json.loads(text)
+    return JobPlace(**{**place, "factors": tuple(place.get("factors", ()))})  # to be compared and hashed
 
 
 @dataclass

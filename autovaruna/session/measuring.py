@@ -40,6 +40,7 @@ from autovaruna.profiler.measure import (
 )
 from autovaruna.profiler.optimizer import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
+from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.transport.torch_channel import open_to_measure
 from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.calls import SharedCall
@@ -70,9 +71,12 @@ class SpeedWatch:
     def speeds(self) -> tuple[float, ...]:
         """Returns the speed of each rank by all looks so far: what a step gets.
 
-        Speed 1 is that of short samples on the typical rank.
+        Speed 1 is that of short samples on the typical rank. A manager has seen many steps, and less is noise to it.
         """
-        return lasting([[_typical(look) / pace.mean for pace in look] for look in self._looks])
+        found, place = lasting([[_typical(look) / pace.mean for pace in look] for look in self._looks]), job_place()
+        if place is None or len(place.factors) != len(found):
+            return found
+        return tuple(min(speed, 1.0 / factor) for speed, factor in zip(found, place.factors, strict=True))
 
     def speeds_of_samples(self) -> tuple[float, ...]:
         """Returns the same for what takes so little time that other programs seldom come between."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic.watch import Recovered, Slow, Speeds
+from autovaruna.elastic import hosts
+from autovaruna.elastic.hosts import SlowHosts
+from autovaruna.elastic.notices import EventLog
+from autovaruna.elastic.watch import Recovered, Slow, Speeds, Watch
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.records import predicted_seconds
 from autovaruna.planner.search import make_plan
@@ -89,6 +94,16 @@ def test_the_first_steps_may_be_slower():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_slow_beginning_hides_nothing(num_ranks: int, seed: int):
+    """While a job starts, other programs do on the host of rank 1; later it is slowed by 15 %."""
+    job = Job(num_ranks, seed, predicted=dict.fromkeys(range(num_ranks), 0.0))
+    assert not job.run(range(60), lambda rank, step: 1.12 if rank == 1 and step < 30 else 1.0)
+    (said,) = job.run(range(60, 70), lambda rank, step: 1.15 if rank == 1 else 1.0)
+    assert isinstance(said, Slow) and said.rank == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_nobody_is_slow_because_another_becomes_faster(num_ranks: int):
     job = Job(num_ranks, predicted=dict.fromkeys(range(num_ranks), 0.0))
     assert not job.run(range(300), lambda rank, step: 0.7 if rank == 0 and step >= 100 else 1.0)
@@ -132,3 +147,75 @@ def test_the_predicted_seconds_are_those_of_the_simulated_step(num_ranks: int):
         for acts in simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule)).acts
     ]
     assert predicted_seconds(plan) == pytest.approx(dict(enumerate(busy)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_rank_that_the_plan_gives_less_may_recover(num_ranks: int):
+    job = Job(num_ranks, seed=num_ranks)
+    job.speeds = Speeds({rank: each * (1.2 if rank == 1 else 1.0) for rank, each in job.seconds.items()}, {1: 1.2})
+    assert set(job.speeds.slow) == {1}
+    assert not job.run(range(100), lambda rank, step: 1.2 if rank == 1 else 1.0)
+    first, *_ = job.run(range(100, 110))
+    assert isinstance(first, Recovered) and first.rank == 1 and 1 not in job.speeds.slow
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_rank_that_the_plan_gives_less_may_get_slower_still(num_ranks: int):
+    job = Job(num_ranks, seed=num_ranks)
+    job.speeds = Speeds({rank: each * (1.2 if rank == 1 else 1.0) for rank, each in job.seconds.items()}, {1: 1.2})
+    job.run(range(100), lambda rank, step: 1.2 if rank == 1 else 1.0)
+    (said,) = job.run(range(100, 110), lambda rank, step: 1.4 if rank == 1 else 1.0)
+    assert isinstance(said, Slow) and said.rank == 1 and 1.1 < said.factor < 1.25
+
+
+@pytest.fixture
+def slow_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowHosts]:
+    """Plans may follow each other at once, and what has just become slow."""
+    monkeypatch.setattr(hosts, "_BETWEEN_SECONDS", -1.0)
+    monkeypatch.setattr(hosts, "_LASTING_SECONDS", -1.0)
+    yield SlowHosts(EventLog(None), 1.5)
+
+
+def saw(*changes: Slow | Recovered) -> Watch:
+    """Returns a watch of two ranks, each on a host of its name, that has seen some changes."""
+    watch = Watch(0)
+    for rank in range(2):
+        report = {"state": "R", "calls": 0, "work": []}
+        watch.take(f"h{rank}", {"attempt": 0, "ranks": {str(rank): report}, "predicted": {}})
+    watch.changes += changes
+    return watch
+
+
+def test_a_plan_is_made_anew_where_other_hosts_are_slow_than_it_knows(slow_hosts: SlowHosts):
+    slow, well = Slow(1, 30, 1.2, "its own past"), Recovered(1, 40)
+    ranks = {"h0": 2, "h1": 2}
+    slow_hosts.take(saw(slow))
+    assert slow_hosts.wants_plan and slow_hosts.take_wish() and not slow_hosts.wants_plan
+    assert slow_hosts.factors(ranks) == (1.0, 1.0, 1.2, 1.0)
+    slow_hosts.take(saw(well))
+    assert slow_hosts.wants_plan and slow_hosts.take_wish() and not slow_hosts.wants_plan
+    assert slow_hosts.factors(ranks) == (1.0,) * 4
+    slow_hosts.take(saw(slow))
+    slow_hosts.take_wish()
+    slow_hosts.take(saw(slow))  # slower still than in the run of that plan
+    assert slow_hosts.wants_plan and slow_hosts.factors(ranks) == (1.0, 1.0, pytest.approx(1.44), 1.0)
+
+
+def test_a_host_that_is_slow_for_a_moment_needs_no_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hosts, "_LASTING_SECONDS", 0.2)
+    slow_hosts = SlowHosts(EventLog(None), 1.5)
+    slow_hosts.take(saw(Slow(1, 30, 1.2, "its own past")))
+    assert not slow_hosts.wants_plan
+    time.sleep(0.3)
+    assert slow_hosts.wants_plan
+
+
+def test_a_rank_that_recovers_before_a_plan_is_made_needs_none(slow_hosts: SlowHosts):
+    slow_hosts.take(saw(Slow(1, 30, 1.2, "its own past"), Recovered(1, 40)))
+    assert not slow_hosts.wants_plan and not slow_hosts.take_wish()
+
+
+def test_a_host_that_is_left_out_needs_no_plan(slow_hosts: SlowHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # where the names of slow machines are written
+    slow_hosts.take(saw(Slow(1, 30, 2.0, "its own past")))
+    assert slow_hosts.leaves_out("h1") and not slow_hosts.wants_plan
