@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -170,6 +172,21 @@ def mend_lstm() -> None:
     import_module(name).one_layer_lstm = mended  # type: ignore[attr-defined]
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Puts something else in the place of an attribute of torch's, which may be missing, while the context lasts."""
+    own = vars(owner).get(name, _MISSING)  # as it is there: what a class inherits, or wraps, stays so
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+_MISSING = object()
 IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
 """What a first trace imports, and whoever expects one may import before."""
 

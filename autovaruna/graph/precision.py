@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import enter_autocast, exit_autocast, is_any_autocast_enabled, passes_of_export
+from autovaruna._torch import enter_autocast, exit_autocast, is_any_autocast_enabled, passes_of_export, replaced
 
 REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _GRAPH, _FIRST = 1, 2
@@ -142,7 +141,7 @@ def noted_precision(around: Precision) -> Iterator[None]:
         _note(module, around)
         return make_regions(module, *rest)
 
-    with patch.object(passes, "replace_set_grad_with_hop_pass", note_first):
+    with replaced(passes, "replace_set_grad_with_hop_pass", note_first):
         yield
 
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from threading import Lock, get_ident
 from typing import Any
-from unittest.mock import patch
 
 import numpy
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
+
+from autovaruna._torch import replaced
 
 _generator_lock = Lock()
 
@@ -93,7 +94,7 @@ def own_cache() -> Iterator[None]:
     if not module._cache_enabled:
         yield
         return
-    with patch.object(module, "_cache", {}):
+    with replaced(module, "_cache", {}):
         yield
 
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
 from typing import Any
-from unittest.mock import patch
 
 import sympy
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import ValueRanges, int_oo
+from autovaruna._torch import ValueRanges, int_oo, replaced
 from autovaruna.graph.export.errors import BatchSizeError, in_transform
 from autovaruna.graph.export.user_lines import is_users, running_modules, users_line
 
@@ -81,7 +80,7 @@ def refused_numbers(free: FreeLengths) -> Iterator[None]:
 
     with ExitStack() as stack:
         for kind, name in _NUMBERS:
-            stack.enter_context(patch.object(kind, name, refusing(getattr(kind, name))))
+            stack.enter_context(replaced(kind, name, refusing(getattr(kind, name))))
         yield
 
 
@@ -108,7 +107,7 @@ def noted_branches(free: FreeLengths) -> Iterator[list[str]]:
             lone.append(users_line())
         return answer
 
-    with patch.object(torch.SymBool, "__bool__", noting):
+    with replaced(torch.SymBool, "__bool__", noting):
         yield lone
 
 
@@ -161,7 +160,7 @@ def noted_fixed_sizes() -> Iterator[list[FixedSize]]:
                 places.append(FixedSize(line, running_modules()))
         return known(self, symbol, value, *args, **kwargs)
 
-    with patch.object(ShapeEnv, "_set_replacement", noting, create=True):
+    with replaced(ShapeEnv, "_set_replacement", noting):
         yield places
 
 
@@ -193,8 +192,8 @@ def tried_guards(free: FreeLengths) -> Iterator[list[tuple[int, str]]]:
         relate(self, condition, *args)
 
     with (
-        patch.object(ShapeEnv, "produce_guards", producing),
-        patch.object(ShapeEnv, "_maybe_guard_rel", relating, create=True),
+        replaced(ShapeEnv, "produce_guards", producing),
+        replaced(ShapeEnv, "_maybe_guard_rel", relating),
     ):
         yield greatest
 

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, subclasses
+from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, replaced, subclasses
 from autovaruna.graph.export.user_lines import is_users
 
 _SIZES = (2, 7)
@@ -148,7 +147,8 @@ def _size(value: Any, size: int) -> Any:
 @contextmanager
 def hide_tracing() -> Iterator[None]:
     """Lets ``torch.compiler.is_compiling()`` and ``is_exporting()`` say no while the context lasts."""
-    with patch.multiple(torch.compiler, create=True, _is_compiling_flag=False, _is_exporting_flag=False):
+    compiler = torch.compiler
+    with replaced(compiler, "_is_compiling_flag", False), replaced(compiler, "_is_exporting_flag", False):
         yield
 
 
@@ -168,5 +168,5 @@ def hide_fakes() -> Iterator[None]:
     class _Seen(metaclass=_Kind):
         """Stands for the class of fake tensors where others than torch ask for it."""
 
-    with patch.object(subclasses, "FakeTensor", _Seen):
+    with replaced(subclasses, "FakeTensor", _Seen):
         yield

@@ -18,13 +18,12 @@ from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, pack_by_lengths, top_saved_tensors_hooks
+from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, pack_by_lengths, replaced, top_saved_tensors_hooks
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.export.constant_values import truth_of
@@ -188,7 +187,7 @@ def padded_encoders() -> Iterator[None]:
             return plain(self, src, mask, src_key_padding_mask, is_causal)
         return _evaluated(self, src, src_key_padding_mask)
 
-    with patch.object(nn.TransformerEncoder, "forward", forward):
+    with replaced(nn.TransformerEncoder, "forward", forward):
         yield
 
 

@@ -9,13 +9,12 @@ from functools import partial, wraps
 from threading import Lock, get_ident, local
 from types import FunctionType, MethodType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from autovaruna._torch import pytree
+from autovaruna._torch import pytree, replaced
 from autovaruna.errors import TraceError
 
 Function = type[torch.autograd.Function]
@@ -264,7 +263,7 @@ def plain_checkpoints() -> Iterator[None]:
             return args[0](*args[2:])
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    with patch.object(CheckpointFunction, "apply", classmethod(passing)):
+    with replaced(CheckpointFunction, "apply", classmethod(passing)):
         yield
 
 
