@@ -117,7 +117,9 @@ def test_no_process_is_left_of_a_launcher_that_is_killed(two_hosts: Hosts):
     with OneRun(two_hosts, ["h1", "h2"]) as run:
         run.wait_for_a_step()
         run.command.kill()
-        assert not [each for each in leftovers(two_hosts, CLEAN_SECONDS) if "/tmp/ompi." not in each]
+        wait_for(
+            lambda: all("/tmp/ompi." in each for each in leftovers(two_hosts, 0.0)), "the end of all", CLEAN_SECONDS
+        )
 
 
 def test_an_interrupted_launcher_leaves_nothing(two_hosts: Hosts):
