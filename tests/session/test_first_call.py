@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from autovaruna.profiler import measure
 from autovaruna.profiler.bytes import Bytes
 from autovaruna.profiler.measure import Key, Pace, PartCost, settle
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
+from autovaruna.runtime.progress import VARIABLE, JobPlace, job_place
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
 from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu
@@ -236,6 +239,25 @@ def test_a_step_gets_the_mean_and_samples_the_median(
     monkeypatch.setattr("autovaruna.session.measuring.measure_pace", lambda device: next(threads))
     for found in run_ranks(2, run):
         assert sorted(found[0]) == sorted(speeds) and sorted(found[1]) == sorted(of_samples)
+
+
+@pytest.mark.parametrize(
+    ("factors", "speeds"), [((1.0, 1.15), (1.0, 1 / 1.15)), ((), (1.0, 1.0)), ((1.2,), (1.0, 1.0))]
+)
+def test_a_rank_whose_steps_were_slow_is_planned_for(
+    factors: tuple[float, ...], speeds: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A manager has seen its steps; what it says of another number of ranks does not count."""
+    monkeypatch.setenv(VARIABLE, json.dumps(asdict(JobPlace(str(tmp_path), 1, factors=factors))))
+    monkeypatch.setattr("autovaruna.session.measuring.measure_pace", lambda device: Pace(1, 1))
+
+    def run(world: World) -> tuple[float, ...]:
+        watch = SpeedWatch(world, torch.device("cpu"))
+        watch.look()
+        return watch.speeds()
+
+    assert job_place() == JobPlace(str(tmp_path), 1, factors=factors)
+    assert run_ranks(2, run) == [speeds, speeds]
 
 
 def test_disturbed_seconds_do_not_count() -> None:
