@@ -16,7 +16,7 @@ from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
 from autovaruna.planner.range_bounds import waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search_space import MAX_UNITS, stage_limit
+from autovaruna.planner.search_space import MAX_UNITS, micro_batch_counts, stage_limit
 from autovaruna.planner.splits import ReplicaSearch
 from autovaruna.schedule.pipeline import share_of, textbook_depth
 
@@ -27,7 +27,7 @@ _FEW_RANKS = 4
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
 _MOST_PLANS = 2**15
-"""If ranks and segments are split over stages in no more ways than these, for all orders, each is tried."""
+"""If ranks and segments are split over stages in no more ways than these, for all orders and M, each is tried."""
 _CELLS = 10**7
 """With more cells of the dynamic program stages of even work are enough, if they fit."""
 _HALVINGS = 20
@@ -212,7 +212,7 @@ def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Can
         return
     orders = rank_orders(problem, _MOST_ORDERS)
     segments = planner.tables.num_segments
-    if 2 ** (num_ranks + segments) * len(orders) <= _MOST_PLANS:
+    if 2 ** (num_ranks + segments) * len(orders) * len(micro_batch_counts(problem)) <= _MOST_PLANS:
         for order, replicas in product(orders, _splits(num_ranks)):
             if forced in (0, len(replicas)) and len(replicas) <= most and max(replicas) <= count:
                 ranks = in_a_row(problem, order, replicas)
