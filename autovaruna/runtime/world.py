@@ -375,6 +375,8 @@ class World:
     def leave(self) -> None:
         """Says goodbye to the other ranks, and ends the transport once all have; raises if one waits for this rank."""
         self.watch.leave()
+        if self.carrier is not None:
+            self.carrier.close()
         self.transport.close()
 
 

@@ -312,6 +312,8 @@ class Carrier(Protocol):
 
     def advance(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def split(tensor: Tensor) -> list[Tensor]:
     """Returns a dense tensor as pieces of at most 1 GiB that share its memory: as a rule itself."""

@@ -131,6 +131,13 @@ class TorchChannel:
         for source in [sender for sender, receiver in new if receiver == rank]:
             self._await_header(source)
 
+    def close(self) -> None:
+        """Ends the groups of gloo while Python runs: its threads may hold tensors, which only Python can free."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            for groups in (self._out, self._in, self._sums):
+                groups.clear()
+
     def sends_to(self, rank: int) -> bool:
         return rank in self._out
 
