@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -256,13 +257,14 @@ class SlowHosts:
         self._patience: dict[str, float] = {}
         self._has_planned = False
         self._known: dict[Place, float] = {}
-        self._planned_for: set[Place] = set()
+        self._run: tuple[tuple[str, int], ...] = ()
+        self._planned_for: defaultdict[tuple[tuple[str, int], ...], set[Place]] = defaultdict(set)
         self._last_plan = self._last_change = -math.inf
 
     @property
     def wants_plan(self) -> bool:
         """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now."""
-        now, is_other = time.monotonic(), self._used().keys() != self._planned_for
+        now, is_other = time.monotonic(), self._used().keys() != self._planned_for[self._run]
         return is_other and now > max(self._last_change + _LASTING_SECONDS, self._last_plan + _BETWEEN_SECONDS)
 
     def take(self, watch: Watch) -> None:
@@ -283,9 +285,10 @@ class SlowHosts:
             return
         text = f"rank {slow.rank} on {host} takes {slow.factor:.2f} times as long as {slow.compared_with}"
         self._log.note("slow", text, host=host, rank=slow.rank, factor=slow.factor, compared_with=slow.compared_with)
-        before = self._known[place] if place in self._planned_for and place in self._known else 1.0
+        planned_for = self._planned_for[self._run]
+        before = self._known[place] if place in planned_for and place in self._known else 1.0
         self._known[place] = slow.factor * before
-        self._planned_for.discard(place)
+        planned_for.discard(place)
         self._last_change = time.monotonic()
         if is_by_plan or slow.factor < self._most:
             return
@@ -293,22 +296,24 @@ class SlowHosts:
         self._patience[host], self._until[host] = 2 * seconds, time.monotonic() + seconds
         self._write()
 
-    def take_wish(self) -> bool:
-        """Says whether the plan is to be made anew for the run that begins; then that is done."""
+    def begin(self, hosts: Mapping[str, int]) -> bool:
+        """Says whether the plan for the hosts of a run that begins is to be made anew; then that is done."""
+        self._run = tuple(hosts.items())
         is_wanted = self.wants_plan
         if is_wanted:
             self._has_planned, self._last_plan = True, time.monotonic()
-            self._planned_for = set(self._used())
+            self._planned_for[self._run] = set(self._used())
         return is_wanted
 
     def _used(self) -> dict[Place, float]:
-        """Returns the slow ranks of hosts that are not left out."""
-        return {place: factor for place, factor in self._known.items() if place[0] not in self._until}
+        """Returns the slow ranks of the run, of hosts that are not to be left."""
+        counts = {host: count for host, count in self._run if host not in self._until}
+        return {place: factor for place, factor in self._known.items() if place[1] < counts.get(place[0], 0)}
 
-    def factors(self, hosts: Mapping[str, int]) -> tuple[float, ...]:
-        """Returns how many times as long as it should each rank of some hosts takes; the ranks are host by host."""
+    def factors(self) -> tuple[float, ...]:
+        """Returns how many times as long as it should each rank of the run takes; the ranks are host by host."""
         used = self._used()
-        return tuple(used.get((host, place), 1.0) for host, count in hosts.items() for place in range(count))
+        return tuple(used.get((host, place), 1.0) for host, count in self._run for place in range(count))
 
     def leaves_out(self, host: str) -> bool:
         """Says whether a host is left out now."""

@@ -94,10 +94,11 @@ class Manager:
         seconds = {"state": time.monotonic() - began}
         options, grid = self._choose(replace(self._options, hosts=names))
         deployment = self._deployment(names)
-        options = replace(options, variables={**self._variables_of_plan(deployment), **options.variables})
+        is_old = self._hosts.slow.begin(names)
+        options = replace(options, variables={**_variables_of_plan(deployment, is_old), **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
-        factors = self._hosts.slow.factors(names)
+        factors = self._hosts.slow.factors()
         self._watch = Watch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
         step = None if state is None else state.step
         number, checkpoints = self._watch.attempt, self._ways.checkpoints
@@ -137,11 +138,6 @@ class Manager:
         if _DEPLOYMENT in os.environ or _DEPLOYMENT in self._options.variables:
             return ""
         return DEFAULT_DEPLOYMENT if names == self._options.hosts else deployment_name(names.values())
-
-    def _variables_of_plan(self, deployment: str) -> dict[str, str]:
-        """Returns settings by which the plans of other numbers of ranks do not take each other's place."""
-        found = {_DEPLOYMENT: deployment} if deployment not in ("", DEFAULT_DEPLOYMENT) else {}
-        return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if self._hosts.slow.take_wish() else {})
 
     def _note_start(self, names: Mapping[str, int], state: State | None, num_ranks: int) -> None:
         where, known = f"{num_ranks} ranks on {', '.join(names)}", {"hosts": list(names), "ranks": num_ranks}
@@ -215,6 +211,12 @@ class Restarts:
         if len(self._times) > self._most:
             return f"{len(self._times)} starts again within an hour"
         return f"{_NO_PROGRESS} runs failed and came no further" if self._num_in_vain >= _NO_PROGRESS else ""
+
+
+def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:
+    """Returns settings by which plans of other numbers of ranks, or of other speeds, are kept apart."""
+    found = {_DEPLOYMENT: deployment} if deployment not in ("", DEFAULT_DEPLOYMENT) else {}
+    return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {})
 
 
 def start(options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> int:

@@ -22,6 +22,8 @@ from tests.planner.cases import make_problem
 NOISE = 0.03
 Factor = Callable[[int, int], float]
 """How many times as long as its share a rank takes in a step."""
+RANKS = {"h0": 2, "h1": 2}
+SLOW, WELL = Slow(1, 30, 1.2, "its own past"), Recovered(1, 40)
 
 
 class Job:
@@ -173,7 +175,9 @@ def slow_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowHosts]:
     """Plans may follow each other at once, and what has just become slow."""
     monkeypatch.setattr(hosts, "_BETWEEN_SECONDS", -1.0)
     monkeypatch.setattr(hosts, "_LASTING_SECONDS", -1.0)
-    yield SlowHosts(EventLog(None), 1.5)
+    slow_hosts = SlowHosts(EventLog(None), 1.5)
+    slow_hosts.begin(RANKS)
+    yield slow_hosts
 
 
 def saw(*changes: Slow | Recovered) -> Watch:
@@ -187,32 +191,39 @@ def saw(*changes: Slow | Recovered) -> Watch:
 
 
 def test_a_plan_is_made_anew_where_other_hosts_are_slow_than_it_knows(slow_hosts: SlowHosts):
-    slow, well = Slow(1, 30, 1.2, "its own past"), Recovered(1, 40)
-    ranks = {"h0": 2, "h1": 2}
-    slow_hosts.take(saw(slow))
-    assert slow_hosts.wants_plan and slow_hosts.take_wish() and not slow_hosts.wants_plan
-    assert slow_hosts.factors(ranks) == (1.0, 1.0, 1.2, 1.0)
-    slow_hosts.take(saw(well))
-    assert slow_hosts.wants_plan and slow_hosts.take_wish() and not slow_hosts.wants_plan
-    assert slow_hosts.factors(ranks) == (1.0,) * 4
-    slow_hosts.take(saw(slow))
-    slow_hosts.take_wish()
-    slow_hosts.take(saw(slow))  # slower still than in the run of that plan
-    assert slow_hosts.wants_plan and slow_hosts.factors(ranks) == (1.0, 1.0, pytest.approx(1.44), 1.0)
+    slow_hosts.take(saw(SLOW))
+    assert slow_hosts.wants_plan and slow_hosts.begin(RANKS) and not slow_hosts.wants_plan
+    assert slow_hosts.factors() == (1.0, 1.0, 1.2, 1.0)
+    slow_hosts.take(saw(WELL))
+    assert slow_hosts.wants_plan and slow_hosts.begin(RANKS) and not slow_hosts.wants_plan
+    assert slow_hosts.factors() == (1.0,) * 4
+    slow_hosts.take(saw(SLOW))
+    slow_hosts.begin(RANKS)
+    slow_hosts.take(saw(SLOW))  # slower still than in the run of that plan
+    assert slow_hosts.wants_plan and slow_hosts.factors() == (1.0, 1.0, pytest.approx(1.44), 1.0)
+
+
+def test_each_set_of_hosts_has_its_own_plan(slow_hosts: SlowHosts):
+    slow_hosts.take(saw(SLOW))
+    assert not slow_hosts.begin({"h0": 2}) and not slow_hosts.wants_plan and slow_hosts.factors() == (1.0, 1.0)
+    others = {"h1": 2, "h2": 2}
+    assert slow_hosts.begin(others) and slow_hosts.factors() == (1.2, 1.0, 1.0, 1.0)
+    assert slow_hosts.begin(RANKS) and not slow_hosts.begin(others)  # each of the plans has been made once
 
 
 def test_a_host_that_is_slow_for_a_moment_needs_no_plan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosts, "_LASTING_SECONDS", 0.2)
     slow_hosts = SlowHosts(EventLog(None), 1.5)
-    slow_hosts.take(saw(Slow(1, 30, 1.2, "its own past")))
+    slow_hosts.begin(RANKS)
+    slow_hosts.take(saw(SLOW))
     assert not slow_hosts.wants_plan
     time.sleep(0.3)
     assert slow_hosts.wants_plan
 
 
 def test_a_rank_that_recovers_before_a_plan_is_made_needs_none(slow_hosts: SlowHosts):
-    slow_hosts.take(saw(Slow(1, 30, 1.2, "its own past"), Recovered(1, 40)))
-    assert not slow_hosts.wants_plan and not slow_hosts.take_wish()
+    slow_hosts.take(saw(SLOW, WELL))
+    assert not slow_hosts.wants_plan and not slow_hosts.begin(RANKS)
 
 
 def test_a_host_that_is_left_out_needs_no_plan(slow_hosts: SlowHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
