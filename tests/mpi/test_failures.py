@@ -53,7 +53,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the file of the deployment that a good run has saved."""
     folder = tmp_path_factory.mktemp("saved")
     file = folder / "deployment.json"
-    mpirun(2, "tests.mpi.failures", "nothing_fails", folder, env={"AUTOVARUNA_DEPLOYMENT_FILE": str(file)})
+    settings = {"AUTOVARUNA_DEPLOYMENT_FILE": str(file)}
+    mpirun(2, "tests.mpi.failures", "nothing_fails", folder, env=settings, is_warm=True)
     return file
 
 

@@ -38,14 +38,18 @@ VALID = Fingerprint(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def problem() -> Problem:
     return make_problem(8, 3, 12, num_stages=3, skips=2)
 
 
+@pytest.fixture(scope="module")
+def deployment(problem: Problem) -> Deployment:
+    return deployment_of(make_plan(problem), problem.graph, VALID)
+
+
 @pytest.fixture
-def saved(problem: Problem, tmp_path: Path) -> tuple[Path, Deployment]:
-    deployment = deployment_of(make_plan(problem), problem.graph, VALID)
+def saved(deployment: Deployment, tmp_path: Path) -> tuple[Path, Deployment]:
     save(tmp_path / "plans" / "deployment.json", deployment)
     return tmp_path / "plans" / "deployment.json", deployment
 

@@ -13,10 +13,10 @@ _MISSED_ONCE = [
     *[("split", seed) for seed in (80046, 80132, 90035, 330014, 770138)],
     *[("shared", seed) for seed in (80078, 210051, 210053, 210064, 210136, 770032, 770050, 770079)],
 ]
-_OTHERS = [(kind, seed) for seed in some(range(110_000, 110_004), 2) for kind in ("single", "split", "shared")]
+_OTHERS = [(kind, seed) for seed in some(range(110_000, 110_004), 1) for kind in ("single", "split", "shared")]
 
 
-@pytest.mark.parametrize(("kind", "seed"), [*_MISSED_ONCE, *_OTHERS])
+@pytest.mark.parametrize(("kind", "seed"), [*some(_MISSED_ONCE, 8), *_OTHERS])
 def test_no_plan_is_better_by_1_percent_nor_than_the_bound(kind: str, seed: int) -> None:
     _, better, _ = compare(kind, seed, 1_500)
     assert better is None, better

@@ -13,6 +13,7 @@ from autovaruna.planner.prediction import Orders
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
+from tests.products import some
 
 
 def plan_of(num_blocks: int = 8, num_ranks: int = 3, batch: int = 12, **more: Any) -> Plan:
@@ -47,7 +48,7 @@ def test_counts(num_stages: int, num_blocks: int) -> None:
     assert (plan.num_micro_batches, plan.micro_batch_size) == (5, 12 / 5)
 
 
-@pytest.mark.parametrize(("num_stages", "num_replicas"), [(4, 1), (5, 1), (6, 1), (8, 1), (4, 0), (7, 0)])
+@pytest.mark.parametrize(("num_stages", "num_replicas"), some([(4, 1), (5, 1), (6, 1), (8, 1), (4, 0), (7, 0)], 3))
 def test_more_stages_than_ranks_are_several_a_rank(num_stages: int, num_replicas: int) -> None:
     plan = plan_of(num_stages=num_stages, num_replicas=num_replicas)
     assert plan.num_stages == num_stages

@@ -14,6 +14,7 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
+from tests.products import some
 
 
 @cache
@@ -28,7 +29,7 @@ def tight(seed: int, share: float) -> tuple[Problem, Plan]:
     return problem, make_plan(problem)
 
 
-@pytest.mark.parametrize(("seed", "share"), [(4, 0.7), (3, 0.9), (1, 0.8), (8, 0.8), (11, 0.7)])
+@pytest.mark.parametrize(("seed", "share"), some([(4, 0.7), (3, 0.9), (1, 0.8), (8, 0.8), (11, 0.7)], 2))
 def test_what_is_shown_of_a_rank_is_within_its_limit(seed: int, share: float) -> None:
     problem, plan = tight(seed, share)
     assert max(plan.rank_bytes()) <= problem.cluster.memory_bytes[0]

@@ -12,6 +12,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import bytes
 from autovaruna.profiler.bytes import AllocationMeter, Bytes, count_bytes
 from autovaruna.profiler.work import Part, Samples, make_work
+from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 
@@ -44,7 +45,9 @@ def test_an_mlp_saves_what_torch_saves() -> None:
     assert sum(cost.saved_bytes for cost in costs) == saved_by_torch(model, x) == 5 * 6 * WIDTH * 4
 
 
-@pytest.mark.parametrize("name", ["chain", "dropout", "conv_net", "lstm", "tied", "skip", "batch_norm", "gpt2"])
+@pytest.mark.parametrize(
+    "name", some(["chain", "dropout", "conv_net", "lstm", "tied", "skip", "batch_norm", "gpt2"], 4)
+)
 def test_blocks_add_up_to_the_whole(name: str) -> None:
     """What all blocks keep is what the model keeps as one stage, views and shared values included."""
     model, graph, tensors = traced_case(name, 4)

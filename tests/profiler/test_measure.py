@@ -29,6 +29,7 @@ from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.work import Part, Samples, block_parts, make_work
 from tests.catalogue import CASES
+from tests.products import some
 from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 from tests.profiler.test_roofline import COMPUTE
@@ -154,7 +155,7 @@ def test_a_spent_budget_still_measures_everything() -> None:
     assert all(cost.forward_seconds > 0 for cost in hasty.values())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "conv_net", "lstm", "three_users", "tied", "returned_scores"])
+@pytest.mark.parametrize("name", some(["gpt2", "conv_net", "lstm", "three_users", "tied", "returned_scores"], 3))
 def test_blocks_add_up_to_the_model(name: str) -> None:
     """Forward and backward of all blocks together are the model's, but for casts, views and sums of gradients."""
     case = CASES[name].without_dropout()
