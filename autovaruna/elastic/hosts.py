@@ -33,6 +33,8 @@ _BETWEEN_SECONDS = 120.0
 """The least time between two plans that are made anew for the sake of speeds."""
 _LASTING_SECONDS = 10.0
 """What is slow for less than a restart takes is not worth one."""
+_QUIET_SECONDS = 60.0
+"""How long nothing more is printed of a rank that is slow from time to time; the events have all."""
 _LEFT_OUT_SECONDS = 600.0
 """After so long a host that was left out is tried again; doubled each time that it is still slow."""
 
@@ -259,13 +261,16 @@ class SlowHosts:
         self._known: dict[Place, float] = {}
         self._run: tuple[tuple[str, int], ...] = ()
         self._planned_for: defaultdict[tuple[tuple[str, int], ...], set[Place]] = defaultdict(set)
-        self._last_plan = self._last_change = -math.inf
+        self._since: dict[Place, float] = {}
+        self._last_shown: dict[Place, float] = {}
+        self._shown: set[Place] = set()
+        self._last_plan = -math.inf
 
     @property
     def wants_plan(self) -> bool:
         """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now."""
-        now, is_other = time.monotonic(), self._used().keys() != self._planned_for[self._run]
-        return is_other and now > max(self._last_change + _LASTING_SECONDS, self._last_plan + _BETWEEN_SECONDS)
+        others = self._used().keys() ^ self._planned_for[self._run]
+        return any(map(self._lasts, others)) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
 
     def take(self, watch: Watch) -> None:
         """Takes what has been seen of the ranks' speeds."""
@@ -275,21 +280,27 @@ class SlowHosts:
             if isinstance(change, Slow):
                 self._take_slow(change, place)
             elif self._known.pop(place, 0.0):
-                self._last_change = time.monotonic()
-                self._log.note("recovered", f"rank {change.rank} on {place[0]} is as fast as before", host=place[0])
+                self._since[place] = time.monotonic()
+                text = f"rank {change.rank} on {place[0]} is as fast as before"
+                self._log.note("recovered", text, is_shown=place in self._shown, host=place[0])
+                self._shown.discard(place)
 
     def _take_slow(self, slow: Slow, place: Place) -> None:
         host, _ = place
         is_by_plan = slow.compared_with == "the prediction"
         if is_by_plan and self._has_planned:  # a plan that was made anew has measured the ranks by itself
             return
+        now = self._since[place] = time.monotonic()
+        if is_shown := now > self._last_shown.get(place, -math.inf) + _QUIET_SECONDS:
+            self._last_shown[place] = now
+            self._shown.add(place)
         text = f"rank {slow.rank} on {host} takes {slow.factor:.2f} times as long as {slow.compared_with}"
-        self._log.note("slow", text, host=host, rank=slow.rank, factor=slow.factor, compared_with=slow.compared_with)
+        details = {"host": host, "rank": slow.rank, "factor": slow.factor, "compared_with": slow.compared_with}
+        self._log.note("slow", text, is_shown=is_shown, **details)
         planned_for = self._planned_for[self._run]
         before = self._known[place] if place in planned_for and place in self._known else 1.0
         self._known[place] = slow.factor * before
         planned_for.discard(place)
-        self._last_change = time.monotonic()
         if is_by_plan or slow.factor < self._most:
             return
         seconds = self._patience.get(host, _LEFT_OUT_SECONDS)
@@ -306,9 +317,16 @@ class SlowHosts:
         return is_wanted
 
     def _used(self) -> dict[Place, float]:
-        """Returns the slow ranks of the run, of hosts that are not to be left."""
+        """Returns the ranks of the run that are slow for long, or as the plan knows, on hosts that are to stay."""
         counts = {host: count for host, count in self._run if host not in self._until}
-        return {place: factor for place, factor in self._known.items() if place[1] < counts.get(place[0], 0)}
+        return {
+            place: factor
+            for place, factor in self._known.items()
+            if place[1] < counts.get(place[0], 0) and (place in self._planned_for[self._run] or self._lasts(place))
+        }
+
+    def _lasts(self, place: Place) -> bool:
+        return time.monotonic() > self._since[place] + _LASTING_SECONDS
 
     def factors(self) -> tuple[float, ...]:
         """Returns how many times as long as it should each rank of the run takes; the ranks are host by host."""

@@ -18,6 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, Job, handling
@@ -140,12 +141,13 @@ class Manager:
         return DEFAULT_DEPLOYMENT if names == self._options.hosts else deployment_name(names.values())
 
     def _note_start(self, names: Mapping[str, int], state: State | None, num_ranks: int) -> None:
-        where, known = f"{num_ranks} ranks on {', '.join(names)}", {"hosts": list(names), "ranks": num_ranks}
+        where = f"{num_ranks} ranks on {', '.join(names)}"
+        known: dict[str, Any] = {"hosts": list(names), "ranks": num_ranks}
         if state is None:
             self._log.note("start", f"start on {where}", **known)
             return
         text = f"goes on from step {state.step}, in memory of {', '.join(state.hosts)}: {where}"
-        self._log.note("start", text, **known, **{"step": state.step, "from": state.hosts})
+        self._log.note("start", text, **(known | {"step": state.step, "from": state.hosts}))
 
     # signals
 

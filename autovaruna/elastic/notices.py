@@ -33,10 +33,11 @@ class EventLog:
     def __init__(self, path: str | None) -> None:
         self._path = path
 
-    def note(self, what: str, text: str, **details: Any) -> None:
+    def note(self, what: str, text: str, *, is_shown: bool = True, **details: Any) -> None:
         """Notes an event: its kind, in one word; what happened, for a person; and details, for programs."""
-        sys.stderr.write(f"autovaruna: {text}\n")
-        sys.stderr.flush()
+        if is_shown:
+            sys.stderr.write(f"autovaruna: {text}\n")
+            sys.stderr.flush()
         if self._path is not None:
             line = json.dumps({"time": round(time.time(), 3), "event": what, "text": text, **details})
             with suppress(OSError), open(self._path, "a", encoding="utf-8") as file:

@@ -211,6 +211,21 @@ def test_each_set_of_hosts_has_its_own_plan(slow_hosts: SlowHosts):
     assert slow_hosts.begin(RANKS) and not slow_hosts.begin(others)  # each of the plans has been made once
 
 
+def test_a_rank_that_is_slow_now_and_then_hides_no_other_and_fills_no_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hosts, "_LASTING_SECONDS", 0.2)
+    slow_hosts = SlowHosts(EventLog(str(tmp_path / "events")), 1.5)
+    slow_hosts.begin(RANKS)
+    slow_hosts.take(saw(SLOW))
+    for _ in range(6):
+        slow_hosts.take(saw(Slow(0, 30, 1.2, "its own past"), Recovered(0, 31)))
+        time.sleep(0.05)
+    assert slow_hosts.begin(RANKS) and slow_hosts.factors() == (1.0, 1.0, 1.2, 1.0)
+    assert capsys.readouterr().err.count("rank 0") == 2
+    assert (tmp_path / "events").read_text().count('"rank": 0') == 6
+
+
 def test_a_host_that_is_slow_for_a_moment_needs_no_plan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosts, "_LASTING_SECONDS", 0.2)
     slow_hosts = SlowHosts(EventLog(None), 1.5)
