@@ -65,7 +65,8 @@ class BatchValues:
         }
         if self._totals.after:
             totals = {name: self._as_traced(name, total) for name, total in made.items()}
-            made = self._run(self._after, self._run_after, tensors, (batch.num_samples, lengths), totals)
+            found = self._run(self._after, self._run_after, tensors, (batch.num_samples, lengths), totals)
+            made = found | {name: total for name, total in made.items() if name in found}  # it may be changed in place
         return {share: self._given(made, share) for share in {part.share for part in batch.micro_batches.values()}}
 
     def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -92,7 +93,7 @@ class BatchValues:
     def _as_traced(self, name: str, total: Any) -> Any:
         """Returns a merged total as the operation would that computes it."""
         is_tensor = isinstance(self._traced.nodes[name].meta["val"], Tensor)
-        return torch.as_tensor(total).to(self._device, self._dtype(name)) if is_tensor else total
+        return torch.as_tensor(total).to(self._device, self._dtype(name), copy=True) if is_tensor else total
 
     def _dtype(self, name: str) -> torch.dtype:
         return self._traced.nodes[name].meta["val"].dtype  # type: ignore[no-any-return]

@@ -111,13 +111,18 @@ def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
 
 
 def _what_makes(nodes: Iterable[fx.Node], known: Iterable[fx.Node], facts: Mapping[str, Fact]) -> list[fx.Node]:
-    """Returns nodes, the operations among `known` that they need, and what changes their memory; in order."""
-    operations = [node for node in known if node.op == "call_function"]
+    """Returns nodes, the operations among `known` that they need, and what changed their memory before; in order."""
+    operations = {node: place for place, node in enumerate(known) if node.op == "call_function"}
     wanted = set(nodes)
     while True:
-        memory = {storage for node in wanted for storage in facts[node.name].makes | facts[node.name].reads}
+        last: dict[int, int] = {}
+        for node in wanted & operations.keys():
+            for storage in facts[node.name].makes | facts[node.name].reads:
+                last[storage] = max(last.get(storage, 0), operations[node])
         new = {source for node in wanted for source in node.all_input_nodes}
-        new |= {node for node in operations if facts[node.name].writes & memory}
+        for node, place in operations.items():
+            if any(place < last.get(storage, 0) for storage in facts[node.name].writes):
+                new.add(node)
         if new <= wanted:
             return [node for node in operations if node in wanted]
         wanted |= new
@@ -346,7 +351,7 @@ class _Means:
         """Puts a sum over the count in the place of a mean."""
         users = list(node.users)
         made = count()
-        dtype = node.meta["val"].dtype
+        dtype, memory = node.meta["val"].dtype, self._add.memory_of(node)
         if dtype in _HALF:  # a sum of many would overflow
             node.args = tuple(self._wide(node, argument) for argument in node.args)
         if node.target in SUM_OF:
@@ -358,6 +363,7 @@ class _Means:
         mean = self._add.before(after, aten.div.Tensor, node, made)
         if dtype in _HALF:
             mean = self._add.before(after, aten.to.dtype, mean, dtype)
+        self._add.lie_in(mean, memory)
         for user in users:
             user.replace_input_with(node, mean)
 
@@ -444,6 +450,14 @@ class _Additions:
     def has(self, name: str) -> bool:
         """Whether there is a node of a name."""
         return name in self._facts
+
+    def memory_of(self, node: fx.Node) -> frozenset[int]:
+        """Returns the memory in which a node's result lies."""
+        return self._facts[node.name].makes
+
+    def lie_in(self, node: fx.Node, memory: frozenset[int]) -> None:
+        """Notes in which memory a node's result lies for those that read it, or write into it."""
+        self._facts[node.name] = replace(self._facts[node.name], makes=memory)
 
     def learn(self, node: fx.Node) -> None:
         """Notes what a node returns, and what else is known of it: that it is new, or has other arguments now."""
