@@ -81,6 +81,11 @@ def matrices(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x) * root.sum((1, 2))[:, None], y)
 
 
+def laid_out(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Says in which order of memory a tensor is to lie that has the dtype asked for."""
+    return F.cross_entropy(self.last(x.t().to(x.dtype, memory_format=torch.contiguous_format).t()), y)
+
+
 def per_sample(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Sends samples that data chooses through a layer."""
     chosen = (y > 1).nonzero().squeeze(1)
@@ -132,7 +137,7 @@ def without_gradient(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 PASSING = (
     *(distributions, distances, checked, unknown, counted),
-    *(probabilities, matrices, per_sample, dispatched, behind),
+    *(probabilities, matrices, laid_out, per_sample, dispatched, behind),
     *(compiled, named, without_gradient),
 )
 

@@ -126,10 +126,12 @@ def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object =
     return isinstance(size, int) and size == end  # of a size that varies with the batch, nothing is asked
 
 
-def _is_there(source: fx.Node, dtype: torch.dtype, non_blocking: bool = False, copy: bool = False) -> bool:
+def _is_there(
+    source: fx.Node, dtype: torch.dtype, non_blocking: bool = False, copy: bool = False, memory_format: object = None
+) -> bool:
     """Whether a cast without more wishes is to the dtype that a tensor has."""
     value = source.meta.get("val")
-    return not copy and isinstance(value, Tensor) and value.dtype == dtype
+    return not copy and memory_format is None and isinstance(value, Tensor) and value.dtype == dtype
 
 
 _DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
