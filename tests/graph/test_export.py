@@ -165,6 +165,32 @@ def test_the_fingerprint_tells_models_apart() -> None:
     assert len(prints) == 4 and same in prints
 
 
+class Hooking(nn.Module):
+    """Hooks a layer in its first call, as transformers do to collect the outputs of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.found: Any = None
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        if not hasattr(self, "is_hooked"):
+            self.layer.register_forward_hook(lambda module, args, out: self.found.append(out))
+            self.is_hooked = True
+        self.found = found = []
+        returned = [self.layer(x).tanh(), *found]
+        self.found = None
+        return returned
+
+
+def test_a_hook_that_forward_registers_is_registered_once() -> None:
+    """Once, the hook stayed and the note of it went: the next call collected each output twice."""
+    model = Hooking()
+    found = traced(model, X)
+    assert not model.layer._forward_hooks and len(found.outputs) == 2
+    compare(found, model, [X], CPU)
+
+
 class Asking(nn.Module):
     """Computes something else where it is told that it is traced; it may have to."""
 

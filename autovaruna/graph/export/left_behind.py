@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
@@ -19,7 +20,7 @@ from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, re
 from autovaruna.graph.random import own_cache
 
 logger = logging.getLogger(__name__)
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, OrderedDict, set)
 _MOST_NAMES = 5
 
 
