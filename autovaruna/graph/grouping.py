@@ -33,10 +33,11 @@ _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.o
 
 @dataclass(frozen=True)
 class Grouping:
-    """The result: names of nodes, in execution order.
+    """The result: names of nodes, in blocks in execution order.
 
     Attributes:
-        repeated: nodes that are in no block; each maps to all nodes that are repeated together with it.
+        repeated: nodes that are in no block; each maps to all nodes that are repeated together with it. They come in
+            the order of their first uses, which is the same on every rank where forward goes over a set, too.
         joins: nodes that no cut may part, and the rule that says so.
     """
 
@@ -64,7 +65,8 @@ def group(known: KnownGraph) -> Grouping:
     while rules.join_users_out_of_order(worked):
         rules.join_cycles(worked)
     blocks = tuple(tuple(node.name for node in block) for block in rules.ordered(worked))
-    return Grouping(blocks, repeated, tuple(rules.joins))
+    used = _in_order_of_use(worked, repeated)
+    return Grouping(blocks, {name: repeated[name] for name in (*used, *repeated)}, tuple(rules.joins))
 
 
 class _Rules:
@@ -193,6 +195,20 @@ def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str
             repeated |= dict.fromkeys(names, names)
 
 
+def _in_order_of_use(worked: Sequence[fx.Node], repeated: Collection[str]) -> dict[str, None]:
+    """Returns the repeated nodes that blocks use, each after its sources, in the order of their first uses."""
+    found: dict[str, None] = {}
+    waiting = list(reversed(worked))
+    while waiting:
+        node = waiting.pop()
+        sources = [each for each in node.all_input_nodes if each.name in repeated and each.name not in found]
+        if sources:
+            waiting += [node, *reversed(sources)]
+        elif node.name in repeated:
+            found[node.name] = None
+    return found
+
+
 def _is_cheap(fact: Fact, node: fx.Node, total_flops: float) -> bool:
     """Whether a node needs no gradient, no random numbers and little arithmetic, and is no check, which nobody uses."""
     is_light = node.target is not check and fact.num_flops <= _CHEAP_SHARE * total_flops and node.target not in _LOOKUPS
@@ -277,7 +293,8 @@ class Builder:
             Parameter(name, tensor.numel() * tensor.element_size(), tensor.requires_grad, tuple(sorted(used_by)))
             for name, (tensor, used_by) in self._attributes(self.parameters).items()
         )
-        text = repr((blocks, values, inputs, parameters, str(self.module.graph.output_node().args), *marks))
+        repeated = signature([self.nodes[name] for name in self.grouping.repeated], self.facts, self.sizes)
+        text = repr((blocks, repeated, values, inputs, parameters, str(self.module.graph.output_node().args), *marks))
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         return Graph(blocks, values, inputs, parameters, fingerprint, tuple(marks), self._outputs())
 

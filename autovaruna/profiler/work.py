@@ -170,7 +170,7 @@ def layer_parts(traced: TracedModel) -> list[Part]:
 
 def repeated_part(traced: TracedModel) -> Part:
     """Returns the repeated nodes, which are in no block, as a part."""
-    return Part(traced, (), tuple(name for name in traced.nodes if name in traced.repeated), "repeated operations")
+    return Part(traced, (), tuple(traced.repeated), "repeated operations")
 
 
 def _part(traced: TracedModel, blocks: Iterable[Block]) -> Part:

@@ -348,7 +348,8 @@ class Traces:
                 f"The ranks trace different models: {found or f'the fingerprints of their graphs are {prints}'}. "
                 "Expected the same model, built with the same arguments, on every rank; weights may differ, "
                 "operations and shapes may not. Where it draws from Python's random or numpy's, as it is built or in "
-                "forward, seed that alike on all ranks first (random.seed(0)), or draw from torch in forward."
+                "forward, seed that alike on all ranks first (random.seed(0)), or draw from torch in forward. Where it "
+                "goes over a set of strings, their order is another one in each process: go over sorted(...)."
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.verify import compare
+from autovaruna.profiler.work import repeated_part
 from tests.graph.models import CPU, Function, traced
 
 X = torch.zeros(3, 4)
@@ -163,6 +164,25 @@ def test_the_fingerprint_tells_models_apart() -> None:
     prints.add(traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), X.double()).graph.fingerprint)
     same = traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.zeros(6, 4)).graph.fingerprint
     assert len(prints) == 4 and same in prints
+
+
+class Scaled(nn.Module):
+    """Makes scales by name, in an order of its own, and uses them in another one."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        self.layer, self.order = nn.Linear(4, 4), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = {name: torch.arange(4) * float(len(name)) for name in self.order}
+        return self.layer(x) * scales["short"].cos() + x * scales["longer"].sin()
+
+
+def test_the_order_of_what_each_stage_repeats_is_that_of_its_use() -> None:
+    """Once, ranks measured other parts where forward goes over a set, whose order differs between processes."""
+    one, other = (traced(Scaled(*order), X) for order in (("short", "longer"), ("longer", "short")))
+    assert one.repeated and one.graph.fingerprint == other.graph.fingerprint
+    assert repeated_part(one).signature == repeated_part(other).signature
 
 
 class Hooking(nn.Module):
