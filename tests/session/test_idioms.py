@@ -389,7 +389,7 @@ class Checked(TwoLayers):
             reason = "tanh is broken"
             raise ValueError(reason)
         with torch.no_grad():
-            assert out.isfinite().all(), "not finite"
+            assert out.isfinite().all().item(), "not finite"
         return F.cross_entropy(self.last(out), y)
 
 
@@ -462,6 +462,8 @@ KINDS = {
     "if a is None and (t > b.max() or\n   t < 0): raise E": False,
     "assert t": True,
     "assert not t.any()": False,
+    "assert torch.all(t).item()": True,
+    "assert t.any().item() == a": None,
     "if a: pass\nelif t: raise E": False,
     "if t: a = 1": None,
     "if t:\n  if a: return\n  raise E": None,

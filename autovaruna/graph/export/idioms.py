@@ -80,7 +80,9 @@ def _is_told_by_each(test: ast.expr, wanted: bool) -> bool:
         return are_no_tensors and _is_told_by_each(last, wanted)
     if isinstance(test, ast.Compare) and len(test.ops) > 1 and not wanted:
         return False
-    return not any(isinstance(each, _HIDES_TRUTH) or _calls_by_name(each) for each in ast.walk(test))
+    return not any(
+        isinstance(each, _HIDES_TRUTH) or _calls_by_name(each) or _compares_item(each) for each in ast.walk(test)
+    )
 
 
 def _only_raises(statement: ast.stmt) -> bool:
@@ -95,6 +97,12 @@ def _only_raises(statement: ast.stmt) -> bool:
 def _calls_by_name(node: ast.AST) -> bool:
     """Whether a function is called by its name alone: ``bool`` or ``any``, say, which ask for the truth themselves."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in ("len", "isinstance")
+
+
+def _compares_item(node: ast.AST) -> bool:
+    """Whether the truth in a tensor is compared, as in ``t.item() == False``."""
+    sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+    return any(isinstance(each, ast.Call) and getattr(each.func, "attr", "") == "item" for each in sides)
 
 
 _aten = torch.ops.aten
@@ -129,16 +137,16 @@ for _each in (torch.ops.autovaruna.check.default, check):  # they stay in a grap
     fx.node.has_side_effect(_each)
 
 
-def _truth(tensor: Tensor) -> bool:
+def _truth(tensor: Tensor, plain: Callable[[Tensor], Any] = Tensor.__bool__) -> Any:
     """Returns what a fake tensor counts as in a condition; where the line that asks is a check, that leaves a node."""
-    if not _is_traced(tensor):
-        return Tensor.__bool__(tensor)
+    if not _is_traced(tensor) or (plain is Tensor.item and tensor.dtype is not torch.bool):
+        return plain(tensor)
     if (known := truth_of(tensor)) is not None:
         return known
     frame = sys._getframe(2)
     wanted = passing(frame.f_code.co_filename, frame.f_lineno)
     if wanted is None:
-        return Tensor.__bool__(tensor)
+        return plain(tensor)
     torch.ops.autovaruna.check(tensor, wanted, _line(frame))
     return wanted
 
@@ -365,6 +373,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: _length,
     Tensor.__int__: _integer,
     Tensor.__bool__: _truth,
+    Tensor.item: partial(_truth, plain=Tensor.item),
     all_true: _all_true,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
