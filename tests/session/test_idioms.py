@@ -292,8 +292,8 @@ class Windows(nn.Module):
         self.layer = nn.Linear(WIDTH // 4, WIDTH // 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        windows = torch.tanh(self.layer(x.view(-1, WIDTH // 4)))
-        return x + windows.view(int(windows.shape[0] / (WIDTH / (WIDTH // 4))), -1)
+        s0 = torch.tanh(self.layer(x.view(-1, WIDTH // 4)))  # a name that torch has for a size, too
+        return x + s0.view(int(s0.shape[0] / (WIDTH / (WIDTH // 4))), -1)
 
 
 class Loop(nn.Module):

@@ -242,8 +242,8 @@ def _is_about_data(error: Exception) -> bool:
 
 
 def is_about_batch(error: Exception) -> bool:
-    """Whether the batch size (a symbol like ``s0``) stopped the trace, and not a number in a tensor (``u0``)."""
-    if _is_about_data(error):
+    """Whether the batch size (a symbol like ``s0``) stopped torch's trace, and not a number in a tensor (``u0``)."""
+    if isinstance(error, TraceError) or _is_about_data(error):  # ours has a line of the user's, which may say s0
         return False
     text = f"{type(error).__name__} {error}"
     if _BOUNDS.search(text):
