@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from autovaruna._torch import pytree
 from autovaruna.profiler.bytes import meter_of
 from autovaruna.profiler.measure import own_clock
 from autovaruna.profiler.records import OptimizerCost
-from autovaruna.profiler.separable import CannotCopyError, copy_for, nested
+from autovaruna.profiler.separable import CannotCopyError, asks_for_closure, copy_for, nested
 
 _SMALL, _NUM_SMALL = (16, 16), 8
 _LARGE_BYTES = 32 << 20
@@ -190,8 +189,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = parameter.detach() + 1e-3
         return sum((each.detach().square().sum() for each in parameters), start=torch.zeros(()))
 
-    asked = inspect.signature(optimizer.step).parameters.get("closure")
-    if asked is None or asked.default is not asked.empty:
+    if not asks_for_closure(optimizer):
         optimizer.step()
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]

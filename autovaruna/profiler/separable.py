@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -261,7 +262,20 @@ class Steps:
     what: str = ""
 
 
+def asks_for_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step must be given a closure (LBFGS)."""
+    asked = inspect.signature(optimizer.step).parameters.get("closure")
+    return asked is not None and asked.default is inspect.Parameter.empty
+
+
 def steps_of(optimizer: Optimizer, device: torch.device) -> Steps:
+    """Returns how an optimizer steps; one that cannot be tried, and asks for a closure, goes by its loss."""
+    steps = _tried(optimizer, device)
+    is_led = steps.kind == "unknown" and asks_for_closure(optimizer)
+    return Steps("joint", "it goes by the loss that a closure returns") if is_led else steps
+
+
+def _tried(optimizer: Optimizer, device: torch.device) -> Steps:
     """Compares some steps over a few small tensors with the same steps over halves of them, the others left out.
 
     A copy steps, with the options, attributes and optimizers that the optimizer holds. Generators are given back as

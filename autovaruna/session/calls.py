@@ -24,6 +24,7 @@ from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import is_plain
+from autovaruna.profiler.separable import asks_for_closure
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.batch_values import Totals
@@ -46,6 +47,7 @@ class ScriptActions:
         self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
         self._latest: list[Any] = []
         self._digest = 0
+        self._loss = "none"
 
     def note(self, act: str) -> None:
         """Counts an act."""
@@ -61,6 +63,8 @@ class ScriptActions:
         self._optimizer = optimizer
         self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
         optimizer.register_step_post_hook(lambda *_: self.note(_STEP))
+        if asks_for_closure(optimizer):
+            optimizer.register_step_pre_hook(self._watch_closure)
         zero_grad = optimizer.zero_grad
 
         @wraps(zero_grad)
@@ -69,6 +73,19 @@ class ScriptActions:
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = counted  # type: ignore[method-assign]
+
+    def _watch_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns arguments of a step whose closure leaves note of the loss that it returns: steps go by it."""
+
+        def noting(value: Any) -> Any:
+            def closure() -> Any:
+                loss = value()
+                self._loss = repr(loss.item() if isinstance(loss, Tensor) else loss)
+                return loss
+
+            return closure if callable(value) and not isinstance(value, Optimizer) else value
+
+        return tuple(map(noting, args)), {name: noting(value) for name, value in kwargs.items()}
 
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks that have done the same."""
@@ -79,12 +96,13 @@ class ScriptActions:
             options = list(self._options())
             if options != self._latest:
                 self._latest, self._digest = options, crc32(repr(options).encode())
-        return *sorted(self._counts.items()), type(self._optimizer).__name__, self._digest
+        return *sorted(self._counts.items()), type(self._optimizer).__name__, self._digest, self._loss
 
     def words(self) -> dict[str, str]:
         """Returns all of it in words."""
         words = {"the optimizer": "none" if self._optimizer is None else type(self._optimizer).__name__}
         words |= {f"the number of {act}": str(count) for act, count in self._counts.items()}
+        words[f"the loss by which {words['the optimizer']} goes, which is to be what forward returns,"] = self._loss
         return words | {
             f"{name} of the optimizer's group {place}": repr(value) for place, name, value in self._options()
         }

@@ -199,6 +199,22 @@ def step_of_prodigy(model: Any, optimizer: Any) -> None:
     JOINT["prodigy"](model.parameters()).step()
 
 
+def searching(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes an optimizer that goes along all parameters together as far as the loss falls."""
+    return torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe")
+
+
+def own_losses(model: Any, optimizer: Any) -> None:
+    """Once, replicas went as far as each one's own samples said, and their weights parted without a word."""
+
+    def closure() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss + model.world.rank
+
+    optimizer.step(closure)
+
+
 def infinite(model: Any, optimizer: Any) -> None:
     next(iter(model.parameters())).grad.fill_(torch.inf)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
@@ -217,6 +233,8 @@ REFUSED: dict[str, Refusal] = {
         name: (TWO, JOINT[name], InputError, "joins numbers of several parameters in its steps.*num_replicas=2", None)
         for name in JOINT  # once, such an optimizer joined what one rank held, without a word
     },
+    "a search": (TWO, searching, InputError, "LBFGS joins numbers of several parameters", None),
+    "own losses": (REPLICAS, searching, RankError, "loss by which LBFGS goes, .* forward returns", own_losses),
     "noise": (TWO, Langevin, InputError, "Langevin draws random numbers in its steps", None),
     "shared noise": (SHARED, Langevin, InputError, f"{SHARING} Langevin draws random numbers", None),
     "shared lamb": (SHARED, JOINT["lamb_that_clips"], InputError, f"{SHARING} Lamb joins numbers", None),
