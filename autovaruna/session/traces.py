@@ -101,10 +101,17 @@ class Traces:
             return False
 
     def first(self, shared: SharedCall) -> TracedModel:
-        """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective."""
+        """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective.
+
+        Raises InputError, before anything is measured, if losses would be averaged that are sums, or no means at all.
+        """
         if self._settings.num_micro_batches != 1:
             self._refuse_synchronised_norms()
-        return self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
+        traced = self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
+        num_passed = sum(shared.sizes[ranks[0]] > 0 for ranks in shared.groups)
+        if max(num_passed, min(self._settings.num_micro_batches, shared.global_batch_size)) > 1:
+            self._refuse_other_losses(traced)
+        return traced
 
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
         """Returns the graph of a call. Collective if it is not known yet.
@@ -129,7 +136,7 @@ class Traces:
                 )
             if is_parted:
                 self._refuse_synchronised_norms()
-                self._check_parts(traced, self._settings.batch_statistics == "exact")
+                self._refuse_other_losses(traced)
             self._checked.add((traced.key, sizes, is_parted))
         return traced
 
@@ -143,6 +150,13 @@ class Traces:
                     "inputs='replicated', the same batch on every rank; or make it a BatchNorm, which counts over a "
                     "micro-batch, and pass batch_norm_samples."
                 )
+
+    def _refuse_other_losses(self, traced: TracedModel) -> None:
+        """Refuses a loss that would be averaged, or added up, and is none such; what it warns of it says once."""
+        mark = traced.key, frozenset[int](), True
+        if mark not in self._checked:
+            self._check_parts(traced, self._settings.batch_statistics == "exact")
+            self._checked.add(mark)
 
     def _check_parts(self, traced: TracedModel, is_exact: bool = True) -> None:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.errors import AutoVarunaError
+from autovaruna.runtime.world import World
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
-from tests.reference import compare, plain_steps
+from tests.ranks import run_ranks
+from tests.reference import compare, plain_steps, sgd
 from tests.session.training import QUIET, pipeline, refuse, train, train_as_plain
 
 Loss = Callable[[Any, Tensor, Tensor], Any]
@@ -89,6 +91,19 @@ def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
     case = case_of(name, NO_MEANS[name])
     refuse(case, r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1", error=InputError)
     train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
+
+
+def test_it_is_refused_before_anything_is_measured() -> None:
+    """Once, the two hardest samples were looked for in one, as it was measured: the error was one of topk."""
+    case = case_of("hardest", lambda m, s, y: F.cross_entropy(s, y, reduction="none").topk(2)[0].mean())
+
+    def be_rank(world: World) -> None:
+        model = case.model()
+        args, kwargs = case.batch(2, world.rank)
+        with pytest.raises(InputError, match="no mean over its samples"):
+            AutoVaruna(model, sgd(model.parameters()), **QUIET)(*args, **kwargs)
+
+    run_ranks(2, be_rank)
 
 
 def routed(m: Any, s: Tensor, y: Tensor) -> Tensor:
