@@ -159,8 +159,12 @@ class _Search:
             is_regular = grid in self.rows and len({len(stage.ranks) for stage in plan.stages}) == 1
             if is_regular and not plan.is_shared:
                 best[grid] = min(best.get(grid, plan), plan, key=lambda each: each.predicted_seconds)
-        rows = [choice_of(plan, self.problem.global_batch_size) for plan in best.values()]
+        rows = [choice_of(self._with_true_bytes(plan), self.problem.global_batch_size) for plan in best.values()]
         return sorted(rows, key=lambda choice: (choice.step_seconds, choice.num_stages))
+
+    def _with_true_bytes(self, plan: Plan) -> Plan:
+        """Returns a plan with the memory of its instructions if it does not fit by its depths, which say more."""
+        return plan if is_within(plan, self.planner.limits) else self.planner.predict_whole(plan, is_quick=True)
 
     def try_grids(self) -> None:
         """Simulates every regular grid, or the stages on the ranks that they are to have."""

@@ -38,7 +38,7 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
     for name, side in _COLUMNS:
         table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "modules")
     for number, stage in enumerate(plan.stages):
-        table.add_row(str(number), *_cells(stage, graph))
+        table.add_row(str(number), *_cells(plan, stage, graph))
     return table
 
 
@@ -101,13 +101,16 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.4g} ms" if value >= 1e-3 else f"{value * 1e6:.4g} us"
 
 
-def _cells(stage: StagePlan, graph: Graph) -> list[str]:
+def _cells(plan: Plan, stage: StagePlan, graph: Graph) -> list[str]:
+    # Of a rank with several stages only the sum over its instructions is known, which `explain` tells.
+    each = plan.rank_bytes()
+    memory = stage.memory_bytes if plan.is_shared else max(each[rank] for rank in stage.ranks)
     return [
         ranks_text(stage.ranks),
         module_range(stage.blocks, graph),
         readable(stage.parameter_bytes),
         f"{stage.forward_seconds * 1e3:.3g} + {stage.backward_seconds * 1e3:.3g}",
-        readable(stage.memory_bytes),
+        readable(memory),
         "yes" if stage.needs_recompute else "no",
     ]
 

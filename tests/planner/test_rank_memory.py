@@ -7,16 +7,17 @@ from dataclasses import fields, replace
 
 import pytest
 
+from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.rank_memory import peak_of_instructions
 from autovaruna.planner.records import Peak, Plan, together
-from autovaruna.planner.search import make_plan
+from autovaruna.planner.search import make_plan, plan_and_choices
 from autovaruna.planner.stage_memory import StageBytes
-from autovaruna.planner.table import explain
+from autovaruna.planner.table import explain, plan_table
 from autovaruna.schedule.instruction import Instruction, Kind
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
-from tests.planner.cases import make_problem
+from tests.planner.cases import make_problem, make_split
 from tests.schedule.pipelines import chain, placed
 
 PROCESS = 3.0
@@ -112,6 +113,15 @@ def test_a_rank_without_a_stage_holds_its_process() -> None:
     plan = make_plan(known)
     ((used,),) = (stage.ranks for stage in plan.stages)
     assert plan.rank_bytes()[1 - used] == known.cluster.own_process_bytes[1 - used] < plan.rank_bytes()[used]
+
+
+def test_what_is_shown_of_a_plan_that_fits_by_its_instructions_is_within_the_limit() -> None:
+    """Rows of choices and of stages once showed what depths may need: more than a rank has."""
+    problem = make_split(make_problem(12, 4, 16, 5, memory_bytes=7e5, max_stages_per_rank=1), random.Random(5), 0.4)
+    plan, rows = plan_and_choices(problem)
+    assert max(stage.memory_bytes for stage in plan.stages) > 7e5 >= max(row.memory_bytes for row in rows)
+    shown = [str(cell) for cell in plan_table(plan, problem.graph).columns[5].cells]
+    assert shown == [readable(plan.rank_bytes()[stage.ranks[0]]) for stage in plan.stages]
 
 
 def rank_zero(plan: Plan) -> float:
