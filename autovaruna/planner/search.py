@@ -98,10 +98,13 @@ def plan_and_choices(
     return plan, next(each.choices() for each in searches if each.found and each.found.stages == plan.stages)
 
 
-def least_grid_seconds(problem: Problem) -> float:
-    """Returns the least seconds of the regular grids of a problem, infinite if none fits: soon known."""
+def least_grid_seconds(problem: Problem, below: float = math.inf) -> float:
+    """Returns the least seconds of the regular grids of a problem, infinite if none fits and takes less than `below`.
+
+    It is known much sooner than a plan, and soonest where there is none.
+    """
     search = _Search(problem, lambda what, share: None, _tables_of(problem.graph), has_all_rows=False)
-    search.try_grids()
+    search.try_grids(1.0, below)
     return search.trials.least_seconds
 
 
@@ -166,29 +169,31 @@ class _Search:
         """Returns a plan with the memory of its instructions if it does not fit by its depths, which say more."""
         return plan if is_within(plan, self.planner.limits) else self.planner.predict_whole(plan, is_quick=True)
 
-    def try_grids(self) -> None:
-        """Simulates every regular grid, or the stages on the ranks that they are to have."""
+    def try_grids(self, near: float = _NEAR, below: float = math.inf) -> None:
+        """Simulates regular grids that may be `near` the best, or the stages on the ranks that they are to have."""
         if self.problem.constraints.stage_ranks:
             for count in self.counts:
                 candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
                 if candidate:
-                    self.trials.attempt(candidate)
+                    self.trials.attempt(candidate, below)
             return
-        self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
+        self._simulate(grids_of(self.problem, self.tables.num_segments), near, below=below)
 
-    def _simulate(self, grids: Sequence[Grid], near: float, most_each: float = math.inf) -> None:
+    def _simulate(
+        self, grids: Sequence[Grid], near: float, most_each: float = math.inf, below: float = math.inf
+    ) -> None:
         """Simulates regular grids, but those far slower than the best, and those that take too long to simulate."""
         trials, num_long = self.trials, 0
 
         def is_open(grid: Grid) -> bool:
-            return even_seconds(self.planner, grid) < trials.least_seconds * near
+            return even_seconds(self.planner, grid) < min(trials.least_seconds * near, below)
 
         for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
             self.progress("simulating grids", done / len(grids))
             if candidates and self.planner.step_costs(candidates[0]) > most_each:
                 num_long += 1
                 continue
-            least = trials.least_seconds * near
+            least = min(trials.least_seconds * near, below)
             for candidate in trials.few_if_long(candidates):
                 seconds = trials.attempt(candidate, least)
                 if seconds < least:

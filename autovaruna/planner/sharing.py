@@ -46,7 +46,10 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
         except PlanError as error:
             _log.debug("nor is there a plan with shared state: %s", error)
         raise
-    if not _lacks_memory(plan, problem) or least_grid_seconds(with_shares) > _GAIN * least_grid_seconds(problem):
+    if not _lacks_memory(plan, problem):
+        return plan
+    worth = _GAIN * least_grid_seconds(problem)
+    if least_grid_seconds(with_shares, worth) > worth:
         return plan
     shared = make(with_shares)
     return shared if shared.predicted_seconds <= WORTH * plan.predicted_seconds else plan
