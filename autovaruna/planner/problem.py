@@ -230,8 +230,11 @@ def _few_ranks_complaint(problem: Problem) -> str:
     num_groups, most = num_ranks // replicas, most_stages_per_rank(problem)
     if stages <= num_groups or (num_groups > 1 and stages <= num_groups * most):
         return ""
+    fewest = max(2, math.ceil(stages / most)) * replicas
+    on_fewer = (
+        f", or {fewest} with up to {most} stages a rank (max_stages_per_rank)" if fewest < stages * replicas else ""
+    )
     return (
-        f"{stages * replicas} ranks are needed (num_stages or cuts, times num_replicas), or {most} stages a rank "
-        f"(max_stages_per_rank) on fewer, but there are {num_ranks}: lower num_stages or num_replicas, or say with "
-        f"stage_ranks which rank holds which stages"
+        f"{stages * replicas} ranks are needed (num_stages or cuts, times num_replicas){on_fewer}, but there are "
+        f"{num_ranks}: lower num_stages or num_replicas, or say with stage_ranks which rank holds which stages"
     )

@@ -100,7 +100,7 @@ def test_every_rank_can_pass_its_mini_batch() -> None:
         ({"stage_ranks": ((0,), (1, 2)), "num_replicas": 2}, "num_replicas is 2"),
         ({"num_stages": 9}, "only 8 blocks"),
         ({"num_stages": 4, "max_stages_per_rank": 1}, "4 ranks are needed"),
-        ({"num_stages": 7, "max_stages_per_rank": 2}, "7 ranks are needed.*or 2 stages a rank"),
+        ({"num_stages": 7, "max_stages_per_rank": 2}, "7 ranks are needed.*, or 4 with up to 2 stages a rank"),
         ({"num_stages": 2, "num_replicas": 2}, "4 ranks are needed"),
         ({"cuts": ("layers.2", "layers.1")}, "execution order"),
         ({"cuts": ("layers.0",)}, "empty"),
@@ -114,6 +114,13 @@ def test_every_rank_can_pass_its_mini_batch() -> None:
 def test_contradictions_are_named(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         plan_of(**settings)
+
+
+def test_each_number_of_ranks_that_is_named_works() -> None:
+    """One rank for seven stages was once told of four stages a rank, which are for two or more."""
+    with pytest.raises(PlanError, match=r"7 ranks are needed .*, or 2 with up to 4 stages a rank"):
+        plan_of(num_ranks=1, num_stages=7)
+    assert all(plan_of(num_ranks=count, num_stages=7).num_stages == 7 for count in (2, 7))
 
 
 def test_infeasible_says_what_is_missing_and_what_helps() -> None:
