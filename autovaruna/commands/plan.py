@@ -254,7 +254,7 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
     """Plans, and shows and saves what the options ask for."""
     graph, (plan, choices) = planning.traced.graph, planning.plan_and_choices
     if options.table:
-        show(choices_table(choices))
+        show(choices_table(choices) if choices else "choices: none to list beside this plan\n")
     table = plan_table(plan, graph)
     if not plan.is_measured:
         table.title = f"{table.title} (roofline)"
@@ -321,7 +321,9 @@ def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[
         kept = [f"{f'rank {names[row]}':<{width}} |{lines[row].split('|', 1)[1]}" for row in rows]
     kept += lines[len(names) or num_ranks :]
     if len(rows) < num_ranks:
-        kept.append(f"{len(rows)} of {num_ranks} ranks are drawn: the first replicas of stages")
+        kept.append(
+            f"{len(rows)} of {num_ranks} ranks are drawn; the others are more replicas, or stages, or have none"
+        )
     return "\n".join(kept)
 
 

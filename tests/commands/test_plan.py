@@ -297,6 +297,15 @@ def test_the_table_lists_choices_fastest_first(capsys: Any, device: str) -> None
     assert {row.split()[0] for row in rows[3:] if row.split()} >= {"1", "2"}
 
 
+def test_what_is_neither_a_choice_nor_drawn_is_told(capsys: Any, device: str) -> None:
+    """An empty table, and a rank without a stage called one more replica, misled."""
+    settings = ["--stage-ranks", "[[0],[1],[0]]", "--inputs", "replicated"]
+    assert plan(f"{HERE}:mlp", "--ranks", "3", "--device", device, "--table", *settings) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("choices: none to list") and "choices, fastest first" not in printed
+    assert "2 of 3 ranks are drawn; the others are more replicas, or stages, or have none" in printed
+
+
 def test_of_many_ranks_some_are_drawn() -> None:
     drawing = "\n".join([*(f"row {rank}" for rank in range(40)), "legend"])
     assert timeline(drawing, [0, 7], 40).splitlines()[:3] == ["row 0", "row 7", "legend"]
