@@ -202,7 +202,7 @@ def _advice(problem: Problem, sized: SizedProblem, worst: _Shortage) -> Iterator
     is_forced = constraints.num_stages or constraints.cuts or constraints.stage_ranks
     if fits_alone and not is_forced:
         yield "use more ranks" + (", or drop num_replicas" if constraints.num_replicas else "")
-    if is_forced and worst.num_stages < len(limits):
+    if fits_alone and is_forced and worst.num_stages < len(limits):
         yield "drop num_stages, num_replicas, stage_ranks and cuts, or ask for more stages"
     if len(worst.stages) > 1:
         yield f"give rank {worst.rank} fewer of the stages (stage_ranks)"

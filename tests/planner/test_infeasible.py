@@ -48,9 +48,10 @@ def test_settings_that_are_in_the_way_are_named(settings: dict[str, Any], words:
 
 
 def test_a_block_that_no_rank_can_hold() -> None:
-    message = complaint(make_problem(4, 4, 8, memory_bytes=2e5))
-    assert "make its largest block smaller" in message
-    assert "use more ranks" not in message
+    for forced in ({}, {"num_stages": 2}):
+        message = complaint(make_problem(4, 4, 8, memory_bytes=2e5, **forced))
+        assert "make its largest block smaller" in message
+        assert "use more ranks" not in message and "more stages" not in message
 
 
 @pytest.mark.parametrize(("layers", "ranks", "memory_bytes"), [(4, 4, 2e5), (24, 2, 2e6)])
