@@ -93,14 +93,18 @@ def _spread(most: int, num_ranks: int) -> list[int]:
 
 
 def even_counts(problem: Problem, num_replicas: int = 1) -> list[int]:
-    """Returns the allowed M whose sizes are powers of two, equally many for each replica where that may be."""
+    """Returns the allowed M whose sizes are powers of two, equally many for each replica where that may be.
+
+    One sample each is always among them: of equally many for each replica some may hold two, and need more memory.
+    """
     low, high = micro_batch_range(problem)
     sizes = (2**k for k in range(problem.global_batch_size.bit_length() + 1))  # the last one is the whole batch
     shares = {math.ceil(problem.global_batch_size / (size * num_replicas)) for size in sizes}
     least, most = math.ceil(low / num_replicas), high // num_replicas
     if least > most:
         return [low]
-    return sorted({num_replicas * min(max(share, least), most) for share in shares})
+    of_one = {high} if high == problem.global_batch_size else set()
+    return sorted(of_one | {num_replicas * min(max(share, least), most) for share in shares})
 
 
 def even_seconds(planner: Planner, grid: Grid) -> float:

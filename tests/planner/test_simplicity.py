@@ -82,3 +82,13 @@ def test_all_grids_are_rows_of_the_table() -> None:
     rows = plan_and_choices(within(problem, 0.02))[1]
     found = {Grid(row.num_stages, row.num_replicas, row.plan.num_micro_batches) for row in rows}
     assert len(found) == len(rows) and found == set(grids_of(problem, 12))
+
+
+def test_micro_batches_of_one_sample_are_a_row_where_replicas_do_not_divide_the_batch() -> None:
+    """13 micro-batches for two replicas need less memory than 12, of which one holds two samples."""
+    problem = make_problem(8, 4, 13, num_stages=2, num_replicas=2)
+    counts = [grid.num_micro_batches for grid in grids_of(problem, 8)]
+    assert counts == [2, 4, 8, 12, 13]
+    tight = replace(problem, cluster=replace(problem.cluster, memory_bytes=(8.8e5,) * 4))
+    plan, rows = plan_and_choices(tight)
+    assert plan.num_micro_batches == 13 and [row.plan.num_micro_batches for row in rows] == [13]
