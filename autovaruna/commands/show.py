@@ -11,7 +11,7 @@ from rich.text import Text
 from autovaruna.commands.printing import show
 from autovaruna.planner.deployment import Deployment, load
 from autovaruna.planner.infeasible import ranks_text, readable
-from autovaruna.planner.records import StagePlan
+from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.table import seconds
 
 HELP = "print a saved deployment as a table"
@@ -40,17 +40,17 @@ def table_of(deployment: Deployment) -> Table:
     for name in _COLUMNS:
         table.add_column(name, overflow="fold")
     for number, (stage, cut) in enumerate(zip(plan.stages, ("(the first block)", *deployment.cuts), strict=True)):
-        table.add_row(*(Text(cell) for cell in (str(number), cut, *_cells(stage))))
+        table.add_row(*(Text(cell) for cell in (str(number), cut, *_cells(plan, stage))))
     return table
 
 
-def _cells(stage: StagePlan) -> tuple[str, ...]:
+def _cells(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
     return (
         ranks_text(stage.ranks),
         readable(stage.parameter_bytes),
         seconds(stage.forward_seconds),
         seconds(stage.backward_seconds),
-        readable(stage.memory_bytes),
+        readable(plan.bytes_of(stage)),
         "yes" if stage.needs_recompute else "no",
         str(stage.in_flight),
     )

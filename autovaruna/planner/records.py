@@ -164,6 +164,11 @@ class Plan:
                 held[rank].append(Peak(stage.memory_bytes, stage.shared_bytes))
         return tuple(together(peaks) for peaks in held)
 
+    def bytes_of(self, stage: StagePlan) -> float:
+        """Returns the predicted peak of the ranks of a stage; where they hold several, what its depth may need."""
+        each = self.rank_bytes()
+        return stage.memory_bytes if self.is_shared else max(each[rank] for rank in stage.ranks)
+
     def rank_of(self, stage: int, micro_batch: int) -> int:
         """Returns the rank that runs a micro-batch at a stage."""
         ranks = self.stages[stage].ranks

@@ -102,15 +102,12 @@ def seconds(value: float) -> str:
 
 
 def _cells(plan: Plan, stage: StagePlan, graph: Graph) -> list[str]:
-    # Of a rank with several stages only the sum over its instructions is known, which `explain` tells.
-    each = plan.rank_bytes()
-    memory = stage.memory_bytes if plan.is_shared else max(each[rank] for rank in stage.ranks)
     return [
         ranks_text(stage.ranks),
         module_range(stage.blocks, graph),
         readable(stage.parameter_bytes),
         f"{stage.forward_seconds * 1e3:.3g} + {stage.backward_seconds * 1e3:.3g}",
-        readable(memory),
+        readable(plan.bytes_of(stage)),
         "yes" if stage.needs_recompute else "no",
     ]
 
