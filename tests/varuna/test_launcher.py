@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,6 +92,20 @@ def test_subcommands_get_the_options_that_they_take(monkeypatch: pytest.MonkeyPa
     expected = {"seed": "1", "rank": "3", "command": "train", "lr": "2", "chunk_size": "4"}
     assert vars(parser.parse_args()) == expected
     assert vars(parser.parse_args(["--seed", "5"]))["rank"] is None
+
+
+@pytest.mark.parametrize("text", ["import nowhere_to_be_found\n", "x = (\n"], ids=["raises", "syntax"])
+def test_an_error_of_the_script_is_shown_as_by_python_itself(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(text)
+    launched = launch(None, None, code_dir=str(tmp_path), arguments=[str(script)])
+    told = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", rank_script.VARIABLE: json.dumps(launched)}
+    by_launcher, alone = (
+        subprocess.run([sys.executable, file], env=os.environ | told, capture_output=True, text=True, timeout=60)
+        for file in (rank_script.__file__, script)
+    )
+    assert by_launcher.returncode == alone.returncode == 1
+    assert by_launcher.stderr == f"{rank_script.STARTED}\n{alone.stderr}"
 
 
 def test_output_has_its_rank_in_front() -> None:
