@@ -23,6 +23,7 @@ SLOW = 1.10
 MEASURED_SLOW = 1.08
 """What is measured of that over some steps, at the least."""
 RECOVERED = 1.05
+"""A slow rank has recovered that takes less than so many times as long, as each of ten windows on end says."""
 WINDOW_STEPS = 10
 FIRST_STEPS = 20
 """The steps that a rank's own past is made of: its first, or as many later ones that are faster."""
@@ -70,6 +71,7 @@ class Speeds:
         self._pending: dict[int, dict[int, float]] = {}
         self._recent: dict[int, list[float]] = {rank: [] for rank in predicted}
         self._num_learnt = 0
+        self._num_calm: dict[int, int] = {}
         self._past = _Comparison(MEASURED_SLOW, is_own=True)
         self._plan = _Comparison(SLOW, is_own=False)
         self._plan.expected = {rank: seconds for rank, seconds in predicted.items() if seconds > 0}
@@ -101,11 +103,13 @@ class Speeds:
         events: list[Slow | Recovered] = []
         for rank, said in list(self.slow.items()):
             comparison = self._past if said.compared_with == "its own past" else self._plan
-            factor = comparison.factors.get(rank, SLOW)
-            if rank in self._planned_for:
+            factor, patience = comparison.factors.get(rank, SLOW), WINDOW_STEPS
+            if rank in self._planned_for:  # else the others would seem slow beside it
                 factor = comparison.beside_others(rank, self._planned_for) * self._planned_for[rank]
-            if factor < RECOVERED:
-                del self.slow[rank]
+                patience = 1
+            self._num_calm[rank] = self._num_calm.get(rank, 0) + 1 if factor < RECOVERED else 0
+            if self._num_calm[rank] >= patience:
+                del self.slow[rank], self._num_calm[rank]
                 self._planned_for.pop(rank, None)
                 events.append(Recovered(rank, step))
         return events
