@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -172,24 +172,47 @@ def _open(module: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
 
 
 def detach_views(module: fx.GraphModule) -> None:
-    """Detaches the views that regions without gradients return.
+    """Detaches the views that regions without gradients return; what they return as it is given keeps its gradient.
 
     PyTorch says of a view made under ``torch.no_grad()`` that it needs a gradient, and can compute none.
     """
     for part in regions(module):
         for region in part.graph.find_nodes(op="call_function", target=REGION):
             if not region.args[0]:
-                _detach_views(inside(part, region)[0])
+                inner, given = inside(part, region)
+                _detach_views(inner)
+                _pass_by(region, inner.graph.output_node().args[0], given)
 
 
 def _detach_views(region: fx.GraphModule) -> None:
     last = region.graph.output_node()
+    for returned in last.all_input_nodes:
+        last.replace_input_with(returned, _itself(returned))
     for view in filter(_is_view, last.all_input_nodes):
         with region.graph.inserting_before(last):
             detached = region.graph.call_function(aten.detach.default, (view,))
         detached.meta = dict(view.meta)
         last.replace_input_with(view, detached)
     region.recompile()
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    """Follows operations back that return their argument, as ``to`` may, rather than a view of it."""
+    while _is_view(node):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or node.target(*args, **kwargs) is not args[0]:  # type: ignore[operator]
+            break
+        node = source
+    return node
+
+
+def _pass_by(region: fx.Node, results: Any, given: Mapping[fx.Node, Any]) -> None:
+    """Takes what a region returns as it is given from where the region has it."""
+    for user in list(region.users):
+        if user.target is getitem and (source := given.get(results[user.args[1]])) is not None:
+            user.replace_all_uses_with(source)
+            user.graph.erase_node(user)
 
 
 def _is_view(node: fx.Node) -> bool:
