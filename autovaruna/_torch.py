@@ -100,6 +100,7 @@ try:
 
     # What torch does for all of its own modules and optimizers.
     call_impl = nn.Module._call_impl  # runs a module with its hooks
+    convert_impl: Any = nn.Module._apply  # makes each tensor of a module another
     IncompatibleKeys = nn.modules.module._IncompatibleKeys  # what ``load_state_dict`` returns
     NormBase = torch.nn.modules.batchnorm._NormBase
     parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``

@@ -86,6 +86,12 @@ def laid_out(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x.t().to(x.dtype, memory_format=torch.contiguous_format).t()), y)
 
 
+def converted(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Converts modules to what they are already, as routers do that may be of another dtype than the model."""
+    self.last = self.last.to(x.dtype)
+    return F.cross_entropy(self.last(self.layers.to(x.device)["class"](x)), y)
+
+
 def per_sample(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Sends samples that data chooses through a layer."""
     chosen = (y > 1).nonzero().squeeze(1)
@@ -145,7 +151,7 @@ def looked_at(self: Any, x: Tensor, y: Tensor) -> Tensor:
 PASSING = (
     *(distributions, distances, checked, unknown, counted),
     *(probabilities, matrices, laid_out, per_sample, dispatched, behind),
-    *(compiled, named, without_gradient, looked_at),
+    *(compiled, named, without_gradient, looked_at, converted),
 )
 
 
@@ -365,6 +371,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "inference": (Steps(inference), r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad"),
     "data of another shape": (Steps(shorten), r"got \(3, 12\) .*Keep the shape"),
+    "another dtype": (
+        Steps(lambda m, x, y: F.cross_entropy(m.last.double()(x.double()), y)),
+        r"converts weight of a Linear at .*double.*would be torch\.float64.*convert it before it is wrapped",
+    ),
     "a map": (Steps(lambda m, x, y: torch.func.vmap(m.last)(x).square().mean()), TRANSFORM),
     "a derivative": (  # before torch 2.12, its jacrev calls autograd.grad in Python
         Steps(lambda m, x, y: torch.func.vmap(torch.func.jacrev(m.last))(x).square().mean()),

@@ -24,7 +24,15 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from autovaruna._torch import FakeTensor, FunctionalTensor, all_true, pack_by_lengths, replaced, top_saved_tensors_hooks
+from autovaruna._torch import (
+    FakeTensor,
+    FunctionalTensor,
+    all_true,
+    convert_impl,
+    pack_by_lengths,
+    replaced,
+    top_saved_tensors_hooks,
+)
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.export.constant_values import truth_of
@@ -220,6 +228,33 @@ def _evaluated(encoder: Any, src: Tensor, padding: Tensor) -> Tensor:
     return output if encoder.norm is None else encoder.norm(output)
 
 
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """Lets forward convert modules to what they are, as ``self.head = self.head.to(x.dtype)`` does, while it lasts."""
+
+    def apply(self: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        state = dict([*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)])
+        if not any(map(_is_traced, state.values())):
+            return convert_impl(self, convert, recurse)
+        for name, tensor in state.items():
+            _refuse_conversion(f"{name} of a {type(self).__qualname__}", tensor, convert(torch.empty_like(tensor)))
+        return self
+
+    with replaced(nn.Module, "_apply", apply):
+        yield
+
+
+def _refuse_conversion(name: str, before: Tensor, after: Tensor) -> None:
+    """Refuses a conversion that changes a tensor of the model."""
+    kinds = [f"{each.dtype}, {each.device}, strides {each.stride()}" for each in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise TraceError(
+            f"forward converts {name}{users_line()}: it would be {kinds[1]} and is {kinds[0]}. Expected a model that "
+            "stays as it is: convert it before it is wrapped, or convert what enters the module, as in "
+            "self.head(x.to(self.head.weight.dtype))."
+        )
+
+
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),
     *("binary_cross_entropy_with_logits", "soft_margin_loss"),
@@ -253,7 +288,7 @@ class Idioms(TorchFunctionMode):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Sees what this thread calls while the context lasts; distributions do not check their arguments meanwhile."""
-        with unchecked_distributions(), self:
+        with unchecked_distributions(), _conversions(), self:
             yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
