@@ -92,6 +92,14 @@ def converted(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(self.layers.to(x.device)["class"](x)), y)
 
 
+def spectra(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Masks the spectrum of a signal, and goes back by a function that looks at the numbers of its window."""
+    window = torch.hann_window(4)
+    spectrum = torch.stft(x, 4, 2, window=window, return_complex=True)
+    back = torch.istft(spectrum * spectrum.abs().sigmoid(), 4, 2, window=window, length=WIDTH)
+    return F.cross_entropy(self.last(back), y)
+
+
 def per_sample(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Sends samples that data chooses through a layer."""
     chosen = (y > 1).nonzero().squeeze(1)
@@ -151,7 +159,7 @@ def looked_at(self: Any, x: Tensor, y: Tensor) -> Tensor:
 PASSING = (
     *(distributions, distances, checked, unknown, counted),
     *(probabilities, matrices, laid_out, per_sample, dispatched, behind),
-    *(compiled, named, without_gradient, looked_at, converted),
+    *(compiled, named, without_gradient, looked_at, converted, spectra),
 )
 
 

@@ -169,14 +169,15 @@ class Opaque:
     """What is kept whole.
 
     Attributes:
-        operations: names of functions of torch; the way that ``cdist`` takes depends on the batch size.
+        operations: names of functions of torch; the way that ``cdist`` takes depends on the batch size, and ``istft``
+            looks at the numbers of its window.
         can_grow: whether a submodule that stops the trace joins them.
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
         can_tell: whether that is still to be tried.
     """
 
     functions: frozenset[Function] = frozenset()
-    operations: frozenset[str] = frozenset({"torch.cdist"})
+    operations: frozenset[str] = frozenset({"torch.cdist", "torch.istft"})
     modules: frozenset[str] = frozenset()
     can_grow: bool = True
     is_told: bool = False
