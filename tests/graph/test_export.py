@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
+from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.verify import compare
 from autovaruna.profiler.work import repeated_part
 from tests.graph.models import CPU, Function, traced
@@ -76,6 +77,26 @@ def test_a_branch_on_numbers_is_shown() -> None:
     message = str(caught.value)
     assert f"{__file__}:{line_of('the branch')}" in message and "if x.sum() > 0" in message
     assert "torch.where" in message and "Branching" in message
+
+
+class OwnWay(nn.Module):
+    """Has a way of its own for traces, as libraries do, which fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.branching = Function(lambda self, x: x.abs() if x.sum() > 0 else abs(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("no trace")
+        return self.branching(self.layer(x)).square().mean()
+
+
+def test_what_stops_a_librarys_own_way_is_not_kept_whole() -> None:
+    """What stops the plain way is."""
+    targets = [node.target for node in traced(nn.Sequential(OwnWay()), X).nodes.values()]
+    assert targets.count(run_opaque) == 1 and torch.ops.aten.linear.default in targets
 
 
 @pytest.mark.parametrize(("model", "mark"), [(Contrastive(), "the product"), (Fixed(), "the reshape")], ids=str)

@@ -174,6 +174,7 @@ class Opaque:
         can_grow: whether a submodule that stops the trace joins them.
         is_told: whether the model is told that it is traced, for which libraries have ways of their own.
         can_tell: whether that is still to be tried.
+        untold: what stopped the trace when the model was not told.
     """
 
     functions: frozenset[Function] = frozenset()
@@ -182,6 +183,7 @@ class Opaque:
     can_grow: bool = True
     is_told: bool = False
     can_tell: bool = True
+    untold: str = ""
 
 
 class RetryError(Exception):
@@ -195,9 +197,12 @@ class RetryError(Exception):
 def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str] = ()) -> None:
     """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
     if kept.can_tell and not isinstance(error, InModuleError):
-        raise RetryError(replace(kept, is_told=True, can_tell=False)) from error
+        raise RetryError(replace(kept, is_told=True, can_tell=False, untold=str(error))) from error
+    is_other = kept.is_told and str(error) != kept.untold  # a library's own way has failed, and says nothing of ours
     kept = replace(kept, is_told=False, can_tell=False)
     modules = failing_modules(error, model, kept.modules)
+    if modules and is_other:
+        raise RetryError(kept) from error
     if modules:
         _warn(model, sorted(modules - kept.modules), error)
         raise RetryError(replace(kept, modules=modules)) from error
