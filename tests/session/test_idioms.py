@@ -383,6 +383,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Steps(lambda m, x, y: F.cross_entropy(m.last.double()(x.double()), y)),
         r"converts weight of a Linear at .*double.*would be torch\.float64.*convert it before it is wrapped",
     ),
+    "a length by numbers": (
+        Steps(lambda m, x, y: F.cross_entropy(m.last(x), y, torch.bincount(y, minlength=CLASSES).float())),
+        r"at .*bincount.*a length there follows from the numbers.*Expected.*F\.one_hot\(y, C\)\.sum\(0\)",
+    ),
     "a map": (Steps(lambda m, x, y: torch.func.vmap(m.last)(x).square().mean()), TRANSFORM),
     "a derivative": (  # before torch 2.12, its jacrev calls autograd.grad in Python
         Steps(lambda m, x, y: torch.func.vmap(torch.func.jacrev(m.last))(x).square().mean()),

@@ -124,6 +124,7 @@ def _is_lost(module: nn.Module, target: str) -> bool:
 _OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
 # NumPy, formats, and torch's C++
 _OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "concrete integers")
+_OF_LENGTHS = "(Size-like symbols: u"
 _OF_KEYS = "unhashable type: non-nested SymInt"
 _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 """What torch says of a bound on the batch size that is no whole number."""
@@ -187,6 +188,12 @@ def explain(
         text = (
             f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "
             "into a submodule, which is then kept whole, and draws alike on all ranks."
+        )
+    elif _OF_LENGTHS in str(error):
+        text = (
+            "a length there follows from the numbers in a tensor (as that of torch.bincount, unique or nonzero does), "
+            "and a trace has none. Expected lengths that shapes tell: F.one_hot(y, C).sum(0) for torch.bincount(y, "
+            "minlength=C), torch.where for a selection; or move the lines into a submodule, which is then kept whole."
         )
     else:
         text = (
