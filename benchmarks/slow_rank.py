@@ -107,6 +107,7 @@ def watch(run: ElasticRun, share: float) -> None:
         since = len(run.events)
         wait_for(run, since, "ended")
         wait_for(run, since, "running")
+        run.wait_for_steps(NUM_WARM, 120)  # the plans for one host and one rank less are made meanwhile
         after = milliseconds(run)
     print(f"{share:.0%} of its core taken: {slow['text']}, {named} steps after")
     print(f"  a step: {before:.1f} ms before, {slow_step:.1f} slowed, {after:.1f} with the plan made anew")
