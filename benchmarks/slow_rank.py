@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,10 +54,11 @@ def train() -> None:
             print(f"loss {step} {1e3 * (time.perf_counter() - started):.2f}", flush=True)
 
 
-def burn(share: float) -> None:
+def burn(share: float, begun: Event) -> None:
     """Takes a share of a core, for good."""
     os.sched_setaffinity(0, {SLOWED_CORE})
     os.nice(-5)
+    begun.set()
     period = 0.02
     while True:
         end = time.perf_counter() + period * share
@@ -68,8 +70,11 @@ def burn(share: float) -> None:
 @contextmanager
 def slowed(share: float) -> Iterator[None]:
     """Slows rank 1 down within the context."""
-    process = multiprocessing.get_context("spawn").Process(target=burn, args=(share,), daemon=True)
+    at_once = multiprocessing.get_context("fork")  # nothing is imported, which would be a load of its own
+    begun = at_once.Event()
+    process = at_once.Process(target=burn, args=(share, begun), daemon=True)
     process.start()
+    begun.wait()
     try:
         yield
     finally:
@@ -100,8 +105,9 @@ def wait_for(run: ElasticRun, since: int, kind: str, rank: int | None = None) ->
 
 def watch(run: ElasticRun, share: float) -> None:
     """Prints what becomes of a job whose rank 1 has lost a share of its core."""
-    before, num_events, num_steps = milliseconds(run), len(run.events), len(run.steps)
+    before = milliseconds(run)
     with slowed(share):
+        num_events, num_steps = len(run.events), len(run.steps)
         slow = wait_for(run, num_events, "slow", 1)
         named, slow_step = len(run.steps) - num_steps, milliseconds(run)
         since = len(run.events)
