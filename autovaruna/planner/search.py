@@ -233,28 +233,36 @@ class _Search:
             shapes = shapes_of_grids(planner, self.most_each, known)
         shapes += shapes_of_grids(planner, self.most_each, few, forced, has_any_order=True)
         shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
+        made = dict[tuple[int, bool], list[Candidate]]()
         for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
-            self._simulate_shapes(shapes, seconds, is_quick=is_quick)
+            self._simulate_shapes(shapes, made, seconds, is_quick=is_quick)
 
-    def _simulate_shapes(self, shapes: Sequence[Shape], seconds: float, *, is_quick: bool) -> None:
-        """Simulates shapes for so many of `spent_seconds`: quickly, or those fully that were best before."""
+    def _simulate_shapes(
+        self, shapes: Sequence[Shape], made: dict[tuple[int, bool], list[Candidate]], seconds: float, *, is_quick: bool
+    ) -> None:
+        """Simulates shapes for so many of `spent_seconds`: quickly, or those fully that were best before.
+
+        Their candidates are made when it is their turn: that takes longer than to simulate some.
+        """
         trials, planner, near = self.trials, self.planner, _NEAR if is_quick else WORTH
         end = planner.spent_seconds + seconds
 
-        def seconds_of(candidates: Sequence[Candidate]) -> float:
+        def seconds_of(place: int) -> float:
+            candidates = (each for has_all in (False, True) for each in made.get((place, has_all), ()))
             return min(map(trials.seconds_of, candidates), default=math.inf)
 
-        has_any = trials.best is not None
-        every = [(shape, list(candidates_of(planner, shape, has_all_cuts=has_any))) for shape in shapes]
-        for shape, candidates in every if is_quick else sorted(every, key=lambda each: seconds_of(each[1])):
-            left = (end - planner.spent_seconds) / seconds
+        has_any, places = trials.best is not None, range(len(shapes))
+        for place in places if is_quick else sorted(places, key=seconds_of):
+            shape, left = shapes[place], (end - planner.spent_seconds) / seconds
             self.progress("interleaving stages", 1.0 - min(max(left, 0.0), 1.0))
             if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
                 continue
             if planner.spent_seconds > end and trials.best:
                 trials.was_cut_short = True
                 break
-            for candidate in candidates:
+            if (place, has_any) not in made:
+                made[place, has_any] = list(candidates_of(planner, shape, has_all_cuts=has_any))
+            for candidate in made[place, has_any]:
                 found = trials.attempt(candidate, trials.least_seconds * near, is_quick=is_quick)
                 if found == math.inf and trials.is_long(candidate):
                     break
