@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -93,26 +92,16 @@ def plan_of(run: ElasticRun) -> str:
     return "; ".join(line.partition("planned ")[2].partition(", at most")[0] for line in lines)
 
 
-def wait_for(run: ElasticRun, since: int, kind: str, rank: int | None = None) -> dict[str, Any]:
-    """Returns the first event of a kind after some others, of one rank if that is given."""
-
-    def found() -> list[dict[str, Any]]:
-        return [each for each in run.events[since:] if each["event"] == kind and each.get("rank") == rank]
-
-    run.wait(lambda: bool(found()), kind, 120.0)
-    return found()[0]
-
-
 def watch(run: ElasticRun, share: float) -> None:
     """Prints what becomes of a job whose rank 1 has lost a share of its core."""
     before = milliseconds(run)
     with slowed(share):
         num_events, num_steps = len(run.events), len(run.steps)
-        slow = wait_for(run, num_events, "slow", 1)
+        slow = run.wait_for_event("slow", num_events, 120.0, rank=1)
         named, slow_step = len(run.steps) - num_steps, milliseconds(run)
         since = len(run.events)
-        wait_for(run, since, "ended")
-        wait_for(run, since, "running")
+        for kind in ("ended", "running"):
+            run.wait_for_event(kind, since, 120.0)
         run.wait_for_steps(NUM_WARM, 120)  # the plans for one host and one rank less are made meanwhile
         after = milliseconds(run)
     print(f"{share:.0%} of its core taken: {slow['text']}, {named} steps after")

@@ -110,11 +110,11 @@ class ElasticRun:
         goal = len(self.steps) + count
         self.wait(lambda: len(self.steps) >= goal, f"{count} more steps", seconds)
 
-    def wait_for_event(self, kind: str, since: int, seconds: float = 60.0) -> dict[str, Any]:
-        """Returns the first event of a kind after the first `since` events."""
+    def wait_for_event(self, kind: str, since: int, seconds: float = 60.0, **details: Any) -> dict[str, Any]:
+        """Returns the first event of a kind, and with some details, after the first `since` events."""
 
         def found() -> list[dict[str, Any]]:
-            return [event for event in self.events[since:] if event["event"] == kind]
+            return [event for event in self.events[since:] if event.items() >= {"event": kind, **details}.items()]
 
         self.wait(lambda: bool(found()), f"an event {kind}", seconds)
         return found()[0]
