@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,20 @@ def _time_of(path: str | None) -> int:
     return 0
 
 
+@dataclass
+class _Speed:
+    """How many times as long as it should a rank takes, since when, and when that was last printed; 1: as it should."""
+
+    factor: float = 1.0
+    since: float = -math.inf
+    last_shown: float = -math.inf
+    is_shown: bool = False
+
+    @property
+    def lasts(self) -> bool:
+        return time.monotonic() > self.since + _LASTING_SECONDS
+
+
 class SlowHosts:
     """The slow ranks of a job: planned for, or, if one takes `most` times as long as before, its host is left out."""
 
@@ -258,19 +273,18 @@ class SlowHosts:
         self._until: dict[str, float] = {}
         self._patience: dict[str, float] = {}
         self._has_planned = False
-        self._known: dict[Place, float] = {}
+        self._speeds: defaultdict[Place, _Speed] = defaultdict(_Speed)
         self._run: tuple[tuple[str, int], ...] = ()
         self._planned_for: defaultdict[tuple[tuple[str, int], ...], set[Place]] = defaultdict(set)
-        self._since: dict[Place, float] = {}
-        self._last_shown: dict[Place, float] = {}
-        self._shown: set[Place] = set()
         self._last_plan = -math.inf
 
     @property
     def wants_plan(self) -> bool:
         """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now."""
         others = self._used().keys() ^ self._planned_for[self._run]
-        return any(map(self._lasts, others)) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
+        return (
+            any(self._speeds[place].lasts for place in others) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
+        )
 
     def take(self, watch: Watch) -> None:
         """Takes what has been seen of the ranks' speeds."""
@@ -279,27 +293,25 @@ class SlowHosts:
             place = watch.place_of(change.rank)
             if isinstance(change, Slow):
                 self._take_slow(change, place)
-            elif self._known.pop(place, 0.0):
-                self._since[place] = time.monotonic()
+            elif (speed := self._speeds[place]).factor > 1.0:
                 text = f"rank {change.rank} on {place[0]} is as fast as before"
-                self._log.note("recovered", text, is_shown=place in self._shown, host=place[0])
-                self._shown.discard(place)
+                self._log.note("recovered", text, is_shown=speed.is_shown, host=place[0])
+                speed.factor, speed.since, speed.is_shown = 1.0, time.monotonic(), False
 
     def _take_slow(self, slow: Slow, place: Place) -> None:
         host, _ = place
         is_by_plan = slow.compared_with == "the prediction"
         if is_by_plan and self._has_planned:  # a plan that was made anew has measured the ranks by itself
             return
-        now = self._since[place] = time.monotonic()
-        if is_shown := now > self._last_shown.get(place, -math.inf) + _QUIET_SECONDS:
-            self._last_shown[place] = now
-            self._shown.add(place)
+        speed, now = self._speeds[place], time.monotonic()
+        if is_shown := now > speed.last_shown + _QUIET_SECONDS:
+            speed.last_shown, speed.is_shown = now, True
         text = f"rank {slow.rank} on {host} takes {slow.factor:.2f} times as long as {slow.compared_with}"
         details = {"host": host, "rank": slow.rank, "factor": slow.factor, "compared_with": slow.compared_with}
         self._log.note("slow", text, is_shown=is_shown, **details)
         planned_for = self._planned_for[self._run]
-        before = self._known[place] if place in planned_for and place in self._known else 1.0
-        self._known[place] = slow.factor * before
+        speed.factor = slow.factor * (speed.factor if place in planned_for else 1.0)
+        speed.since = now
         planned_for.discard(place)
         if is_by_plan or slow.factor < self._most:
             return
@@ -320,13 +332,11 @@ class SlowHosts:
         """Returns the ranks of the run that are slow for long, or as the plan knows, on hosts that are to stay."""
         counts = {host: count for host, count in self._run if host not in self._until}
         return {
-            place: factor
-            for place, factor in self._known.items()
-            if place[1] < counts.get(place[0], 0) and (place in self._planned_for[self._run] or self._lasts(place))
+            place: speed.factor
+            for place, speed in self._speeds.items()
+            if speed.factor > 1.0 and place[1] < counts.get(place[0], 0)
+            if speed.lasts or place in self._planned_for[self._run]
         }
-
-    def _lasts(self, place: Place) -> bool:
-        return time.monotonic() > self._since[place] + _LASTING_SECONDS
 
     def factors(self) -> tuple[float, ...]:
         """Returns how many times as long as it should each rank of the run takes; the ranks are host by host."""
@@ -336,7 +346,8 @@ class SlowHosts:
     def leaves_out(self, host: str) -> bool:
         """Says whether a host is left out now."""
         if host in self._until and time.monotonic() > self._until[host]:
-            self._known = {place: factor for place, factor in self._known.items() if place[0] != host}
+            for place in [place for place in self._speeds if place[0] == host]:
+                self._speeds[place].factor = 1.0
             self.forgive(host)
         return host in self._until
 
