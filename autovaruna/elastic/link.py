@@ -18,7 +18,8 @@ from autovaruna.elastic.job import python_path
 from autovaruna.elastic.options import is_this_machine
 
 _CONNECT_SECONDS = 3
-_BEAT_SECONDS = 1.0
+_BEAT_SECONDS, _ANSWER_SECONDS = 0.25, 1.0
+"""How often a keeper is asked for its ranks, and how long it may take to answer."""
 _MOST_MISSED = 3
 """Answers that may be missed: a pause of the manager's own, however long, is one."""
 
@@ -30,7 +31,7 @@ class Link:
         port: where other keepers and ranks find the keeper.
         words: what the keeper or ssh wrote last, to say why it is gone.
         began: when it was started, on the monotonic clock, seconds.
-        report: what the keeper last said of its ranks, which it is asked every second.
+        report: what the keeper last said of its ranks, which it is asked four times a second.
     """
 
     def __init__(self, host: str, settings: dict[str, Any]) -> None:
@@ -131,12 +132,12 @@ class Link:
         self._fail()
 
     def _beat(self) -> None:
-        """Asks every second; who does not answer three times is cut off, so that nobody waits for other answers."""
+        """Asks again and again; who does not answer three times is cut off, so that nobody waits for other answers."""
         while not self.is_gone:
             begin = time.monotonic()
             if self.port:
                 try:
-                    self.report = self.ask("ping").result(_BEAT_SECONDS)
+                    self.report = self.ask("ping").result(_ANSWER_SECONDS)
                     self._num_missed = 0
                 except Exception:  # no answer in time, or the keeper has gone
                     self._num_missed += 1

@@ -253,21 +253,22 @@ class Watch:
             seen = self._ranks.setdefault(int(name), _Seen(host, its))
             seen.host, seen.report = host, its
             seen.stopped_since = (seen.stopped_since or now) if its["state"] == "T" else None
-        self._compare()
+        self._compare([int(name) for name in report["ranks"]])
         num_calls = sum(seen.report["calls"] for seen in self._ranks.values())
         if num_calls != self._num_calls:
             if self.num_steps_here > 1:
                 self.longest_seconds = max(self.longest_seconds, now - self._last_change)
             self._num_calls, self._last_change = num_calls, now
 
-    def _compare(self) -> None:
-        """Tells the comparison of speeds what ranks have computed since it was last told."""
+    def _compare(self, ranks: Iterable[int]) -> None:
+        """Tells the comparison of speeds what ranks have computed since it was last told of them."""
         predicted = next((state["predicted"] for state in self._states.values() if state["predicted"]), None)
         if self._speeds is None:
             if predicted is None or len(self._ranks) < len(predicted) or max(predicted.values()) < _LEAST_WORK_SECONDS:
                 return
             self._speeds = Speeds({int(rank): seconds for rank, seconds in predicted.items()}, self._planned_for)
-        for rank, seen in self._ranks.items():
+        for rank in ranks:
+            seen = self._ranks[rank]
             for call, seconds in seen.report["work"]:
                 if call > seen.last_call:
                     seen.last_call = call
