@@ -35,14 +35,15 @@ class Evaluator:
     """What was simulated.
 
     Attributes:
+        below: what any plan must be faster than.
         best: the fastest plan so far.
         plans: of each candidate that fits and was as fast as it had to be, its best plan.
         is_loose: whether plans are tried that fit by their instructions, though not by their depths.
         was_cut_short: whether something was left out since its simulation is long, or time was up.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner, self._loose = planner, [_LOOSE * limit for limit in planner.limits]
+    def __init__(self, planner: Planner, below: float = math.inf) -> None:
+        self.planner, self.below, self._loose = planner, below, [_LOOSE * limit for limit in planner.limits]
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
         self._seen: dict[tuple[Candidate, Sequence[Way], bool], tuple[float, float]] = {}
@@ -51,8 +52,8 @@ class Evaluator:
 
     @property
     def least_seconds(self) -> float:
-        """The seconds of the best plan, infinite if there is none."""
-        return self.best.predicted_seconds if self.best else math.inf
+        """The seconds of the best plan; if there is none, what it must be faster than."""
+        return self.best.predicted_seconds if self.best else self.below
 
     def loosen(self) -> None:
         """Has plans tried, from now on, that fit by their instructions, though not by their depths."""

@@ -103,9 +103,9 @@ def least_grid_seconds(problem: Problem, below: float = math.inf) -> float:
 
     It is known much sooner than a plan, and soonest where there is none.
     """
-    search = _Search(problem, lambda what, share: None, _tables_of(problem.graph), has_all_rows=False)
-    search.try_grids(1.0, below)
-    return search.trials.least_seconds
+    search = _Search(problem, lambda what, share: None, _tables_of(problem.graph), has_all_rows=False, below=below)
+    search.try_grids(1.0)
+    return search.trials.best.predicted_seconds if search.trials.best else math.inf
 
 
 _Tables = Callable[[tuple[int, ...]], RangeTables]
@@ -119,13 +119,15 @@ def _tables_of(graph: Graph) -> _Tables:
 class _Search:
     """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
 
-    def __init__(self, problem: Problem, progress: Progress, tables: _Tables, *, has_all_rows: bool) -> None:
+    def __init__(
+        self, problem: Problem, progress: Progress, tables: _Tables, *, has_all_rows: bool, below: float = math.inf
+    ) -> None:
         self.problem, self.progress, self.has_all_rows = problem, progress, has_all_rows
         self.counts = micro_batch_counts(problem)
         self.tables = tables(tuple(cut_positions(problem)))
         self.planner = Planner(problem, self.tables)
         self.most_each = stages_per_rank(problem)
-        self.trials = Evaluator(self.planner)
+        self.trials = Evaluator(self.planner, below)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.rows = set[Grid]()
         self.found: Plan | None = None
@@ -169,31 +171,29 @@ class _Search:
         """Returns a plan with the memory of its instructions if it does not fit by its depths, which say more."""
         return plan if is_within(plan, self.planner.limits) else self.planner.predict_whole(plan, is_quick=True)
 
-    def try_grids(self, near: float = _NEAR, below: float = math.inf) -> None:
+    def try_grids(self, near: float = _NEAR) -> None:
         """Simulates regular grids that may be `near` the best, or the stages on the ranks that they are to have."""
         if self.problem.constraints.stage_ranks:
             for count in self.counts:
                 candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
                 if candidate:
-                    self.trials.attempt(candidate, below)
+                    self.trials.attempt(candidate, self.trials.below)
             return
-        self._simulate(grids_of(self.problem, self.tables.num_segments), near, below=below)
+        self._simulate(grids_of(self.problem, self.tables.num_segments), near)
 
-    def _simulate(
-        self, grids: Sequence[Grid], near: float, most_each: float = math.inf, below: float = math.inf
-    ) -> None:
+    def _simulate(self, grids: Sequence[Grid], near: float, most_each: float = math.inf) -> None:
         """Simulates regular grids, but those far slower than the best, and those that take too long to simulate."""
         trials, num_long = self.trials, 0
 
         def is_open(grid: Grid) -> bool:
-            return even_seconds(self.planner, grid) < min(trials.least_seconds * near, below)
+            return even_seconds(self.planner, grid) < trials.least_seconds * near
 
         for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
             self.progress("simulating grids", done / len(grids))
             if candidates and self.planner.step_costs(candidates[0]) > most_each:
                 num_long += 1
                 continue
-            least = min(trials.least_seconds * near, below)
+            least = trials.least_seconds * near
             for candidate in trials.few_if_long(candidates):
                 seconds = trials.attempt(candidate, least)
                 if seconds < least:
