@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from autovaruna.runtime.world import World
     from autovaruna.session.preparation import Preparation
 
-MOST_DRIFT, MOST_TURNS, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 2, 40
-"""What the fixed work may change by in a turn that counts; the most turns, for each that is wanted."""
+MOST_DRIFT, STEPS_OF_A_TURN, REFERENCES = 0.1, 2, 40
+"""What the fixed work may change by in a turn that counts."""
 TUNABLES = "glibc.malloc.tcache_count=0"
 EACH_MAPPED = f"{TUNABLES}:glibc.malloc.mmap_threshold=65536"
 M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
@@ -158,14 +158,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="settings whose name holds this text")
     parser.add_argument("--steps", type=int, default=7, help="steps whose greatest resident set counts")
     parser.add_argument("--turns", type=int, default=5, help="turns of measuring anew and of steps")
+    parser.add_argument("--again", type=int, default=1, help="how often each that the machine disturbs is taken again")
     parser.add_argument("--live", action="store_true", help="bytes of tensors, without the holes of the heap")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank >= 0:
-        be_rank(SETTINGS[args.rank], args.steps, args.turns, args.output)
+        be_rank(SETTINGS[args.rank], args.steps, args.turns, args.again, args.output)
     else:
-        options, tunables = [f"--steps={args.steps}", f"--turns={args.turns}"], EACH_MAPPED if args.live else TUNABLES
+        options = [f"--steps={args.steps}", f"--turns={args.turns}", f"--again={args.again}"]
+        tunables = EACH_MAPPED if args.live else TUNABLES
         print_table([each for each in SETTINGS if args.only in each.name], options, tunables)
 
 
@@ -217,7 +219,7 @@ def line_of(found: Found) -> str:
     )
 
 
-def be_rank(setting: Setting, num_steps: int, num_turns: int, output: Path) -> None:
+def be_rank(setting: Setting, num_steps: int, num_turns: int, num_again: int, output: Path) -> None:
     """Runs as one rank: steps with the peak of the resident set over them, then turns for the clock."""
     from paired import hush
     from prediction_models import batch_of, import_library, model_of, optimizer_of
@@ -242,19 +244,21 @@ def be_rank(setting: Setting, num_steps: int, num_turns: int, output: Path) -> N
     for _ in range(num_steps):
         step()
     measured = resident_bytes("VmHWM") - empty
-    turns, num_again = take_turns(wrapped.preparation, step, num_turns, world)
+    turns, num_taken_again = take_turns(wrapped.preparation, step, num_turns, num_again, world)
     plan = wrapped.plan
     assert plan is not None
     predicted, peaks = zip(*world.gather_objects((plan.rank_bytes()[world.rank], measured), "bytes"), strict=True)
     if world.rank == 0:
         words = f"{plan.schedule} S={plan.num_stages} M={plan.num_micro_batches}"
-        output.write_text(json.dumps(asdict(Found(words, turns, num_again, predicted, peaks))), encoding="utf-8")
+        output.write_text(json.dumps(asdict(Found(words, turns, num_taken_again, predicted, peaks))), encoding="utf-8")
 
 
-def take_turns(preparation: Preparation, step: Callable[[], float], count: int, world: World) -> tuple[list[Turn], int]:
+def take_turns(
+    preparation: Preparation, step: Callable[[], float], count: int, num_again: int, world: World
+) -> tuple[list[Turn], int]:
     """Returns the turns that count, and how many do not. Collective."""
     turns: list[Turn] = []
-    while len(turns) < MOST_TURNS * count and sum(turn.drift <= MOST_DRIFT for turn in turns) < count:
+    while len(turns) < (1 + num_again) * count and sum(turn.drift <= MOST_DRIFT for turn in turns) < count:
         turns.append(take_turn(preparation, step, world))
     calmest = sorted(turns, key=lambda turn: turn.drift)[:count]
     return calmest, len(turns) - len(calmest)

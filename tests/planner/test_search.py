@@ -31,7 +31,7 @@ def test_no_plan_is_better_by_a_hundredth_and_none_beats_the_bound(seed: int) ->
     assert plan.gap >= 0
 
 
-@pytest.mark.parametrize("seed", some(range(10), 2))
+@pytest.mark.parametrize("seed", some(range(10), 1))
 def test_memory_limit_is_kept_on_every_rank(seed: int) -> None:
     problem = make_problem(12, 3, 8, seed, memory_bytes=1.6e6)
     plan = make_plan(problem)
@@ -97,6 +97,6 @@ def test_schedule_is_the_same_wherever_the_plan_is() -> None:
 
 def test_progress_is_told() -> None:
     told: list[tuple[str, float]] = []
-    make_plan(make_problem(30, 4, 32, memory_bytes=3e6), lambda what, share: told.append((what, share)))
+    make_plan(make_problem(12, 3, 8, memory_bytes=1.6e6), lambda what, share: told.append((what, share)))
     assert len({what for what, _ in told}) > 1
     assert all(0 <= share <= 1 for _, share in told)

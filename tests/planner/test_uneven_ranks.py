@@ -88,7 +88,7 @@ def test_all_orders_of_few_kinds_of_ranks() -> None:
 
 
 def test_a_slow_rank_holds_the_least_work_wherever_it_is() -> None:
-    for slow in range(4):
+    for slow in some(range(4), 2):
         speeds = tuple(0.25 if rank == slow else 1.0 for rank in range(4))
         problem = make_problem(16, 4, 16, num_stages=4, num_replicas=1)
         plan = make_plan(replace(problem, cluster=replace(problem.cluster, speeds=speeds)))
