@@ -62,7 +62,13 @@ class OutputSpec:
 
 
 def joined(parts: Sequence[Tensor], dimension: int, outer: int) -> Tensor:
-    """Returns an output of all samples, of those that micro-batches made."""
+    """Returns an output of all samples, of those that micro-batches made, with their order of dimensions in memory."""
+    first = parts[0]
+    if outer == 1 and not first.is_contiguous():  # what is averaged in another order differs in its last bit
+        shape, order = list(first.shape), sorted(range(first.dim()), key=first.stride, reverse=True)
+        shape[dimension] = sum(each.shape[dimension] for each in parts)
+        whole = torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device)
+        return torch.cat(list(parts), dimension, out=whole)
     if outer == 1:
         return torch.cat(list(parts), dimension)
     return torch.cat([opened(each, dimension, outer) for each in parts], dimension + 1).flatten(
