@@ -57,6 +57,7 @@ def group(known: KnownGraph) -> Grouping:
     rules.changes_stay_with_what_they_change()
     rules.data_dependent_shapes_stay()
     rules.numbers_stay_with_what_they_count()
+    rules.changes_of_a_module_stay_together()
     repeated = _repeated(rules, parameters)
     worked = [node for node in nodes if node.name not in repeated]
     if not worked:  # nothing has a parameter, or needs a gradient: a stage has to hold something
@@ -114,6 +115,24 @@ class _Rules:
         for number, sources in counted(numbers, self.known):
             self._join([number, *sources], "a number out of a tensor stays with what it was counted from")
 
+    def changes_of_a_module_stay_together(self) -> None:
+        """Applies rule 8: in another mode, or with other options, one operation may use what two change now."""
+        buffers = self.known.buffers
+        owners = {_owner(name) for name in (*self.known.parameters.values(), *buffers.values())}
+        inner = {"", *(owner[:end] for owner in owners for end, letter in enumerate(owner) if letter == ".")}
+        owner_of = {
+            storage: _owner(buffers[str(source.target)])
+            for source in self.known.module.graph.find_nodes(op="get_attr")
+            if str(source.target) in buffers
+            for storage in self.facts[source.name].makes
+        }
+        changing: dict[str, list[fx.Node]] = {}
+        for node in self.nodes:
+            for storage in self.facts[node.name].writes & owner_of.keys():
+                changing.setdefault(owner_of[storage], []).append(node)
+        for members in (nodes for owner, nodes in changing.items() if owner not in inner):
+            self._join(members, "what a module without modules changes of itself stays together")
+
     def join_users_out_of_order(self, nodes: Sequence[fx.Node]) -> bool:
         """Applies rule 5; returns whether anything was joined."""
         place = {node: index for index, block in enumerate(self.ordered(nodes)) for node in block}
@@ -160,6 +179,11 @@ class _Rules:
         for node in nodes:
             members.setdefault(self.sets[node], []).append(node)
         return members
+
+
+def _owner(name: str) -> str:
+    """Returns the path of the module that a parameter or buffer belongs to."""
+    return name.rpartition(".")[0]
 
 
 def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str, ...]]:

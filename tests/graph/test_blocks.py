@@ -102,6 +102,13 @@ def test_rule_7_a_number_stays_with_what_it_was_counted_from() -> None:
     assert model.block_of["linear"] not in blocks_of(model, "topk")
 
 
+def test_rule_8_what_a_module_changes_of_itself_stays_together() -> None:
+    """Once, a cut lay between the count of a BatchNorm and its averages, which it uses together without a momentum."""
+    model = traced(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear()), X)
+    assert len(blocks_of(model, "add", "batch_norm")) == 1
+    assert len(model.graph.blocks) == 3
+
+
 @pytest.mark.parametrize("case", [case for case in PLAIN if not case.refusal], ids=str)
 def test_rule_5_users_of_a_value_stay_in_order(case: object) -> None:
     """The users of every value with three or more stand in execution order, so that gradients add up in one order."""
