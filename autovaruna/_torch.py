@@ -100,6 +100,7 @@ try:
 
     # What torch does for all of its own modules and optimizers.
     call_impl = nn.Module._call_impl  # runs a module with its hooks
+    OWN_CALL = "_compiled_call_impl"  # where a module has what its calls are instead, as ``module.compile()`` does
     convert_impl: Any = nn.Module._apply  # makes each tensor of a module another
     IncompatibleKeys = nn.modules.module._IncompatibleKeys  # what ``load_state_dict`` returns
     NormBase = torch.nn.modules.batchnorm._NormBase
@@ -115,6 +116,7 @@ try:
         (Tensor, ("_version", "_backward_hooks")),
         (torch.UntypedStorage, ("_cdata",)),
         (nn.Module(), ("_parameters", "_buffers", "_modules", "_backward_hooks", "_backward_pre_hooks", "_apply")),
+        (nn.Module(), (OWN_CALL,)),
         (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, ("_unscale_grads_",)),

@@ -27,7 +27,7 @@ from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError
-from autovaruna.graph.export.fakes import OwnMethods, method_of
+from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.autograd import own_code
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
@@ -171,17 +171,29 @@ class AutoVaruna(nn.Module):
             return self._session.call(args, kwargs, method)
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the model: on all ranks if what it returns follows from weights, else as it is."""
+        """Calls a method of the model: on all ranks if what it returns follows from weights, else as it is.
+
+        What such a method calls of the model itself is a call of the wrapper.
+        """
         plain = getattr(self.module, name)
-        if not any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs))) or self._session.is_plain:
+        if self._session.is_plain:
             return plain(*args, **kwargs)
-        wrapped = self._wrapped
-        is_needed = torch.is_grad_enabled() or wrapped.placement.splits(wrapped.parameter_names)
-        if not is_needed or not self._methods.follow_weights(name, args, kwargs, wrapped.device):
-            return plain(*args, **kwargs)
+        has_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs)))
+        device = self._wrapped.device
+        if not has_tensors or not self._counts or not self._methods.follow_weights(name, args, kwargs, device):
+            with own_calls(self.module, self._call_itself):
+                return plain(*args, **kwargs)
         self._persistence.poll()
-        wrapped.lent.settle()
+        self._wrapped.lent.settle()
         return self._call(name, args, kwargs)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the other ranks are needed for what uses the weights now."""
+        return torch.is_grad_enabled() or self._wrapped.placement.splits(self._wrapped.parameter_names)
+
+    def _call_itself(self, *args: Any, **kwargs: Any) -> Any:
+        return (self if self._counts else self.module)(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

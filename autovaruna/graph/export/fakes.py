@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 
-from autovaruna._torch import FakeTensor, FakeTensorMode, in_kernel_invocation
+from autovaruna._torch import OWN_CALL, FakeTensor, FakeTensorMode, in_kernel_invocation, replaced
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, UnfamiliarError, outline
 from autovaruna.graph.export.errors import quiet_failure
@@ -97,6 +97,19 @@ def method_of(model: nn.Module, value: object, name: str) -> bool:
     return is_public and isinstance(value, MethodType) and value.__self__ is model
 
 
+@contextmanager
+def own_calls(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Has calls of the model itself, as its methods make them, be those of `call`, in which they are as they were."""
+    as_it_is = getattr(model, OWN_CALL)
+
+    def call_once(*args: Any, **kwargs: Any) -> Any:
+        with replaced(model, OWN_CALL, as_it_is):
+            return call(*args, **kwargs)
+
+    with replaced(model, OWN_CALL, call_once):
+        yield
+
+
 class OwnMethods:
     """Tells which calls of a model's methods return what follows from weights; it asks once for like calls."""
 
@@ -129,6 +142,12 @@ def follows_weights(
     tensors, tree = flatten((tuple(args), dict(kwargs)))
     if not any(each.dim() for each in tensors):
         return False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # a loop of calls without gradients, as ``generate``: one by one they count
+            raise TraceError(f"{type(model).__name__} calls itself without gradients.")
+        return model(*args, **kwargs)
+
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     try:
         with (
@@ -139,6 +158,7 @@ def follows_weights(
             faked(model, mode, device),
             mode,
             torch.enable_grad(),
+            own_calls(model, call),
         ):
             fakes = [fake_like(each.detach(), mode, device) for each in tensors]
             own_args, own_kwargs = tree.unflatten(fakes)
