@@ -74,14 +74,13 @@ class Output:
                 return
 
     def _pump(self, stream: IO[bytes], target: IO[str], number: int) -> None:
-        is_lost = False  # the stream is read to its end all the same, or the job would stand still
         with stream:
             for line in stream:
                 self._num_read[number] += 1
                 for piece in pieces_of(line.decode(errors="replace")):
                     shown = self._shown(piece)
-                    if shown is not None and not is_lost:
-                        is_lost = not _write(target, shown)
+                    if shown is not None:
+                        show(target, shown)
                 self._num_passed_on[number] += 1
 
     def _shown(self, line: str) -> str | None:
@@ -112,8 +111,10 @@ def pieces_of(line: str) -> list[str]:
     return [*(f"{piece}\n" for piece in found[:-1]), *found[-1:]]
 
 
-def _write(target: IO[str], text: str) -> bool:
-    """Writes and flushes a text; returns False if nobody reads it any more."""
+def show(target: IO[str] | None, text: str) -> None:
+    """Writes and flushes a text; where nobody reads it, or any more, it and all that follows goes nowhere."""
+    if target is None:  # closed before this process began
+        return
     try:
         try:
             target.write(text)
@@ -121,10 +122,10 @@ def _write(target: IO[str], text: str) -> bool:
             target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         target.flush()
     except (OSError, ValueError) as error:
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"run_varuna: the output is lost from here on: {error}\n")
-        return False
-    return True
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), target.fileno())
+        if target is not sys.stderr:
+            show(sys.stderr, f"run_varuna: the output is lost from here on: {error}\n")
 
 
 _PASSED_ON = (
@@ -269,17 +270,18 @@ class Job:
         shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
         self.output.wait()
         if not self.output.has_started and status and not self._num_ends:
-            sys.stderr.write(
+            show(
+                sys.stderr,
                 f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "
                 f"machines that can be reached without a password: {', '.join(self.options.hosts)}; each with "
-                f"{sys.executable} and {self.options.script}\n"
+                f"{sys.executable} and {self.options.script}\n",
             )
         ended = self.output.ended
         faults = sorted(((rank, its) for rank, its in ended.items() if its), key=lambda each: each[1] == LOST_OTHERS)
         rank, its_status = faults[0] if faults else (-1, 0)
         if its_status < 0 and not self._num_ends:
             name = signal.Signals(-its_status).name
-            sys.stderr.write(f"run_varuna: rank {rank} was ended by {name}; the other ranks were ended after it\n")
+            show(sys.stderr, f"run_varuna: rank {rank} was ended by {name}; the other ranks were ended after it\n")
         if missing := sorted(set(range(self.num_ranks)) - ended.keys()):
             if (
                 self.output.has_started
@@ -287,9 +289,10 @@ class Job:
                 and not self._num_ends
                 and self._place is None
             ):
-                sys.stderr.write(
+                show(
+                    sys.stderr,
                     f"run_varuna: ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was "
-                    "lost, or mpirun was killed. The job has not finished\n"
+                    "lost, or mpirun was killed. The job has not finished\n",
                 )
             status = status or 1
         status = its_status or status

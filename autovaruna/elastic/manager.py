@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
-from autovaruna.elastic.job import Grid, Job, handling
+from autovaruna.elastic.job import Grid, Job, handling, show
 from autovaruna.elastic.notices import EventLog, Notices
 from autovaruna.elastic.options import Options
 from autovaruna.elastic.run import LEFT, Outcome, Run
@@ -229,5 +229,5 @@ def start(options: Options, choose: Callable[[Options], tuple[Options, Grid | No
     try:
         return Manager(options, choose).run()
     except KeyboardInterrupt:
-        sys.stderr.write("autovaruna: interrupted; the job has been ended\n")
+        show(sys.stderr, "autovaruna: interrupted; the job has been ended\n")
         return 128 + signal.SIGINT

@@ -21,6 +21,7 @@ from typing import Any
 
 from autovaruna.checkpoint.elsewhere import connect
 from autovaruna.config.files import at_home, read_record, write_whole
+from autovaruna.elastic.job import show
 from autovaruna.elastic.server import Server
 from autovaruna.errors import ConfigError
 
@@ -36,8 +37,7 @@ class EventLog:
     def note(self, what: str, text: str, *, is_shown: bool = True, **details: Any) -> None:
         """Notes an event: its kind, in one word; what happened, for a person; and details, for programs."""
         if is_shown:
-            sys.stderr.write(f"autovaruna: {text}\n")
-            sys.stderr.flush()
+            show(sys.stderr, f"autovaruna: {text}\n")
         if self._path is not None:
             line = json.dumps({"time": round(time.time(), 3), "event": what, "text": text, **details})
             with suppress(OSError), open(self._path, "a", encoding="utf-8") as file:

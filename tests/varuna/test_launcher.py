@@ -18,6 +18,7 @@ import pytest
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.job import Job, Output, find_mpirun
+from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import list_hosts, read_options, read_variables
 from autovaruna.errors import ConfigError
 
@@ -146,6 +147,16 @@ def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.
     output.wait()
     os.close(writer)
     assert stream.closed and capsys.readouterr().err.count("the output is lost from here on") == 1
+
+
+def test_events_that_nobody_reads_any_more_do_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        for target in (stream, None):
+            monkeypatch.setattr(sys, "stderr", target)
+            EventLog("events").note("start", "start on 2 ranks")
+    assert len(Path("events").read_text().splitlines()) == 2
 
 
 def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
