@@ -309,6 +309,11 @@ class Job:
         """Whether mpirun runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether every rank has ended well."""
+        return len(self.output.ended) == self.num_ranks and not any(self.output.ended.values())
+
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""
         meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)

@@ -182,8 +182,9 @@ class Manager:
     def _give_up(self, outcome: Outcome) -> int | None:
         """Notes the end of a run; returns the job's status if it is not to be started again."""
         self._began = outcome.began
-        self._log.note("ended", f"{outcome.why}: the job is started again", lost=list(outcome.lost))
         why = self._restarts.note(outcome, self._watch.num_steps)
+        what_next = "" if why else ": the job is started again"
+        self._log.note("ended", outcome.why + what_next, lost=list(outcome.lost))
         if not why:
             return None
         self._log.note("given_up", f"{why}: the job is given up")

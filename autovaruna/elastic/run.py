@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
@@ -24,6 +24,8 @@ from autovaruna.runtime.progress import JobPlace
 LEFT = 75
 """What a rank ends with that has left at a step's border."""
 _LEAVE_SECONDS = 120.0
+_OUTLIVED_SECONDS = 5.0
+"""How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 """What ends ranks that have done nothing; other signals are their own doing."""
 
@@ -73,6 +75,7 @@ class Run:
         self._number = place.attempt
         self._first_step = options.resume_step or 0
         self._has_state = place.step is not None
+        self._last_end = 0.0
         self._log = log
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
@@ -137,11 +140,14 @@ class Run:
         while not self._ended.empty():
             rank, status = self._ended.get()
             if status == 0:
+                self._last_end = time.monotonic()
                 continue
-            if status == LEFT or leaving is not None:
-                return leaving or self._left_by_itself()
             lost = self._hosts.take_now(self._own, self.watch)
+            if leaving is not None or (status == LEFT and self.watch.hosts_that_hear):
+                return leaving or self._left_by_itself()
             return self._or_lost(lost, self._by_rank(rank, status))
+        if status_of_all is None and self.job.has_finished and time.monotonic() > self._last_end + _OUTLIVED_SECONDS:
+            status_of_all = 0
         if status_of_all is not None:
             return self._by_mpirun(status_of_all, leaving)
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
@@ -157,6 +163,8 @@ class Run:
             return Outcome("the job has finished", 0)
         if leaving is not None or self.watch.hosts_that_hear:
             return leaving or self._left_by_itself()
+        if self.job.output.ended and status != 128 + signal.SIGKILL:
+            return self._or_lost(lost, self._by_script(_words_of_early(self.job.output.ended), status or 1))
         why = f"mpirun ended with status {status} before every rank had finished"
         is_struck = self.job.output.has_started or status == 128 + signal.SIGKILL
         goes_on, error = is_struck or self._has_state, status or 1
@@ -172,10 +180,16 @@ class Run:
             rank, status = first
         if status < 0:
             killed = signal.Signals(-status)
+            if killed == signal.SIGTERM and (early := _words_of_early(ended)):  # mpirun has sent it
+                return self._by_script(early, 1)
             error = 0 if killed in _FROM_OUTSIDE else 128 + killed
             return Outcome(f"rank {rank} was ended by {killed.name}", error=error)
+        return self._by_script(f"rank {rank} ended with status {status}", status)
+
+    def _by_script(self, why: str, status: int) -> Outcome:
+        """Returns the outcome where the script has ended by itself."""
         goes_on = self.watch.holds_any or self._has_state
-        return Outcome(f"rank {rank} ended with status {status}", None if goes_on else status, error=status)
+        return Outcome(why, None if goes_on else status, error=status)
 
     def _or_lost(self, lost: Sequence[str], outcome: Outcome) -> Outcome:
         """Returns the outcome, or that hosts were lost, if any does not answer: what ranks said follows from it."""
@@ -190,7 +204,7 @@ class Run:
         self._hosts.noticed |= dict.fromkeys(hosts, float("inf"))
         if not self._hosts.usable():
             self._hosts.noticed.clear()  # there is no other host: the job goes on here, as long as it may
-        return Outcome(f"a signal asked ranks on {', '.join(hosts) or 'a host'} to end")
+        return Outcome(f"a signal asked ranks on {', '.join(hosts)} to end")
 
     # what is asked for
 
@@ -231,3 +245,9 @@ class Run:
         if not left or min(left) == float("inf"):
             return _LEAVE_SECONDS
         return max(0.0, min([*left, _LEAVE_SECONDS]) - BEAT_SECONDS)
+
+
+def _words_of_early(ended: Mapping[int, int]) -> str:
+    """Says which rank has ended well, where the others have not; empty: none."""
+    first = next((rank for rank, status in ended.items() if not status), None)
+    return "" if first is None else f"rank {first} ended with status 0 before the others"
