@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,8 @@ class Hosts:
         self._machine_time = _time_of(ways.machine_list)
         self._times_of_notices: dict[str, int] = {}
         self._last_look = 0.0
+        self._reading: Future[dict[str, int]] | None = None
+        self._fault_of_list = ""
 
     def start(self, check: Callable[[], None]) -> None:
         """Starts the keepers and waits, calling `check`, until each is up, or has failed.
@@ -113,6 +117,9 @@ class Hosts:
     def look_around(self) -> None:
         """Reads the machine list if it has changed, and tries hosts again whose keepers have gone. Never waits."""
         now = time.monotonic()
+        if self._reading is not None and self._reading.done():
+            self._take_list(self._reading)
+            self._reading = None
         if now - self._last_look < BEAT_SECONDS:
             return
         self._last_look = now
@@ -132,15 +139,23 @@ class Hosts:
                 link.cut()
 
     def _read_list(self) -> None:
+        """Reads the list in a thread: a command, or whoever knows addresses, may take long to answer."""
         changed = _time_of(self._ways.machine_list)
-        if self._ways.discover_hosts is None and changed == self._machine_time:
+        if self._reading is not None or (self._ways.discover_hosts is None and changed == self._machine_time):
             return
         self._machine_time = changed
+        words = self._ways.machine_list, self._ways.gpus_per_node, self._ways.discover_hosts
+        self._reading = _in_thread(partial(list_hosts, *words))
+
+    def _take_list(self, reading: Future[dict[str, int]]) -> None:
         try:
-            listed = list_hosts(self._ways.machine_list, self._ways.gpus_per_node, self._ways.discover_hosts)
+            listed = {self._known_name(host): count for host, count in reading.result().items()}
         except ConfigError as error:
-            self._log.note("list", f"the machine list is left as it was: {error}")
+            if str(error) != self._fault_of_list:
+                self._fault_of_list = str(error)
+                self._log.note("list", f"the machine list is left as it was: {error}")
             return
+        self._fault_of_list = ""
         for host in listed:
             if self._is_wanted_back(host):
                 self.noticed.pop(host, None)
@@ -149,6 +164,10 @@ class Hosts:
             was = "added to" if host in listed else "taken from"
             self._log.note("list", f"host {host} was {was} the machine list", host=host)
         self.listed = listed
+
+    def _known_name(self, host: str) -> str:
+        """Returns the name that this machine has in the job if a host is this machine by another one; else its own."""
+        return next(filter(is_this_machine, self.links), host) if is_this_machine(host) else host
 
     def _is_wanted_back(self, host: str) -> bool:
         """Says whether the list that was read asks again for a host that was to be left.
@@ -232,9 +251,13 @@ class Hosts:
                 link.cut()
 
     def release(self, hosts: Iterable[str]) -> None:
-        """Ends the keepers of hosts that are not in the list any more; the job is on others, which have its state."""
+        """Ends the keepers of hosts that are not in the list any more; the job is on others, which have its state.
+
+        This machine's stays, for it would end what is the job's here: mpirun, and the file by which notices come.
+        """
         for host in self.links.keys() - self.listed.keys() - set(hosts):
-            self.links.pop(host).quit()
+            if not is_this_machine(host):
+                self.links.pop(host).quit()
 
     def close(self) -> None:
         """Ends all keepers, which remove what is the job's."""
@@ -242,6 +265,20 @@ class Hosts:
             link.quit()
         for link in self.links.values():
             link.wait(END_SECONDS)
+
+
+def _in_thread(do: Callable[[], dict[str, int]]) -> Future[dict[str, int]]:
+    """Does something in a thread that this process does not wait for at its end."""
+    answer: Future[dict[str, int]] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(do())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 def _time_of(path: str | None) -> int:

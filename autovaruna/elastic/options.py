@@ -175,10 +175,11 @@ def _machines_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str,
     names = [line.partition("#")[0].strip() for line in lines]
     machines: dict[str, int] = {}
     for name in filter(None, names):
-        if not _HOST.fullmatch(name):
+        if not _HOST.fullmatch(name) or name.count(":") == 1:
             raise ConfigError(
                 f"{source} holds {name!r:.80}; expected one name or address a line, of letters, digits "
-                "and the characters . _ - : %"
+                "and the characters . _ - %, and : in an IPv6 address. A host has other numbers of ranks if it is "
+                "listed several times"
             )
         if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
             name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)

@@ -12,7 +12,7 @@ from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing
 from tests.elastic.keepers import TOKEN
 
-HOST, OTHER = "localhost", "127.0.0.1"  # the other one never comes up: a machine holds a job's folder once
+HOST, OTHER = "localhost", "elsewhere.invalid"
 
 
 @contextmanager
@@ -31,6 +31,8 @@ def job_hosts(folder: Path, ways: Morphing) -> Iterator[Hosts]:
 def look(hosts: Hosts) -> set[str]:
     """Returns what can be used once the list has been looked at again."""
     time.sleep(BEAT_SECONDS)
+    hosts.look_around()
+    time.sleep(0.5)
     hosts.look_around()
     return set(hosts.usable())
 
@@ -57,3 +59,25 @@ def test_a_host_that_a_command_lists_until_it_has_gone_stays_left(tmp_path: Path
         assert not look(hosts)
         found.write_text(f"{HOST}\n")
         assert look(hosts) == {HOST}
+
+
+def test_a_command_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
+    with job_hosts(tmp_path, Morphing(None, 1, discover_hosts="sleep 20")) as hosts:
+        begin = time.monotonic()
+        assert look(hosts) == look(hosts) == {HOST}
+        assert time.monotonic() - begin < 10.0
+
+
+def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_list(tmp_path: Path) -> None:
+    """Once, that keeper ended the mpirun of a job on other hosts, and notices came no more."""
+    machines = tmp_path / "machines"
+    machines.write_text(f"{HOST}\n")
+    with job_hosts(tmp_path, Morphing(str(machines), 1)) as hosts:
+        (tmp_path / "own").touch()
+        machines.write_text(f"{OTHER}\n")
+        assert not look(hosts) and set(hosts.listed) == {OTHER}
+        hosts.release([OTHER])
+        time.sleep(0.5)
+        assert hosts.links[HOST].is_up and (tmp_path / "own").exists()
+        machines.write_text("127.0.0.1\n")
+        assert look(hosts) == {HOST}, "another name of the same machine"

@@ -183,6 +183,7 @@ def test_names_of_this_machine_are_of_one() -> None:
         (["--machine_list", "option"], "holds '-x'"),
         (["--machine_list", "two"], "holds 'a b'"),
         (["--machine_list", "command"], "holds 'a;b'"),
+        (["--machine_list", "ranks"], "holds 'a:2'"),
         (["--env_file", "long"], "line 1 has 500000 characters; at most 131071"),
         (["--env_file", "words"], "line 1: 'word word"),
         (["--env_file", "binary"], "--env_file binary cannot be read: not UTF-8"),
@@ -201,6 +202,7 @@ def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pyte
     Path("option").write_text("-x\n")
     Path("two").write_text("a b\n")
     Path("command").write_text("a;b\n")
+    Path("ranks").write_text("a:2\n")
     Path("long").write_text("x" * 500_000)
     Path("words").write_text("word " * 20_000)
     Path("bad").write_text("A=1\nno value\n")
