@@ -382,7 +382,7 @@ class AutoVaruna(nn.Module):
                 tuples and dicts of them. It comes back as `extra` of what this returns.
 
         Returns:
-            What belongs to the state; its `step` says how many steps are done, 0 at the start.
+            What belongs to the state; its `step` says how many steps of the optimizer are done, 0 at the start.
 
         Raises:
             CheckpointError: there are checkpoints, but none that is intact and fits.

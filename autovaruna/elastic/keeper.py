@@ -49,6 +49,8 @@ _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _SILENT_SECONDS = 30.0
 """After so long without a word of the manager it counts as lost."""
+_STARTING_SECONDS = 60.0
+"""What is younger may be of a job that starts just now."""
 
 
 @dataclass
@@ -417,6 +419,20 @@ def _take_lock(lock: Path) -> int | None:
     return file
 
 
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the folders, beside a job's, of jobs of this user all of whose processes were killed on this host."""
+    prefix, _, _ = folder.name.rpartition("-")
+    for other in folders_in(folder.parent, f"{prefix}-"):
+        with suppress(OSError):
+            status = (other / LOCK).lstat()
+            is_old = time.time() - status.st_mtime > _STARTING_SECONDS
+            if other == folder or other.is_symlink() or other.stat().st_uid != os.getuid() or not is_old:
+                continue
+            if not processes_with(os.fsencode(other)) and (lock := _take_lock(other / LOCK)) is not None:
+                shutil.rmtree(other, ignore_errors=True)
+                os.close(lock)
+
+
 def main() -> None:
     """Is the process: ``python -m autovaruna.elastic.keeper``."""
     settings = json.loads(sys.stdin.readline())
@@ -429,6 +445,7 @@ def main() -> None:
     lock = _take_lock(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
+    _remove_abandoned(folder)
     if settings["standby"]:
         StandbyProcess(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))

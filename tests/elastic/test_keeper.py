@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from autovaruna.checkpoint.part import RankPart, write_record
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.keeper import processes_with
 from autovaruna.elastic.link import Link
+from autovaruna.elastic.standby import LOCK
 from autovaruna.errors import CheckpointError
 from tests.elastic.keepers import TOKEN, keeper
 from tests.hosts.emulation import wait_for
@@ -171,3 +173,18 @@ def test_a_keeper_whose_manager_is_killed_leaves_nothing(tmp_path: Path) -> None
     wait_for(lambda: not (tmp_path / "job").exists(), "the end of the keeper")
     assert time.monotonic() - begin < 5.0
     manager.wait()
+
+
+def test_what_jobs_left_that_were_killed_with_all_their_processes_is_removed(tmp_path: Path) -> None:
+    left, held, used, young = (tmp_path / f"autovaruna-0-{name}" for name in ("left", "held", "used", "young"))
+    for folder in (left, held, used, young):
+        folder.mkdir()
+        (folder / LOCK).touch()
+        if folder != young:
+            os.utime(folder / LOCK, (0, 0))
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], env={"FOLDER": str(used)}, stdin=subprocess.PIPE)
+    with open(held / LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with keeper(tmp_path / "autovaruna-0-own"):
+            assert sorted(path.name[13:] for path in tmp_path.iterdir()) == ["held", "own", "used", "young"]
+    rank.communicate()
