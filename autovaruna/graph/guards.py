@@ -53,8 +53,8 @@ def is_plain(value: object) -> bool:
 
 
 def entries(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yields the plain values and tensors in a container with their paths, and arrays in words."""
-    if is_plain(value) or isinstance(value, Tensor):
+    """Yields the plain values, tensors and numbers out of them in a container with their paths, and arrays in words."""
+    if is_plain(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
         yield path, value
     elif is_array(type(value)):
         yield path, words(value)

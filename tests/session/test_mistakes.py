@@ -282,16 +282,18 @@ def test_statistics_of_samples_are_named(caplog: pytest.LogCaptureFixture) -> No
 
 
 def leaving(self: Any, x: Tensor) -> Tensor:
-    """Keeps the mean square of its features in an attribute, and cached positions."""
+    """Keeps the mean square of its features in an attribute, and as a number in a log; and cached positions."""
     hidden = torch.tanh(self.first(x))
     self.places = torch.arange(WIDTH)
     self.extra = [hidden.square().mean()]
+    self.log["size"] = (len(self.log), x.shape[0], self.extra[0].item())
     return self.last(hidden * self.places)
 
 
 def leaver() -> Any:
     norm = nn.utils.parametrizations.weight_norm
-    return Written(leaving, first=nn.Linear(WIDTH, WIDTH), last=norm(nn.Linear(WIDTH, CLASSES)), extra=0.0, places=None)
+    first, last = nn.Linear(WIDTH, WIDTH), norm(nn.Linear(WIDTH, CLASSES))
+    return Written(leaving, first=first, last=last, extra=0.0, places=None, log={})
 
 
 def test_attributes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -301,7 +303,7 @@ def test_attributes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
         model.eval()
         model(**X)
     (said,) = (each.getMessage() for each in caplog.records if "leaves tensors" in each.getMessage())
-    assert "leaves tensors in extra. They stay" in said
+    assert "in extra, log. They stay" in said
 
 
 def test_a_loss_of_what_a_hook_has_kept_is_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autovaruna._torch import FakeTensor
 from autovaruna.graph.export.constant_values import is_known
@@ -75,15 +76,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def left_tensors(model: nn.Module) -> list[str]:
-    """Returns where the model's forward, which has just been traced, has left tensors; those of constants apart."""
+    """Returns where a forward, just traced, has left tensors or numbers out of them; those of constants apart."""
     return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
 
 
 def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
-    """Warns of tensors that plain PyTorch would have beside what the model returns, and ranks have not."""
+    """Warns of what plain PyTorch would have beside what the model returns, and ranks have not."""
     if names:
         text = (
-            f"forward leaves tensors in {', '.join(names[:_MOST_NAMES])}{' and more' * (len(names) > _MOST_NAMES)}. "
+            f"forward leaves tensors, or numbers out of them (item()), in {', '.join(names[:_MOST_NAMES])}"
+            f"{' and more' * (len(names) > _MOST_NAMES)}. "
             "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there. A loss "
             "must not be made of them outside of the model; return them if the script goes on from them."
         )
@@ -99,6 +101,8 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _is_left(value: Any) -> bool:
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return bool(free_unbacked_symbols(value))
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter) and not is_known(value)
 
 
