@@ -382,9 +382,9 @@ class _Operation:
         home = self._home
         raise InputError(
             f"Rank {home.rank} does not hold {home.name}, for the model has been split: got {self._name}() of its "
-            f"numbers, which are on ranks {list(home.ranks)}. Expected calls of the wrapped model alone, model(...), "
-            "not of its submodules; for averages of weights, copy.deepcopy(model) of the wrapper, which is split "
-            "alike; for whole weights, model.state_dict() on every rank; for the norm of all gradients, "
+            f"numbers, which are on ranks {list(home.ranks)}. Expected calls of the wrapped model alone, model(...) or "
+            "model.method(...), not of its submodules; for averages of weights, copy.deepcopy(model) of the wrapper, "
+            "which is split alike; for whole weights, model.state_dict() on every rank; for the norm of all gradients, "
             "model.clip_grad_norm_(float('inf')); for the norm of all weights, model.parameter_norm(); for penalties "
             "on weights, the optimizer's weight_decay, or that the model's forward adds them to its loss. What is "
             "done to one parameter after the other may leave out those with is_meta."
