@@ -40,8 +40,10 @@ class EventLog:
             show(sys.stderr, f"autovaruna: {text}\n")
         if self._path is not None:
             line = json.dumps({"time": round(time.time(), 3), "event": what, "text": text, **details})
-            with suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with suppress(OSError):
+                Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(line + "\n")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from autovaruna.config.files import at_home
+from autovaruna.config.files import at_home, check_writable
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
@@ -116,6 +116,10 @@ def _read_morphing(given: argparse.Namespace) -> Morphing:
     ways = {name: getattr(given, name) for name in Morphing.__dataclass_fields__}
     ways["min_ranks"] = max(given.min_ranks, given.nstages or 1)
     ways["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
+    if given.checkpoints:
+        check_writable("--checkpoints", Path(given.checkpoints, "step"))
+    if given.events:
+        check_writable("--events", given.events)
     return Morphing(**ways)
 
 

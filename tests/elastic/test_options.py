@@ -41,6 +41,13 @@ def test_numbers_below_one_are_refused(name: str) -> None:
         options(name, "0")
 
 
+@pytest.mark.parametrize("name", ["--checkpoints", "--events"])
+def test_what_could_not_be_written_later_is_refused_now(name: str) -> None:
+    options(name, "new/folder/there")
+    with pytest.raises(ConfigError, match=f"{name} is train.py/there.*, which cannot be written"):
+        options(name, "train.py/there")
+
+
 def test_a_command_may_list_the_hosts() -> None:
     assert list_hosts(None, 3, "printf 'a\\nb # x\\na\\n'") == {"a": 6, "b": 3}
     with pytest.raises(ConfigError, match=r"ended with status 3: no such cloud; expected a machine a line"):
