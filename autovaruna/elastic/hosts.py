@@ -88,7 +88,7 @@ class Hosts:
                 break
             time.sleep(LOOK_SECONDS)
         failed = {host: link.words or "it does not answer" for host, link in self.links.items() if not link.is_up}
-        if (failed and sum(self.usable().values()) < self._ways.min_ranks) or len(failed) == len(self.listed):
+        if failed and not self.has_enough:
             words = "; ".join(f"{host}: {text}" for host, text in failed.items())
             raise ConfigError(
                 f"no keeper can be started on {', '.join(failed)} ({words}). Expected machines that ssh reaches "
@@ -109,6 +109,11 @@ class Hosts:
             for host, count in self.listed.items()
             if host in up and host not in self.noticed and not self.slow.leaves_out(host)
         }
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the job can run on the hosts that are there."""
+        return sum(self.usable().values()) >= self._ways.min_ranks
 
     def up(self) -> dict[str, Link]:
         """Returns the keepers that answer, by host."""
@@ -188,6 +193,14 @@ class Hosts:
         self._times_of_notices[known] = _time_of(self._ways.machine_list)  # which the manager may not have read yet
         self.noticed[known] = time.monotonic() + seconds
         return ""
+
+    def leave_if_others_suffice(self, hosts: Iterable[str]) -> None:
+        """Leaves hosts whose ranks were asked to end; without others the job goes on there, as long as it may."""
+        new = [host for host in hosts if host not in self.noticed]
+        self.noticed |= dict.fromkeys(new, math.inf)
+        if not self.has_enough:
+            for host in new:
+                del self.noticed[host]
 
     # those of a run
 

@@ -201,9 +201,7 @@ class Run:
     def _left_by_itself(self) -> Outcome:
         """Returns the outcome where ranks were asked to end by signals that came past the manager."""
         hosts = self.watch.hosts_that_hear
-        self._hosts.noticed |= dict.fromkeys(hosts, float("inf"))
-        if not self._hosts.usable():
-            self._hosts.noticed.clear()  # there is no other host: the job goes on here, as long as it may
+        self._hosts.leave_if_others_suffice(hosts)
         return Outcome(f"a signal asked ranks on {', '.join(hosts)} to end")
 
     # what is asked for

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing
@@ -81,3 +83,17 @@ def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_lis
         assert hosts.links[HOST].is_up and (tmp_path / "own").exists()
         machines.write_text("127.0.0.1\n")
         assert look(hosts) == {HOST}, "another name of the same machine"
+
+
+@pytest.mark.parametrize(("min_ranks", "left"), [(1, {HOST}), (2, set())])
+def test_a_host_whose_ranks_are_asked_to_end_is_left_if_others_suffice(
+    tmp_path: Path, min_ranks: int, left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job_hosts(tmp_path, Morphing(None, 1, min_ranks=1)) as hosts:
+        monkeypatch.setattr(hosts, "_ways", Morphing(None, 1, min_ranks=min_ranks))
+        monkeypatch.setattr(hosts, "usable", lambda: dict.fromkeys({HOST, OTHER} - hosts.noticed.keys(), 1))
+        hosts.leave_if_others_suffice([HOST])
+        assert hosts.noticed.keys() == left
+        hosts.notice(HOST, 60.0)
+        hosts.leave_if_others_suffice([HOST])
+        assert hosts.noticed[HOST] < time.monotonic() + 61.0, "a notice stays as it was given"
