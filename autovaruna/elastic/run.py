@@ -173,14 +173,18 @@ class Run:
     def _by_rank(self, rank: int, status: int) -> Outcome:
         """Returns the outcome where a rank has ended; a script's error ends a job that has come to no step."""
         ended = self.job.output.ended
+        early = _words_of_early(ended)
         if status == LOST_OTHERS:
             first = next(((its, each) for its, each in ended.items() if each not in (0, status)), None)
             if first is None:
-                return Outcome(self.watch.words_of_gone(ended) or f"rank {rank} has lost other ranks")
+                gone = self.watch.words_of_gone(ended)
+                if early and not gone:
+                    return self._by_script(early, 1)
+                return Outcome(gone or f"rank {rank} has lost other ranks")
             rank, status = first
         if status < 0:
             killed = signal.Signals(-status)
-            if killed == signal.SIGTERM and (early := _words_of_early(ended)):  # mpirun has sent it
+            if killed == signal.SIGTERM and early:  # mpirun has sent it
                 return self._by_script(early, 1)
             error = 0 if killed in _FROM_OUTSIDE else 128 + killed
             return Outcome(f"rank {rank} was ended by {killed.name}", error=error)
