@@ -179,8 +179,8 @@ class AutoVaruna(nn.Module):
         if self._session.is_plain:
             return plain(*args, **kwargs)
         has_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs)))
-        device = self._wrapped.device
-        if not has_tensors or not self._counts or not self._methods.follow_weights(name, args, kwargs, device):
+        how = self._wrapped.device, self._is_split
+        if not has_tensors or not self._counts or not self._methods.follow_weights(name, args, kwargs, *how):
             with own_calls(self.module, self._call_itself):
                 return plain(*args, **kwargs)
         self._persistence.poll()
@@ -190,7 +190,11 @@ class AutoVaruna(nn.Module):
     @property
     def _counts(self) -> bool:
         """Whether the other ranks are needed for what uses the weights now."""
-        return torch.is_grad_enabled() or self._wrapped.placement.splits(self._wrapped.parameter_names)
+        return torch.is_grad_enabled() or self._is_split
+
+    @property
+    def _is_split(self) -> bool:
+        return self._wrapped.placement.splits(self._wrapped.parameter_names)
 
     def _call_itself(self, *args: Any, **kwargs: Any) -> Any:
         return (self if self._counts else self.module)(*args, **kwargs)

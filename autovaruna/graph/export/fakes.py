@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from autovaruna._torch import OWN_CALL, FakeTensor, FakeTensorMode, in_kernel_invocation, replaced
 from autovaruna.errors import TraceError
@@ -119,15 +120,20 @@ class OwnMethods:
         self._known: dict[Hashable, bool] = {}
         self._snapshot: Any = None
 
-    def follow_weights(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-        """Whether a call of a method returns tensors that have a gradient for weights, which compute on `device`."""
-        find = partial(follows_weights, self._model, getattr(self._model, name), args, kwargs, device)
+    def follow_weights(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, is_split: bool
+    ) -> bool:
+        """Whether a call of a method returns tensors that have a gradient for weights, which compute on `device`.
+
+        Of a model that `is_split` it is enough that the method uses weights before it asks for numbers.
+        """
+        find = partial(follows_weights, self._model, getattr(self._model, name), args, kwargs, device, is_split)
         snapshot = self._guards.snapshot()
         if snapshot != self._snapshot or len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._snapshot = snapshot
         try:
-            kind = name, outline((tuple(args), dict(kwargs)), [])
+            kind = name, is_split, outline((tuple(args), dict(kwargs)), [])
         except UnfamiliarError:
             return find()
         if kind not in self._known:
@@ -135,15 +141,33 @@ class OwnMethods:
         return self._known[kind]
 
 
+class _Uses(TorchFunctionMode):
+    """Notes whether an operation has been given a weight."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or any(isinstance(each, nn.Parameter) for each in args)
+        return func(*args, **(kwargs or {}))
+
+
 def follows_weights(
-    model: nn.Module, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    method: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    is_split: bool = False,
 ) -> bool:
     """Whether a method returns tensors that have a gradient for weights; it runs on fake tensors and leaves nothing."""
     tensors, tree = flatten((tuple(args), dict(kwargs)))
     if not any(each.dim() for each in tensors):
         return False
 
+    uses, calls = _Uses(), list[Any]()
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
         if not torch.is_grad_enabled():  # a loop of calls without gradients, as ``generate``: one by one they count
             raise TraceError(f"{type(model).__name__} calls itself without gradients.")
         return model(*args, **kwargs)
@@ -159,13 +183,14 @@ def follows_weights(
             mode,
             torch.enable_grad(),
             own_calls(model, call),
+            uses,
         ):
             fakes = [fake_like(each.detach(), mode, device) for each in tensors]
             own_args, own_kwargs = tree.unflatten(fakes)
             found, _ = flatten(method(*own_args, **own_kwargs))
             return any(isinstance(each, Tensor) and each.requires_grad for each in found)
-    except Exception:  # it asks for numbers: no trace of it is possible
-        return False
+    except Exception:  # it asks for numbers: a trace of it, which knows those of constants, may still be possible
+        return is_split and uses.found and not calls
 
 
 @contextmanager
