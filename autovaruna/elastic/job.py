@@ -34,6 +34,8 @@ Grid = Sequence[Sequence[int]]
 _SILENT_SECONDS = 2.0
 """How long the output of an mpirun that has ended may be silent and still go on."""
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
+_END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
+_START = re.compile(rf"{_END.pattern}|{_TAG.pattern}")
 
 
 class Output:
@@ -85,6 +87,11 @@ class Output:
 
     def _shown(self, line: str) -> str | None:
         """Returns a line as it is shown: ``[rank] text``; words of mpirun itself stay as they are."""
+        if end := _END.match(line):  # without a tag, if another rank has written since this one's last line began
+            rank, status = int(end["rank"]), int(end["status"])
+            self.ended[rank] = status
+            self._on_end(rank, status)
+            return None
         tag = _TAG.match(line)
         if tag is None:
             return line
@@ -96,17 +103,12 @@ class Output:
                 self.has_started = True
                 self._on_start()
             return None
-        before, mark, status = text.partition(stub.ENDED)  # what a rank wrote last may have no end
-        if mark:
-            self.ended[int(tag[1])] = int(status)
-            self._on_end(int(tag[1]), int(status))
-            return f"[{tag[1]}] {before}\n" if before else None
         return f"[{tag[1]}] {text}"
 
 
 def pieces_of(line: str) -> list[str]:
     """Returns the lines in a line of mpirun's: where a rank's last one has no end, that of another follows at once."""
-    starts = [0, *(tag.start() for tag in _TAG.finditer(line) if tag.start()), len(line)]
+    starts = [0, *(each.start() for each in _START.finditer(line) if each.start()), len(line)]
     found = [line[start:stop] for start, stop in pairwise(starts)]
     return [*(f"{piece}\n" for piece in found[:-1]), *found[-1:]]
 

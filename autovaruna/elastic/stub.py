@@ -14,7 +14,7 @@ import socket
 import sys
 
 ENDED = "\x1eended "
-"""Begins the line by which the launcher learns a rank's status; it shows no such line."""
+"""Begins the line by which the launcher learns a rank and its status; it shows no such line."""
 SOCKET = "VARUNA_STANDBY"
 """The variable that names the standby process's socket."""
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
@@ -25,7 +25,7 @@ def main() -> None:
     """Runs a rank and ends as it ends."""
     connection = _standby(os.environ.get(SOCKET, ""))
     status = _forked(connection) if connection is not None else _started()
-    sys.stderr.write(f"{ENDED}{status}\n")
+    sys.stderr.write(f"{ENDED}{os.environ['PMIX_RANK']} {status}\n")
     sys.stderr.flush()
     if status < 0:
         if -status != signal.SIGKILL:

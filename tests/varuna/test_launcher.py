@@ -128,6 +128,16 @@ def test_last_lines_without_an_end_are_those_of_their_ranks() -> None:
     assert shown.getvalue() == "[0] a\n[0] b\n[11] c\n[2] d\n"
 
 
+def test_the_end_of_a_rank_is_known_behind_whatever_was_written_before() -> None:
+    """mpirun gives a line that goes on behind another rank's no second tag."""
+    stream = io.BytesIO(b"[7,0]<stdout>: a[7,1]<stdout>: b\n\x1eended 0 0\n[7,1]<stderr>: c\x1eended 1 -9\n")
+    shown = io.StringIO()
+    output = Output(lambda: None)
+    output.follow(stream, shown)
+    output.wait()
+    assert shown.getvalue() == "[0] a\n[1] b\n[1] c\n" and output.ended == {0: 0, 1: -9}
+
+
 def test_output_that_a_terminal_cannot_show_is_escaped() -> None:
     stream = io.BytesIO(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\xff\n")
     shown = io.TextIOWrapper(io.BytesIO(), "ascii")
