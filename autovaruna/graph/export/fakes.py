@@ -121,7 +121,7 @@ class OwnMethods:
         self._snapshot: Any = None
 
     def follow_weights(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, is_split: bool
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, is_split: bool = False
     ) -> bool:
         """Whether a call of a method returns tensors that have a gradient for weights, which compute on `device`.
 
