@@ -178,14 +178,18 @@ class AutoVaruna(nn.Module):
         plain = getattr(self.module, name)
         if self._session.is_plain:
             return plain(*args, **kwargs)
-        has_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs)))
-        how = self._wrapped.device, self._is_split
-        if not has_tensors or not self._counts or not self._methods.follow_weights(name, args, kwargs, *how):
+        if not self._follows_weights(name, args, kwargs):
             with own_calls(self.module, self._call_itself):
                 return plain(*args, **kwargs)
         self._persistence.poll()
         self._wrapped.lent.settle()
         return self._call(name, args, kwargs)
+
+    def _follows_weights(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        has_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs)))
+        if not has_tensors or not self._counts:
+            return False
+        return self._methods.follow_weights(name, args, kwargs, self._wrapped.device, self._is_split)
 
     @property
     def _counts(self) -> bool:
