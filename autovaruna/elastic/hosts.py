@@ -149,8 +149,8 @@ class Hosts:
         if self._reading is not None or (self._ways.discover_hosts is None and changed == self._machine_time):
             return
         self._machine_time = changed
-        words = self._ways.machine_list, self._ways.gpus_per_node, self._ways.discover_hosts
-        self._reading = _in_thread(partial(list_hosts, *words))
+        ways = self._ways
+        self._reading = _in_thread(partial(list_hosts, ways.machine_list, ways.gpus_per_node, ways.discover_hosts))
 
     def _take_list(self, reading: Future[dict[str, int]]) -> None:
         try:
@@ -331,10 +331,8 @@ class SlowHosts:
     @property
     def wants_plan(self) -> bool:
         """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now."""
-        others = self._used().keys() ^ self._planned_for[self._run]
-        return (
-            any(self._speeds[place].lasts for place in others) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
-        )
+        others = [self._speeds[place] for place in self._used().keys() ^ self._planned_for[self._run]]
+        return any(each.lasts for each in others) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
 
     def take(self, watch: Watch) -> None:
         """Takes what has been seen of the ranks' speeds."""
@@ -396,8 +394,8 @@ class SlowHosts:
     def leaves_out(self, host: str) -> bool:
         """Says whether a host is left out now."""
         if host in self._until and time.monotonic() > self._until[host]:
-            for place in [place for place in self._speeds if place[0] == host]:
-                self._speeds[place].factor = 1.0
+            for place, speed in self._speeds.items():
+                speed.factor = 1.0 if place[0] == host else speed.factor
             self.forgive(host)
         return host in self._until
 
