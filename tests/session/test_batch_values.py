@@ -18,7 +18,7 @@ from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.graph.models import CPU, traced
 from tests.reference import compare, plain_steps, sgd
-from tests.session.training import QUIET, Setup, on_ranks, pipeline, train, train_as_plain
+from tests.session.training import QUIET, Ranks, Setup, on_ranks, pipeline, train, train_as_plain
 
 WIDTH, LENGTH, CLASSES, SIZE = 6, 4, 5, 7
 IGNORED = -100
@@ -154,10 +154,11 @@ def test_ranks_count_together(name: str) -> None:
     compare(train(case, pipeline(2, num_micro_batches=4), batches, sizes=sizes), plain_steps(case, batches))
 
 
-def test_a_weight_of_the_user_s_comes_first() -> None:
+@pytest.mark.parametrize("stage_ranks", [((0,), (1,)), ((0,), (1, 2))])
+def test_a_weight_of_the_user_s_comes_first(stage_ranks: Ranks) -> None:
     """Micro-batches then count over their own samples, as weights and sums expect."""
     by_labels = {"micro_batch_weight": lambda arguments: float(arguments["m"].sum())}
-    train_as_plain(case_of("labels"), pipeline(2, num_micro_batches=2, settings=by_labels), 7)
+    train_as_plain(case_of("labels"), Setup(stage_ranks, num_micro_batches=2, settings=by_labels), 7)
 
 
 def test_labels_may_lie_in_memory_as_they_like() -> None:

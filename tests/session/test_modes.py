@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from tests.catalogue import CASES, Batch, Case
+from tests.catalogue import CASES, Case
 from tests.catalogue.structure import Answer
 from tests.products import diagonal
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
@@ -27,28 +25,17 @@ SETUPS = {
 }
 
 
-def gradients(case: Case, batches: list[Batch], backward: Backward, setup: Setup) -> dict[str, Tensor]:
-    """Returns the gradients of a backward for each of some batches, added up."""
-
-    def run(wrapped: AutoVaruna, optimizer: Any, rank: int) -> Record:
-        for step, batch in enumerate(batches):
-            backward(wrapped(*batch[0], **batch[1]), step)
-        return Record(gradients=[gradients_of(wrapped)])
-
-    return merge(on_ranks(setup, case.model(), run, token=(case.name, case.has_dropout))).gradients[0]
-
-
-def plain(model: nn.Module, batches: list[Batch], backward: Backward) -> dict[str, Tensor]:
-    for step, batch in enumerate(batches):
-        backward(model(*batch[0], **batch[1]), step)
-    return gradients_of(model)
-
-
 def hold(case: Case, backward: Backward, setup: Setup, num_batches: int = 1) -> None:
-    """Asserts that a backward gives the gradients of plain PyTorch."""
-    batches = [case.batch(7, step) for step in range(num_batches)]
-    found = gradients(case, batches, backward, setup)
-    compare(Record(gradients=[found]), Record(gradients=[plain(case.model(), batches, backward)]))
+    """Asserts that a backward for each of some batches gives the gradients of plain PyTorch, added up."""
+
+    def run(model: Any, optimizer: Any = None, rank: int = 0) -> Record:
+        for step in range(num_batches):
+            args, kwargs = case.batch(7, step)
+            backward(model(*args, **kwargs), step)
+        return Record(gradients=[gradients_of(model)])
+
+    found = on_ranks(setup, case.model(), run, token=(case.name, case.has_dropout))
+    compare(merge(found), run(case.model()))
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -133,35 +120,16 @@ def flat(value: Any) -> Any:
     return (value.scores, value.features) if isinstance(value, Answer) else value
 
 
-def test_two_calls_before_one_backward() -> None:
-    case = CASES["outputs_tuple"]
-    first, second = case.batch(7, 0), case.batch(5, 1)
-
-    def loss_of(model: nn.Module) -> Tensor:
-        one, two = model(*first[0]), model(*second[0])
-        loss: Tensor = one[0].square().mean() + two[1].sum()
-        return loss
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
-        loss_of(model).backward()  # type: ignore[no-untyped-call]
-        return Record(gradients=[gradients_of(model)])
-
-    model = case.model()
-    loss_of(model).backward()  # type: ignore[no-untyped-call]
-    compare(merge(on_ranks(pipeline(3), case.model(), run)), Record(gradients=[gradients_of(model)]))
-
-
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_loss_is_scaled_before_backward(setup: str) -> None:
     hold(CASES["tied"], lambda loss, step: (loss * 8.0 / (step + 1)).backward(), SETUPS[setup], num_batches=2)
 
 
 def test_a_loss_may_be_asked_for_by_mode() -> None:
-    case, batch = CASES["loss_and_scores"], CASES["loss_and_scores"].batch(7, 0)
-    batches, backward = [batch], lambda output, step: (output["loss"] + output["scores"].square().mean()).backward()
-    setup = pipeline(2, settings={"loss_mode": "outputs"})
-    found = gradients(case, batches, backward, setup)
-    compare(Record(gradients=[found]), Record(gradients=[plain(case.model(), batches, backward)]))
+    def backward(output: Any, step: int) -> None:
+        (output["loss"] + output["scores"].square().mean()).backward()
+
+    hold(CASES["loss_and_scores"], backward, pipeline(2, settings={"loss_mode": "outputs"}))
 
 
 @pytest.mark.parametrize(("is_loss", "setup"), diagonal([True, False], SETUPS))
@@ -178,47 +146,6 @@ def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
     expected = gradient(case.model())
     for found in on_ranks(SETUPS[setup], case.model(), lambda model, optimizer, rank: gradient(model)):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
-class Tokens(nn.Module):
-    """Averages its loss over the words that are no padding."""
-
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__()
-        self.words = nn.Embedding(23, 12)
-        self.head = nn.Linear(12, 23)
-        self.reduction = reduction
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        scores = self.head(torch.tanh(self.words(x)))
-        return F.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=-1, reduction=self.reduction)
-
-
-def padded(seed: int) -> Batch:
-    """Returns words and the same words as labels, some of them padding."""
-    words = CASES["tied"].batch(7, seed)[1]["tokens"]
-    keep = torch.arange(words.shape[1]) < torch.tensor([8, 1, 3, 8, 2, 5, 7])[:, None]
-    return (), {"x": words, "y": torch.where(keep, words, -1)}
-
-
-def count_tokens(batch: dict[str, Any]) -> float:
-    """Weighs a micro-batch by its words."""
-    return float((batch["y"] != -1).sum())
-
-
-@pytest.mark.parametrize(("reduction", "setup"), diagonal(["mean", "sum"], SETUPS))
-def test_a_loss_over_tokens_is_that_of_the_whole_batch(setup: str, reduction: str) -> None:
-    case = Case("tokens", lambda: Tokens(reduction), lambda size, seed: padded(seed))
-    weight = {"micro_batch_weight": count_tokens} if reduction == "mean" else {"reduction": "sum"}
-    given = replace(SETUPS[setup], settings=weight)
-    batches = [padded(0), padded(1)]
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=1e-3)
-
-    expected = plain_steps(case, batches, make)
-    found = train(replace(case, name=f"tokens_{reduction}_{setup}"), given, batches, make)
-    compare(found, expected)
 
 
 def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
@@ -247,36 +174,6 @@ def test_the_callers_generator_is_untouched() -> None:
             assert torch.equal(before, torch.get_rng_state())
 
     on_ranks(Setup(((0,), (0,)), recompute=True), case.model(), run)
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_parameters_without_a_gradient_have_none(setup: str) -> None:
-    batch = CASES["frozen"].batch(7, 0)
-    for name, missing in (("frozen", "body.0.weight"), ("unused_parameter", "body.never")):
-
-        def run(model: AutoVaruna, optimizer: Any, rank: int) -> set[str]:
-            model(**batch[1]).backward()
-            return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-        model = CASES[name].model()
-        model(**batch[1]).backward()
-        expected = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-        found = set[str]().union(*on_ranks(SETUPS[setup], CASES[name].model(), run))
-        assert found == expected and missing not in found
-
-
-def test_parameters_may_be_frozen_and_set_free_between_calls() -> None:
-    case = CASES["frozen"]
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
-        train_rank(case, model, optimizer, [case.batch(7, 0)])
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-        return train_rank(case, model, optimizer, [case.batch(7, 1)])
-
-    got, one = (merge(on_ranks(setup, case.model(), run)) for setup in (pipeline(3), Setup()))
-    bit_equal(got, one)
-    assert len(got.gradients[0]) == len(list(case.model().parameters()))
 
 
 @pytest.mark.parametrize(
@@ -341,14 +238,6 @@ def test_modules_are_those_of_the_model() -> None:
 
     got, one = (merge(on_ranks(setup, case.model(), run)) for setup in (pipeline(3), Setup()))
     bit_equal(got, one)
-
-
-def test_a_gradient_is_added_to_what_is_there() -> None:
-    case = CASES["tied"]
-    batch = case.batch(7, 0)
-    once = gradients(case, [batch], lambda loss, step: loss.backward(), pipeline(2))
-    twice = gradients(case, [batch, batch], lambda loss, step: loss.backward(), pipeline(2))
-    compare(Record(gradients=[twice]), Record(gradients=[{name: 2 * value for name, value in once.items()}]))
 
 
 @pytest.mark.parametrize("name", ["dropout", "lstm", "conv_net_batch_norm", "outputs_dict"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,24 +14,18 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.step_runner import StepRunner
-from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.products import diagonal
-from tests.ranks import run_ranks
 from tests.reference import (
     OPTIMIZERS,
     Record,
     adamw,
     bit_equal,
     compare,
-    part,
-    plain_micro_batched,
     plain_steps,
-    ranges,
-    sgd,
 )
-from tests.session.training import QUIET, Setup, on_ranks, pipeline, train, train_rank
+from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, train_rank
 
 SETUPS = {"one": Setup(), "two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "interleaved": Setup(((0,), (1,)) * 2)}
 Optimizer = torch.optim.Optimizer
@@ -66,9 +61,12 @@ def same_state(got: Any, expected: Any) -> None:
         assert got == expected
 
 
-@pytest.mark.parametrize(("source", "target"), diagonal(list(SETUPS)[1:], [*SETUPS, "one", "two"]))
-@pytest.mark.parametrize("is_started", [False, True], ids=["before", "after"])
-def test_a_run_goes_on_with_another_partition(source: str, target: str, is_started: bool) -> None:
+@pytest.mark.parametrize(
+    ("before", "target"), diagonal(product(list(SETUPS)[1:], [False, True]), [*SETUPS, "one", "two"])
+)
+def test_a_run_goes_on_with_another_partition(before: tuple[str, bool], target: str) -> None:
+    """It may have made a step of its own before the state is loaded."""
+    source, is_started = before
     case = CASES["tied_three_ways"]
     saved = halfway(case, SETUPS[source], adamw)
 
@@ -85,33 +83,22 @@ def test_a_run_goes_on_with_another_partition(source: str, target: str, is_start
     compare(Record(weights=found.weights), Record(weights=expected.weights))
 
 
-@pytest.mark.parametrize(("optimizer", "setup"), diagonal(OPTIMIZERS, SETUPS))
-def test_the_state_loads_into_the_plain_model(optimizer: str, setup: str) -> None:
-    case = CASES["conv_net_batch_norm"]
+NAMES = ("tied", "frozen", "unused_parameter", "lstm", "moving_average", "constant", "conv_net_batch_norm")
+
+
+@pytest.mark.parametrize(("way", "name"), diagonal(product(SETUPS, OPTIMIZERS), NAMES))
+def test_states_have_the_keys_of_plain_pytorch_and_load_into_it(way: tuple[str, str], name: str) -> None:
+    case, (setup, optimizer) = CASES[name].without_dropout(), way
     weights, moments = halfway(case, SETUPS[setup], OPTIMIZERS[optimizer])
-    model = case.model(1)
-    model.load_state_dict(weights)
-    plain = OPTIMIZERS[optimizer](model.parameters())
-    plain.load_state_dict(moments)
-    assert list(weights) == list(model.state_dict())
-    assert len(plain.state) == len(list(model.parameters()))
-    assert weights["body.1.num_batches_tracked"] == 2
-
-
-@pytest.mark.parametrize("name", ["tied", "frozen", "unused_parameter", "lstm", "moving_average", "constant"])
-def test_states_have_the_keys_of_plain_pytorch(name: str) -> None:
-    case = CASES[name].without_dropout()
-    weights, moments = halfway(case, pipeline(2), sgd)
     model = case.model()
-    optimizer = sgd(model.parameters())
+    plain = OPTIMIZERS[optimizer](model.parameters())
     for batch in batches_of(case, 2):
-        case.loss_of(model(*batch[0], **batch[1]), batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(case.loss_of(model(*batch[0], **batch[1]), batch), plain)
     assert list(weights) == list(model.state_dict())
-    expected = optimizer.state_dict()
-    assert moments["state"].keys() == expected["state"].keys()
-    assert moments["param_groups"] == expected["param_groups"]
+    assert moments["state"].keys() == plain.state_dict()["state"].keys()
+    assert moments["param_groups"] == plain.state_dict()["param_groups"]
+    model.load_state_dict(weights)
+    plain.load_state_dict(moments)
 
 
 def test_a_missing_or_unexpected_key_is_refused() -> None:
@@ -129,14 +116,6 @@ def test_a_missing_or_unexpected_key_is_refused() -> None:
 
     for result in on_ranks(pipeline(2), case.model(), run, token=(case.name, False)):
         assert result.missing_keys == ["body.0.weight"] and result.unexpected_keys == []
-
-
-@pytest.mark.parametrize("setup", [pipeline(2), pipeline(2, recompute=True), pipeline(3, schedule="varuna")])
-def test_buffers_are_updated_once_a_micro_batch(setup: Setup) -> None:
-    case = CASES["batch_norm"]
-    got = train(case, setup, batches_of(case, 3))
-    cut = [[part(batch, *bounds) for bounds in ranges(7, 3)] for batch in batches_of(case, 3)]
-    compare(Record(buffers=got.buffers), Record(buffers=plain_micro_batched(case, cut).buffers))
 
 
 def test_weights_start_as_those_of_rank_0() -> None:
@@ -184,7 +163,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
 ORDERS = ("channels_last", "expanded", "sliced")
 
 
-class Model(nn.Module):
+class Ordered(nn.Module):
     """Has a kernel with its channels last, an expanded buffer, or a weight that is a part of another tensor."""
 
     def __init__(self, kind: str) -> None:
@@ -203,68 +182,41 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("kind", ORDERS)
 def test_every_rank_has_the_same_whole_state(kind: str) -> None:
-    """The state after two steps is that of plain PyTorch on every rank, and loads back."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        plain = Model(kind)
-    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    """The state after two steps is that of plain PyTorch on every rank, to the bit, and loads back."""
+    x = torch.randn(4, 3, 6, 6)
 
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0) -> dict[str, Tensor]:
+    def story(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         for _ in range(2):
-            model(x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(model(x), optimizer)
         state = {name: value.clone() for name, value in model.state_dict().items()}
         if kind != "expanded":  # which plain PyTorch cannot load
             model.load_state_dict(state)
-        again = model.state_dict()
-        assert all(torch.equal(again[name], value) for name, value in state.items())
+        same_state(dict(model.state_dict()), state)
         moments = [values["momentum_buffer"] for values in optimizer.state_dict()["state"].values()]
         return state | {f"moment {place}": value for place, value in enumerate(moments)}
 
-    def wrapped(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
-        return run(model, optimizer, rank)
-
-    states = on_ranks(pipeline(2, num_micro_batches=1), plain, wrapped)
-    expected = run(plain, sgd(plain.parameters()))
-    for state in states:
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    as_plain(pipeline(2, num_micro_batches=1), Ordered(kind), story, rtol=0, atol=0)
 
 
 BATCH = labelled(6, 0)[1]["x"]
-TWO = QUIET | {"num_stages": 2, "inputs": "replicated", "num_micro_batches": 1, "cuts": ["1"]}
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(BATCH).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def train_groups(net: nn.Module, grows_after: int, world: World | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gives the first layer to the optimizer after some steps; returns the states after three."""
-    first, last = [list(layer.parameters()) for layer in net.children()]
-    optimizer = torch.optim.Adam(last, lr=0.1)
-    model: Any = net if world is None else AutoVaruna(net, optimizer, **TWO)
-    for number in range(3):
-        if number == grows_after:
-            optimizer.add_param_group({"params": first, "lr": 0.3})
-        step(model, optimizer)
-    state = optimizer.state_dict() if world is None else model.optimizer_state_dict()
-    return model.state_dict(), state
 
 
 @pytest.mark.parametrize("grows_after", [0, 1])
 def test_an_added_group_trains_and_is_saved(grows_after: int) -> None:
     """Once, one more group before the first call was a bare ``ValueError``, and one after it was left out of states."""
+
+    def story(model: Any, optimizer: Optimizer) -> Any:
+        for number in range(3):
+            if number == grows_after:
+                optimizer.add_param_group({"params": list(model.parameters())[:2], "lr": 0.3})
+            descend(model(BATCH).square().mean(), optimizer)
+        moments = getattr(model, "optimizer_state_dict", optimizer.state_dict)()
+        assert [group["lr"] for group in moments["param_groups"]] == [0.1, 0.3]
+        return model.state_dict(), moments["state"]
+
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
-    nets = [copy.deepcopy(net), copy.deepcopy(net)]
-    weights, moments = run_ranks(2, lambda world: train_groups(nets[world.rank], grows_after, world))[0]
-    expected, plain = train_groups(net, grows_after, None)
-    torch.testing.assert_close(weights, expected)
-    assert [group["lr"] for group in moments["param_groups"]] == [0.1, 0.3]
-    torch.testing.assert_close(moments["state"], plain["state"])
+    last = lambda parameters: torch.optim.Adam(list(parameters)[2:], lr=0.1)  # noqa: E731
+    as_plain(pipeline(2, num_micro_batches=1), net, story, last)
 
 
 def test_an_added_group_of_another_model_is_refused() -> None:
@@ -276,16 +228,6 @@ def test_an_added_group_of_another_model_is_refused() -> None:
         model(BATCH)
 
 
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        scores = self.linear(x)
-        return {"loss": nn.functional.cross_entropy(scores, y), "scores": scores}
-
-
 def step_runners() -> list[StepRunner]:
     return [each for each in gc.get_objects() if type(each) is StepRunner]
 
@@ -293,15 +235,14 @@ def step_runners() -> list[StepRunner]:
 @pytest.mark.parametrize("loss_mode", ["loss", "outputs"])
 def test_a_step_leaves_nothing_to_the_garbage_collector(loss_mode: str) -> None:
     """What a step held, the outputs of every micro-batch among it, is gone with the results that the caller drops."""
-    model = Classifier()
-    wrapped = AutoVaruna(model, num_micro_batches=2, loss_mode=loss_mode, **QUIET)
-    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    case = CASES["loss_and_scores"]
+    wrapped = AutoVaruna(case.model(), num_micro_batches=2, loss_mode=loss_mode, **QUIET)
     for _ in range(2):
         gc.collect()
         before = {id(each) for each in step_runners()}  # threads of an earlier test may still be ending
         gc.disable()
         try:
-            wrapped(x, y)["loss"].backward()
+            wrapped(**case.batch(6, 0)[1])["loss"].backward()
             left = [each for each in step_runners() if id(each) not in before]
         finally:
             gc.enable()

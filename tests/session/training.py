@@ -225,6 +225,32 @@ def same_gradients(setup: Setup, model: nn.Module, act: Callable[[Any], None], r
         torch.testing.assert_close(gradients, {name: expected[name] for name in gradients}, rtol=rtol, atol=rtol / 100)
 
 
+def as_plain(
+    setup: Setup,
+    model: nn.Module,
+    story: Callable[[Any, Any], Any],
+    make_optimizer: MakeOptimizer = sgd,
+    token: object = None,
+    **tolerances: float,
+) -> None:
+    """Asserts that what a story makes of a model and its optimizer is on every rank what plain PyTorch makes of it."""
+
+    def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Any:
+        return story(wrapped, optimizer)
+
+    found = on_ranks(setup, model, run, make_optimizer, token)
+    expected = story(model, make_optimizer(model.parameters()))
+    for each in found:
+        torch.testing.assert_close(each, expected, **tolerances)
+
+
+def descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Goes backward from a loss, and makes a step."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]
 
 
