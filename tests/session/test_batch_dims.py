@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,13 +13,14 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autovaruna import AutoVaruna
 from autovaruna.config.settings import resolve
-from autovaruna.errors import ConfigError, InputError, TraceError
+from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.graph.call import describe
-from tests.reference import Record, sgd
-from tests.session.training import Setup, on_ranks, pipeline, with_state
+from tests.reference import sgd
+from tests.session.training import Setup, descend, on_ranks, pipeline, refuse
 
 WORDS, WIDTH, LAYERS, BATCH = 20, 8, 2, 5
 Hidden = tuple[Tensor, Tensor]
+Share = Callable[..., Tensor]
 
 
 class Language(nn.Module):
@@ -66,48 +66,34 @@ class Translator(nn.Module):
         return self.head(hidden)
 
 
-def made(kind: type[nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind()
-
-
 def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randint(1, WORDS, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def columns(tensor: Tensor, sizes: Sequence[int], rank: int, dimension: int = 1) -> Tensor:
-    """Returns the samples of a rank; all of them where ranks are not given some of their own."""
-    return tensor.split(list(sizes), dimension)[rank].contiguous() if sizes else tensor
+def all_of(tensor: Tensor, dimension: int = 1) -> Tensor:
+    """Returns the samples that a process alone has."""
+    return tensor
 
 
-def weights_of(model: AutoVaruna) -> dict[str, Tensor]:
-    return with_state(Record(), model).weights
+def half_of(rank: int) -> Share:
+    """Returns what gives a rank, or a pair of ranks, its half of a global batch."""
+    return lambda tensor, dimension=1: tensor.tensor_split(2, dimension)[rank % 2].contiguous()
 
 
-def assert_alike(found: dict[str, Tensor], plain: nn.Module) -> None:
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, n=name: f"{n}: {text}")
+def hold(setup: Setup, plain: nn.Module, story: Callable[[Any, Any, Share], list[Tensor]]) -> None:
+    """Asserts that a story gives each rank its part of the numbers of plain PyTorch, and all ranks its weights."""
 
+    def share(rank: int) -> Share:
+        return half_of(rank) if setup.settings.get("inputs", "").startswith("per_") else all_of
 
-def train_language(
-    model: Any, optimizer: Any, lengths: Sequence[int], sizes: Sequence[int] = (), rank: int = 0
-) -> list[Tensor]:
-    """Trains over parts of one text, with the hidden state from call to call; returns what the calls return."""
-    own, outputs = sizes[rank] if sizes else BATCH, []
-    hidden: Hidden = model.init_hidden(own)
-    for step, length in enumerate(lengths):
-        text = columns(drawn(step, length + 1, BATCH), sizes, rank)
-        hidden = (hidden[0].detach(), hidden[1].detach())
-        output, hidden = model(text[:-1], hidden)
-        F.nll_loss(output, text[1:].reshape(-1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        outputs += [output.detach().view(length, own, WORDS), hidden[0].detach(), hidden[1].detach()]
-    model.eval()
-    with torch.no_grad():
-        output, hidden = model(drawn(99, 4, own), hidden)  # other words on each rank, of another number of samples
-    return outputs
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
+        return story(model, optimizer, share(rank)), dict(model.state_dict())
+
+    ranks = on_ranks(setup, plain, run)
+    expected = story(plain, sgd(plain.parameters()), all_of)
+    for rank, (found, weights) in enumerate(ranks):
+        torch.testing.assert_close(found, [share(rank)(each) if each.dim() else each for each in expected])
+        torch.testing.assert_close(weights, dict(plain.state_dict()))
 
 
 DIMS = {"batch_dims": {"words": 1, "hidden": 1}}
@@ -116,72 +102,56 @@ REPLICAS = ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(
-    ("setup", "sizes", "lengths"),
+    ("setup", "lengths"),
     [
-        (pipeline(2, num_micro_batches=2, settings=DIMS), (), (4, 4, 4)),
-        (pipeline(2, num_micro_batches=4, settings=PER_RANK), (3, 2), (4, 4, 4)),
-        (pipeline(2, num_micro_batches=2, settings=PER_RANK), (3, 2), (4, 6, 3, 5, 2)),
-        (pipeline(1, num_micro_batches=3, settings=DIMS), (), (5, 5)),
-        (Setup(REPLICAS, 4, settings={**DIMS, "inputs": "per_replica", "stage_ranks": REPLICAS}), (3, 3, 2, 2), (4, 4)),
+        (pipeline(2, num_micro_batches=2, settings=DIMS), (4, 4, 4)),
+        (pipeline(2, num_micro_batches=4, settings=PER_RANK), (4, 4, 4)),
+        (pipeline(2, num_micro_batches=2, settings=PER_RANK), (4, 6, 3, 5, 2)),
+        (pipeline(1, num_micro_batches=3, settings=DIMS), (5, 5)),
+        (Setup(REPLICAS, 4, settings={**DIMS, "inputs": "per_replica", "stage_ranks": REPLICAS}), (4, 4)),
     ],
     ids=["replicated", "uneven", "lengths", "one process", "replicas"],
 )
-def test_a_language_model_hands_its_state_from_call_to_call(
-    setup: Setup, sizes: Sequence[int], lengths: Sequence[int]
-) -> None:
+def test_a_language_model_hands_its_state_from_call_to_call(setup: Setup, lengths: Sequence[int]) -> None:
     """What it returns is one row for each word, time before batch: micro-batches lie between each other in there."""
-    plain: Any = made(Language)
-    begin = copy.deepcopy(plain)
-    expected = train_language(plain, sgd(plain.parameters()), lengths)
 
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
-        if setup.stage_ranks == REPLICAS:
-            return train_language(model, optimizer, lengths, (3, 2), rank % 2), weights_of(model)
-        return train_language(model, optimizer, lengths, sizes, rank), weights_of(model)
+    def story(model: Any, optimizer: Any, share: Share) -> list[Tensor]:
+        """Trains over parts of one text; returns what the calls return."""
+        own, outputs = share(torch.zeros(1, BATCH)).shape[1], []
+        hidden: Hidden = model.init_hidden(own)
+        for step, length in enumerate(lengths):
+            text = share(drawn(step, length + 1, BATCH))
+            hidden = (hidden[0].detach(), hidden[1].detach())
+            output, hidden = model(text[:-1], hidden)
+            descend(F.nll_loss(output, text[1:].reshape(-1)), optimizer)
+            outputs += [output.detach().view(length, own, WORDS), hidden[0].detach(), hidden[1].detach()]
+        model.eval()
+        with torch.no_grad():
+            model(drawn(99, 4, own), hidden)  # other words on each rank, of another number of samples
+        return outputs
 
-    own = (3, 2) if setup.stage_ranks == REPLICAS else sizes
-    for rank, (outputs, weights) in enumerate(on_ranks(setup, begin, run)):
-        for found, right in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(found, columns(right, own, rank % max(1, len(own))))
-        assert_alike(weights, plain)
-
-
-def train_translator(model: Any, optimizer: Any, sizes: Sequence[int], rank: int) -> list[Tensor]:
-    """Trains with masks and an input that needs a gradient, for batches of several sizes; returns its gradients."""
-    found = []
-    for step, share in enumerate(sizes):
-        total = 2 * share + 1
-        own = [] if rank < 0 else [share + 1, share]
-        src, tgt = (columns(drawn(step + place, 7 + place, total), own, rank) for place in range(2))
-        padding = columns(torch.arange(7)[None] >= 4 + drawn(step, total, 1) % 4, own, rank, 0)
-        noise = torch.randn(7, total, WIDTH, generator=torch.Generator().manual_seed(step))
-        bias = columns(noise, own, rank).requires_grad_()
-        mask = nn.Transformer.generate_square_subsequent_mask(7)
-        logits = model(src, tgt[:-1], mask, src_key_padding_mask=padding, bias=bias)
-        F.cross_entropy(logits.flatten(0, 1), tgt[1:].reshape(-1)).backward()
-        found += [logits.detach(), bias.grad]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    hold(setup, Language(), story)
 
 
 def test_an_encoder_with_a_decoder_takes_time_first() -> None:
     """A mask has no batch, a padding mask has it first; inputs get their gradients, for the rank's own loss."""
-    sizes, plain = (2, 3), made(Translator)
-    begin = copy.deepcopy(plain)
-    expected = train_translator(plain, sgd(plain.parameters()), sizes, -1)
-    setup = pipeline(
-        2, num_micro_batches=2, settings={"inputs": "per_rank", "batch_dims": {"src": 1, "tgt": 1, "bias": 1}}
-    )
 
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
-        return train_translator(model, optimizer, sizes, rank), weights_of(model)
+    def story(model: Any, optimizer: Any, share: Share) -> list[Tensor]:
+        """Trains with masks and an input that needs a gradient, for batches of several sizes; returns its gradients."""
+        found = []
+        for step, total in enumerate((5, 7)):
+            src, tgt = (share(drawn(step + place, 7 + place, total)) for place in range(2))
+            padding = share(torch.arange(7)[None] >= 4 + drawn(step, total, 1) % 4, 0)
+            noise = torch.randn(7, total, WIDTH, generator=torch.Generator().manual_seed(step))
+            bias = share(noise).clone().requires_grad_()
+            mask = nn.Transformer.generate_square_subsequent_mask(7)
+            logits = model(src, tgt[:-1], mask, src_key_padding_mask=padding, bias=bias)
+            descend(F.cross_entropy(logits.flatten(0, 1), tgt[1:].reshape(-1)), optimizer)
+            found += [logits.detach(), bias.grad]
+        return found
 
-    for rank, (found, weights) in enumerate(on_ranks(setup, begin, run)):
-        for place, (each, right) in enumerate(zip(found, expected, strict=True)):
-            own = [sizes[place // 2] + 1, sizes[place // 2]]
-            torch.testing.assert_close(each, columns(right, own, rank))
-        assert_alike(weights, plain)
+    settings = {"inputs": "per_rank", "batch_dims": {"src": 1, "tgt": 1, "bias": 1}}
+    hold(pipeline(2, num_micro_batches=2, settings=settings), Translator(), story)
 
 
 class Turned(nn.Module):
@@ -199,49 +169,28 @@ class Turned(nn.Module):
 
 def test_rows_with_time_before_batch_come_back_in_their_order() -> None:
     """Once, rows of micro-batches were put one behind the other: samples of one got the labels of another."""
-    plain, x = made(Turned), torch.randn(BATCH, 4, WIDTH, generator=torch.Generator().manual_seed(1))
-    begin, weights = copy.deepcopy(plain), torch.arange(60.0).view(20, 3)
+    x, weights = torch.randn(BATCH, 4, WIDTH), torch.arange(60.0).view(20, 3)
 
-    def step(model: Any) -> list[Tensor]:
+    def story(model: Any, optimizer: Any, share: Share) -> list[Tensor]:
         rows, flat = model(x)
-        ((rows * weights).mean() + flat.square().mean()).backward()
+        descend((rows * weights).mean() + flat.square().mean(), optimizer)
         return [rows.detach(), flat.detach()]
 
-    expected = step(plain)
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
-        outputs = step(model)
-        return outputs, {name: each.grad for name, each in model.named_parameters() if not each.is_meta}
-
-    for outputs, gradients in on_ranks(pipeline(2, num_micro_batches=2), begin, run):
-        for found, right in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(found, right)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
-
-
-def test_a_refusal_names_the_setting() -> None:
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
-        return model(drawn(1, 4, 3), (torch.zeros(2, 3, WIDTH), torch.zeros(2, 3, WIDTH)))
-
-    with pytest.raises((InputError, TraceError), match=r"batch_dims=\{'words': 1\}"):
-        on_ranks(pipeline(2, num_micro_batches=2), made(Language), run)
+    hold(pipeline(2, num_micro_batches=2), Turned(), story)
 
 
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
+        ({}, r"batch_dims=\{'words': 1\}"),
         ({"word": 1}, r"batch_dims names word, .*Expected names of forward's arguments: words, hidden"),
         ({"words": 2}, r"dimension 2 of words is the batch: got words of the shape \(4, 3\)"),
         ({"words": 1}, r"fixes|mixes"),
     ],
 )
-def test_a_wrong_dimension_is_said(dims: dict[str, int], message: str) -> None:
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
-        return model(drawn(1, 4, 3), (torch.zeros(2, 3, WIDTH), torch.zeros(2, 3, WIDTH)))
-
-    with pytest.raises((InputError, TraceError), match=message):
-        on_ranks(pipeline(2, num_micro_batches=2, settings={"batch_dims": dims}), made(Language), run)
+def test_a_missing_or_wrong_dimension_is_said(dims: dict[str, int], message: str) -> None:
+    arguments = {"words": drawn(1, 4, 3), "hidden": (torch.zeros(2, 3, WIDTH), torch.zeros(2, 3, WIDTH))}
+    refuse(Language(), message, arguments, AutoVarunaError, **({"batch_dims": dims} if dims else {}))
 
 
 def test_names_cover_arguments_and_what_is_in_them() -> None:
@@ -325,22 +274,10 @@ def test_models_of_every_kind_take_time_first(
     kind: type[nn.Module], inputs: list[Tensor], dims: dict[str, int]
 ) -> None:
     """Losses count over the global batch; what is packed, or kept whole, finds the batch where it is."""
-    plain, sizes = made(kind), (3, 2)
-    begin = copy.deepcopy(plain)
 
-    def step(model: Any, optimizer: Any, inputs: Sequence[Tensor]) -> Tensor:
-        output: Tensor = model(*inputs)
-        (output if output.dim() == 0 else output.square().mean()).backward()
-        optimizer.step()
-        return output.detach()
+    def story(model: Any, optimizer: Any, share: Share) -> list[Tensor]:
+        output: Tensor = model(*(share(each, each.dim() - 1) for each in inputs))
+        descend(output if output.dim() == 0 else output.square().mean(), optimizer)
+        return [output.detach()]
 
-    expected = step(plain, sgd(plain.parameters()), inputs)
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
-        own = [columns(each, sizes, rank, each.dim() - 1) for each in inputs]
-        return step(model, optimizer, own), weights_of(model)
-
-    setup = pipeline(2, num_micro_batches=4, settings={"batch_dims": dims, "inputs": "per_rank"})
-    for rank, (output, weights) in enumerate(on_ranks(setup, begin, run)):
-        torch.testing.assert_close(output, expected if expected.dim() == 0 else columns(expected, sizes, rank))
-        assert_alike(weights, plain)
+    hold(pipeline(2, num_micro_batches=4, settings={"batch_dims": dims, "inputs": "per_rank"}), kind(), story)

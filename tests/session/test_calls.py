@@ -14,11 +14,11 @@ from torch.distributions import Categorical
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.world import World
-from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import diagonal
 from tests.ranks import run_ranks
 from tests.reference import gradients_of, sgd
-from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned, same_gradients
+from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline, planned, same_gradients
 
 SETTINGS = {"inputs": "per_rank"}
 SETUPS = {
@@ -112,13 +112,10 @@ def batches(num: int = 3) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("setup", SETUPS)
 def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) -> None:
     """Once, each rank trained alone, and weights drifted apart without a word."""
-    plain = agent()
 
     def train(model: Any, optimizer: Any, part: slice) -> dict[str, Tensor]:
         for x, y in batches():
-            loss_of(model, x[part], y[part]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(loss_of(model, x[part], y[part]), optimizer)
             with torch.no_grad():
                 model.evaluate(x[part])
         assert model.count(torch.zeros(3)) == 3
@@ -127,9 +124,9 @@ def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) ->
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:
         return train(model, optimizer, slice(4 * rank, 4 * rank + 4))
 
-    found = on_ranks(SETUPS[setup], plain, run)
-    reference = agent()
-    expected = train(reference, sgd(reference.parameters()), slice(None))
+    found = on_ranks(SETUPS[setup], agent(), run)
+    plain = agent()
+    expected = train(plain, sgd(plain.parameters()), slice(None))
     for state in found:
         torch.testing.assert_close(state, expected)
 
@@ -189,21 +186,6 @@ def test_what_goes_not_backward_may_be_called_beside_the_wrapper() -> None:
 SIZES = 4, 2
 
 
-class Critic(nn.Module):
-    def __init__(self, has_loss: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-        self.has_loss = has_loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.layers(x)
-        return F.softplus(scores).mean() if self.has_loss else scores
-
-
-def maker() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-
 def go_backward(first: nn.Module, critic: nn.Module, x: Tensor) -> None:
     """Goes backward through two calls of one model and one of another; part of the loss is of the first alone."""
     made = first(first(x) + 0.1)
@@ -215,8 +197,9 @@ def go_backward(first: nn.Module, critic: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_gradients_go_through_several_calls(has_loss: bool) -> None:
     """Each rank has samples of its own, more on one: each call counts a rank's own loss, but only once."""
-    torch.manual_seed(0)
-    models = maker(), Critic(has_loss)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    judge = lambda self, x: F.softplus(self.layers(x)).mean() if has_loss else self.layers(x)  # noqa: E731
+    models = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), Written(judge, layers=layers)
     x = torch.randn(sum(SIZES), WIDTH, dtype=torch.float64)
     for model in models:
         model.double()
@@ -298,9 +281,12 @@ def test_a_backward_that_keeps_nothing_is_the_last(has_loss: bool) -> None:
     on_ranks(pipeline(2), Model(has_loss), run)
 
 
-@pytest.mark.parametrize("is_recomputed", [False, True])
+SHARED = Setup(((0, 1),), settings={"shard_optimizer": True})
+
+
+@pytest.mark.parametrize("setup", [pipeline(1), pipeline(1, recompute=True), SHARED])
 @pytest.mark.parametrize("has_loss", [False, True])
-def test_no_backward_goes_through_weights_that_have_changed(has_loss: bool, is_recomputed: bool) -> None:
+def test_no_backward_goes_through_weights_that_have_changed(has_loss: bool, setup: Setup) -> None:
     """Plain PyTorch refuses it as well."""
 
     def loss_of(model: Any) -> Tensor:
@@ -317,7 +303,7 @@ def test_no_backward_goes_through_weights_that_have_changed(has_loss: bool, is_r
             second.backward()
 
     plain = Model(has_loss)
-    on_ranks(pipeline(1, recompute=is_recomputed), plain, lambda model, optimizer, rank: step_between(model, optimizer))
+    on_ranks(setup, plain, lambda model, optimizer, rank: step_between(model, optimizer))
     step_between(plain, torch.optim.SGD(plain.parameters(), 0.1))
 
 

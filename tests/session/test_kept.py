@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue.case import Batch, Case
-from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, hidden, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, ranges
 from tests.session.training import (
     QUIET,
@@ -68,15 +68,9 @@ class Branch(nn.Module):
         return out - self.mean
 
 
-class Layer(nn.Module):
-    """Does something with a layer and its input that cannot be traced."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer, x)
+def layer_of(function: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    """Returns a module that does something with a layer and its input that cannot be traced."""
+    return Written(lambda self, x: function(self.layer, x), layer=nn.Linear(WIDTH, WIDTH))
 
 
 def own_gradient(layer: nn.Module, x: Tensor) -> Tensor:
@@ -133,7 +127,7 @@ def hooked() -> nn.Module:
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "branch": Branch,
-    **{each.__name__: partial(Layer, each) for each in (own_gradient, tensor_hook, checkpointed)},
+    **{each.__name__: partial(layer_of, each) for each in (own_gradient, tensor_hook, checkpointed)},
     "tied": tied,
     "hooked": hooked,
 }
@@ -163,7 +157,7 @@ def test_kept_modules_train_like_plain_pytorch(name: str) -> None:
 @pytest.mark.parametrize("function", [drawing, masked])
 def test_random_numbers_of_kept_modules_follow_from_the_seed(function: Any) -> None:
     """Neither stages nor recomputing change what a kept module draws, from whichever generator; a trace fixes none."""
-    case = case_of(function.__name__, partial(Layer, function))
+    case = case_of(function.__name__, partial(layer_of, function))
     state, still = random.getstate(), partial(torch.optim.SGD, lr=0.0)
     one = train(case, Setup(), [case.batch(SIZE, 0)] * STEPS, make_optimizer=still)
     assert random.getstate() == state
@@ -173,30 +167,17 @@ def test_random_numbers_of_kept_modules_follow_from_the_seed(function: Any) -> N
 
 def test_another_shape_than_in_the_trial_is_refused() -> None:
     """What a kept module returns for a batch has the shape that the trial showed, or an error says so."""
-    model = AutoVaruna(Classifier(Layer(grown)), num_micro_batches=2, **QUIET)
+    model = AutoVaruna(Classifier(layer_of(grown)), num_micro_batches=2, **QUIET)
     model(**BATCH).backward()
     with pytest.raises(InputError, match=r"body, which is kept whole.*got \(0, 12\).*expected \(3, 12\)"):
         model(x=200.0 * torch.ones(SIZE, WIDTH), y=BATCH["y"])
 
 
-class Criterion(nn.Module):
-    """Returns a loss; whether it branches on a number makes no difference, but that it is kept whole."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, scores: Tensor, y: Tensor) -> Tensor:
-        return self.loss(scores, y) if bool(scores.sum() > 0) else self.loss(scores, y).clone()
-
-
-class WithLoss(TwoLayers):
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.criterion = Criterion(loss)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.criterion(self.last(torch.tanh(self.first(x))), y)
+def with_loss(loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Returns a model whose loss branches on a number, which makes no difference, but that it is kept whole."""
+    branching = lambda self, s, y: loss(s, y) if bool(s.sum() > 0) else loss(s, y).clone()  # noqa: E731
+    forward = lambda self, x, y: self.criterion(self.body(x), y)  # noqa: E731
+    return Written(forward, body=hidden(nn.Tanh()), criterion=Written(branching))
 
 
 LOSSES: dict[str, tuple[Callable[..., Tensor], str, dict[str, Any]]] = {
@@ -213,7 +194,7 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], str, dict[str, Any]]] = {
 def test_a_loss_of_a_kept_module_is_tried_out(name: str) -> None:
     """One that is a mean goes on; with one micro-batch, or as a sum, the others do, too."""
     loss, words, changes = LOSSES[name]
-    case = Case(f"kept loss {name}", partial(WithLoss, loss), labelled)
+    case = Case(f"kept loss {name}", partial(with_loss, loss), labelled)
     if words:
         refuse(case, words, case.batch(SIZE + 1, 0)[1], error=InputError)
     train_as_plain(case, pipeline(2, **changes), SIZE + 1, SIZE + 1)
@@ -255,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"Python's or numpy's generator.*draw from torch",
     ),
     "samples that meet": (
-        lambda: WithLoss(lambda scores, y: (scores @ scores.T).logsumexp(1)),
+        lambda: with_loss(lambda scores, y: (scores @ scores.T).logsumexp(1)),
         "criterion, which is kept whole, returns for a sample, or its gradient, depends",
     ),
     "a branch": (lambda: Own(own_branch), r"Own cannot be traced at .*test_kept\.py.*x\.sum\(\) > 0.*submodule"),
@@ -283,7 +264,7 @@ def test_measuring_leaves_no_trace_in_a_kept_module() -> None:
     assert [len(each) for each in seen] == [3, 3]
 
 
-class Twice(nn.Module):
+class PowerIterated(nn.Module):
     """Uses a weight twice that power iterations change each time it is computed; may have to be kept whole."""
 
     def __init__(self, is_kept: bool) -> None:
@@ -296,15 +277,6 @@ class Twice(nn.Module):
         return torch.tanh(self.layer(torch.tanh(self.layer(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, is_kept: bool) -> None:
-        super().__init__()
-        self.first, self.twice, self.last = nn.Linear(WIDTH, WIDTH), Twice(is_kept), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.last(self.twice(self.first(x))), y)
-
-
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_each_run_has_a_cache_of_its_own(is_kept: bool) -> None:
     """Once, a trace took the value that the run before it had left for one that follows from nothing."""
@@ -314,7 +286,7 @@ def test_each_run_has_a_cache_of_its_own(is_kept: bool) -> None:
             with parametrize.cached():
                 model(**labelled(6, step)[1]).backward()
 
-    same_gradients(pipeline(2), Model(is_kept), act, rtol=1e-4)
+    same_gradients(pipeline(2), Classifier(Between(PowerIterated(is_kept))), act, rtol=1e-4)
 
 
 LENGTH = 7

@@ -16,6 +16,7 @@ from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.world import World
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.products import some
 from tests.ranks import run_ranks
 from tests.reference import compare, plain_steps, sgd
 from tests.session.training import QUIET, pipeline, refuse, train, train_as_plain
@@ -87,10 +88,9 @@ NO_MEANS: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", NO_MEANS)
 def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
-    """The error names the line; with one micro-batch the numbers are those of plain PyTorch."""
+    """The error names the line."""
     case = case_of(name, NO_MEANS[name])
     refuse(case, r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1", error=InputError)
-    train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
 
 
 def test_it_is_refused_before_anything_is_measured() -> None:
@@ -139,12 +139,11 @@ class InParts(Model):
 
 @pytest.mark.parametrize("loss", (balance, routed, routed_to_two, by_counts), ids=lambda loss: loss.__name__)
 def test_a_load_balance_is_taken_of_micro_batches_where_that_is_asked_for(loss: Loss) -> None:
-    """Its average is that over the micro-batches, however long they are; one of them has plain PyTorch's numbers."""
+    """Its average is that over the micro-batches, however long they are."""
     case, reference = case_of(loss.__name__, loss), Case("in_parts", lambda: InParts(loss), labelled)
     batches = [case.batch(size, step) for step, size in enumerate((7, 6))]
     refuse(case, r"test_losses.py:\d+.*batch_statistics='micro-batch'", error=InputError)
     compare(train(case, pipeline(2, settings=MICRO_BATCH), batches), plain_steps(reference, batches))
-    train_as_plain(case, pipeline(2, num_micro_batches=1, settings=MICRO_BATCH), 7, 7)
 
 
 def scaled(m: Any, s: Tensor, y: Tensor) -> Tensor:
@@ -229,11 +228,18 @@ SUMS: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_is_added_up_or_refused(name: str) -> None:
-    """With the setting that the error names, the numbers are those of the whole batch; with one micro-batch always."""
+    """With the setting that the error names, the numbers are those of the whole batch."""
     case = case_of(name, SUMS[name])
     refuse(case, r"is a sum over the samples.*reduction='sum'", error=InputError)
     train_as_plain(case, pipeline(2, settings=SUM), 6, 6)
-    train_as_plain(case, pipeline(2, num_micro_batches=1), 6, 6)
+
+
+WHOLE_BATCH = {**NO_MEANS, **SUMS}
+
+
+@pytest.mark.parametrize("name", some([*WHOLE_BATCH], 6))
+def test_with_one_micro_batch_any_loss_is_that_of_plain_pytorch(name: str) -> None:
+    train_as_plain(case_of(name, WHOLE_BATCH[name]), pipeline(2, num_micro_batches=1), 6, 6)
 
 
 ADDED: dict[str, Loss] = {

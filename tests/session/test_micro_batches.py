@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, TraceError
 from tests.catalogue import Batch, Case
-from tests.reference import Record, compare, gradients_of, plain_steps, sgd
-from tests.session.training import QUIET, Setup, on_ranks, pipeline, train, train_as_plain
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.reference import Record, compare, gradients_of, sgd
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse, train_as_plain
 
 KINDS = ("batch", "volume", "instance")
 
@@ -62,33 +63,24 @@ def test_one_sample_is_as_good_as_many(kind: str, is_before: bool) -> None:
     train_as_plain(case, pipeline(2), 3, 3)
 
 
-class Asking(nn.Module):
+def asking(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Does something else for a batch of one sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        if x.shape[0] == 1:
-            hidden = 5 * hidden
-        if y.numel() - 1:
-            hidden = hidden - hidden.mean(1, keepdim=True)
-        return F.cross_entropy(self.last(hidden), y)
+    h = torch.tanh(self.first(x))
+    if x.shape[0] == 1:
+        h = 5 * h
+    if y.numel() - 1:
+        h = h - h.mean(1, keepdim=True)
+    return F.cross_entropy(self.last(h), y)
 
 
-def vectors(size: int, step: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    return (), {"x": torch.randn(size, 6, generator=generator), "y": torch.arange(size) % 5}
+def make_asking() -> nn.Module:
+    return Written(asking, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 3), (1, 3, 1)])
 def test_a_branch_for_one_sample_is_taken_where_the_batch_has_one(sizes: tuple[int, ...]) -> None:
     """A micro-batch of one sample of several is not alone."""
-    case = Case("asking", Asking, vectors)
-    batches = [case.batch(size, step) for step, size in enumerate(sizes)]
-    compare(train(case, pipeline(2, num_micro_batches=3), batches), plain_steps(case, batches))
+    train_as_plain(Case("asking", make_asking, labelled), pipeline(2, num_micro_batches=3), *sizes)
 
 
 def model(is_synchronised: bool = False) -> nn.Module:
@@ -105,17 +97,9 @@ def output(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
     return wrapped(X).detach()  # type: ignore[no-any-return]
 
 
-def test_synchronised_statistics_of_parts_are_refused() -> None:
+def test_synchronised_statistics_are_those_of_all() -> None:
     """Once, they were those of each micro-batch, without a word."""
-
-    def run(wrapped: AutoVaruna, optimizer: Any, rank: int) -> None:
-        with pytest.raises(InputError, match=r"1 is a SyncBatchNorm.*num_micro_batches=1.*batch_norm_samples"):
-            wrapped(X)
-
-    on_ranks(pipeline(2, num_micro_batches=4), model(True), run)
-
-
-def test_synchronised_statistics_of_all_are_exact() -> None:
+    refuse(model(True), r"1 is a SyncBatchNorm.*num_micro_batches=1.*batch_norm_samples", {"input": X}, InputError)
     for found in on_ranks(pipeline(2, num_micro_batches=1), model(True), output):
         torch.testing.assert_close(found, model()(X).detach())
 
@@ -132,29 +116,27 @@ def test_the_log_says_what_is_counted_over(num_micro_batches: int, caplog: pytes
 
 
 def test_the_size_can_be_set() -> None:
-    wrapped = AutoVaruna(model(), batch_norm_samples=4, load_deployment=False, save_deployment=False, progress=False)
+    wrapped = AutoVaruna(model(), batch_norm_samples=4, **QUIET)
     plain = model()
     expected = torch.cat([plain(X[:4]), plain(X[4:])]).detach()
     torch.testing.assert_close(wrapped(X).detach(), expected)
     assert wrapped.plan is not None and wrapped.plan.num_micro_batches == 2
 
 
-WIDTH, CLASSES, NODES, EDGES = 6, 4, 5, 9
+NODES, EDGES = 5, 9
 Graph = tuple[Tensor, Tensor, Tensor]
 
 
-class Messages(nn.Module):
-    """Adds to each node what its neighbours send; returns the loss over all nodes."""
+def messages() -> nn.Module:
+    """Returns a model that adds to each node what its neighbours send, with the loss over all nodes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, edges: Tensor, y: Tensor) -> Tensor:
         h = self.first(x)
         h = h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])
         return F.cross_entropy(self.last(torch.tanh(h)), y)
+
+    torch.manual_seed(0)
+    return Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
 
 
 def graph(rank: int) -> Graph:
@@ -176,11 +158,11 @@ def go_backward(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) 
 
 def run(**settings: Any) -> list[Record]:
     setup = Setup(((0, 1),), 2, settings={"inputs": "per_rank", **settings})
-    return on_ranks(setup, Messages(), go_backward, sgd)
+    return on_ranks(setup, messages(), go_backward, sgd)
 
 
 def test_ranks_pass_graphs_of_their_own() -> None:
-    model = Messages()
+    model = messages()
     loss = model(*union(graph(0), graph(1)))
     loss.backward()
     for record in run(dynamic_batch=False):
@@ -194,7 +176,7 @@ def test_who_does_not_say_so_hears_how() -> None:
 
 def test_edges_that_name_samples_of_other_micro_batches_are_named() -> None:
     """Each half of a graph gets all of its edges."""
-    model = AutoVaruna(Messages(), num_micro_batches=2, dynamic_batch=False, **QUIET)
+    model = AutoVaruna(messages(), num_micro_batches=2, dynamic_batch=False, **QUIET)
     x, edges, y = graph(0)
     with pytest.raises(IndexError) as caught:
         model(x[:4], edges, y[:4])

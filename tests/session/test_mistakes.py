@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, InputError, OrderError, TraceError
 from autovaruna.errors import PlanError
 from autovaruna.runtime.world import World
-from tests.catalogue.small import CLASSES, WIDTH, TwoLayers, Written, labelled
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.ranks import run_ranks
 from tests.reference import Record, compare, gradients_of, sgd
 from tests.session.training import QUIET, Setup, on_ranks, refuse
@@ -26,22 +26,19 @@ ONE = QUIET | {"num_micro_batches": 2}
 TWO = QUIET | {"num_micro_batches": 2, "num_stages": 2, "inputs": "replicated"}
 
 
-class Net(TwoLayers):
-    """Has an option object, without any text but where it lies in memory, that scales the result."""
+def two(forward: Callable[..., Any], **more: Any) -> Any:
+    return Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES), **more)
 
-    def forward(self, x: Tensor, y: Tensor, options: Any = None) -> Tensor:
-        scale = 1.0 if options is None else options.scale
-        return F.cross_entropy(scale * self.last(torch.tanh(self.first(x))), y)
+
+def optional(self: Any, x: Tensor, y: Tensor, options: Any = None) -> Tensor:
+    """Has an option object, without any text but where it lies in memory, that scales the result."""
+    scale = 1.0 if options is None else options.scale
+    return F.cross_entropy(scale * self.last(torch.tanh(self.first(x))), y)
 
 
 class Options:
     def __init__(self, scale: float) -> None:
         self.scale = scale
-
-
-def stepped(wrapped: AutoVaruna) -> AutoVaruna:
-    wrapped(**BATCH).backward()
-    return wrapped
 
 
 def test_a_model_without_parameters_is_one_block() -> None:
@@ -55,7 +52,7 @@ def test_option_objects_are_told_apart_by_what_they_hold() -> None:
 
     def be_rank(world: World) -> list[float]:
         torch.manual_seed(0)
-        wrapped = AutoVaruna(Net(), **TWO)
+        wrapped = AutoVaruna(two(optional), **TWO)
         losses = [wrapped(**BATCH, options=Options(scale)).item() for scale in (2.0, 2.0, 3.0)]
         assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 2
         return losses
@@ -64,32 +61,23 @@ def test_option_objects_are_told_apart_by_what_they_hold() -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_a_model_that_is_split_already_is_refused() -> None:
+def test_a_model_that_is_split_is_neither_wrapped_nor_cast_again() -> None:
     """Once, a second wrapper failed at its first call: 'Cannot copy out of meta tensor; no data!'."""
 
     def be_rank(world: World) -> bool:
-        model = Net()
-        stepped(AutoVaruna(model, **TWO))
+        model = two(optional)
+        wrapped = AutoVaruna(model, **TWO, cuts=["last"])
+        wrapped(**BATCH).backward()
         if is_part := any(parameter.is_meta for parameter in model.parameters()):
             for part in (model, nn.Sequential(model.first, model.last)):
                 with pytest.raises(InputError, match=r"split over the ranks by an earlier.*state_dict\(\)"):
                     AutoVaruna(part, **TWO)
+        model.half()  # once, the stage failed in its first operation, or took a dtype that no other rank knew of
+        with pytest.raises(InputError, match=r"is torch.float16 on cpu, expected torch.float32.*torch\.autocast"):
+            wrapped(**BATCH)
         return is_part
 
     assert any(run_ranks(2, be_rank))
-
-
-def test_a_cast_of_the_inner_module_after_the_split_says_what_to_do() -> None:
-    """Once, the stage of each rank failed in its first operation, or took a dtype that no other rank knew of."""
-
-    def be_rank(world: World) -> None:
-        wrapped = stepped(AutoVaruna(Net(), **TWO, cuts=["last"]))
-        wrapped.module.half()
-        words = r"weight is torch.float16 on cpu, expected torch.float32.*torch\.autocast"
-        with pytest.raises(InputError, match=words):
-            wrapped(**BATCH)
-
-    run_ranks(2, be_rank)
 
 
 TOKENS = 11
@@ -97,15 +85,9 @@ WHOLE = {"inputs": "replicated", "num_micro_batches": 1, "dynamic_batch": False}
 TOGETHER = r"inputs='replicated', num_micro_batches=1, dynamic_batch=False together"
 
 
-class Positions(nn.Module):
+def add_positions(self: Any, x: Tensor) -> Tensor:
     """Has room for so many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.randn(5000, 1, WIDTH, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table[: x.shape[0]]  # the positions
+    return x + self.table[: x.shape[0]]  # the positions
 
 
 class TimeFirst(nn.Module):
@@ -113,13 +95,14 @@ class TimeFirst(nn.Module):
 
     def __init__(self, has_positions: bool) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(TOKENS, WIDTH), Positions() if has_positions else nn.Identity()
+        self.words, self.has_positions = nn.Embedding(TOKENS, WIDTH), has_positions
+        self.places = Written(add_positions, table=torch.randn(5000, 1, WIDTH)) if has_positions else nn.Identity()
         layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.last = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, src: Tensor, y: Tensor) -> Tensor:
-        length = src.shape[0] if isinstance(self.places, Positions) else len(src)  # the length
+        length = src.shape[0] if self.has_positions else len(src)  # the length
         h = self.places(self.words(src))
         h = self.layers(h, mask=torch.log(torch.tril(torch.ones(length, length))))
         return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
@@ -242,10 +225,6 @@ def seldom(self: Any, words: Tensor) -> Tensor:
     return self.table(words).square().mean()
 
 
-def two(forward: Callable[..., Any], **more: Any) -> nn.Module:
-    return Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES), **more)
-
-
 REFUSED: dict[str, tuple[nn.Module, str, dict[str, Tensor] | None]] = {
     "changed arguments": (two(masking), r"changes its arguments x, y in place.*x\.clone\(\)", None),
     "no tensors": (two(policy), "returns nothing but Categorical, which hides its tensors", X),
@@ -291,9 +270,9 @@ def leaving(self: Any, x: Tensor) -> Tensor:
 
 
 def leaver() -> Any:
-    norm = nn.utils.parametrizations.weight_norm
-    first, last = nn.Linear(WIDTH, WIDTH), norm(nn.Linear(WIDTH, CLASSES))
-    return Written(leaving, first=first, last=last, extra=0.0, places=None, log={})
+    model = two(leaving, extra=0.0, places=None, log={})
+    nn.utils.parametrizations.weight_norm(model.last)
+    return model
 
 
 def test_attributes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

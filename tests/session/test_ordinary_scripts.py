@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES
 from tests.reference import Record, adamw, compare, sgd
-from tests.session.training import Setup, held, on_ranks, pipeline
+from tests.session.training import Setup, as_plain, descend, held, on_ranks, pipeline
 
 TWO = pipeline(2, num_micro_batches=1)
 PER_RANK = pipeline(2, num_micro_batches=2, settings={"inputs": "per_rank"})
@@ -26,21 +26,11 @@ def layers() -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
-def images() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
-
-
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
 
-def step(model: Any, optimizer: Any) -> float:
-    loss = model(X).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
+def step(model: Any, optimizer: Any) -> None:
+    descend(model(X).square().mean(), optimizer)
 
 
 def test_strides_of_one_sample_do_not_count() -> None:
@@ -63,18 +53,10 @@ def test_strides_of_one_sample_do_not_count() -> None:
 
 
 def test_one_channel_lies_in_memory_in_any_order() -> None:
-    plain = images()
     nchw = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(3))
     nhwc = nchw.reshape(4, 8, 8, 1).permute(0, 3, 1, 2)
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[Tensor]:
-        return [model(x).detach() for x in (nchw, nhwc, nchw)]
-
-    with torch.no_grad():
-        expected = plain(nchw)
-    for outputs in on_ranks(TWO, plain, run):
-        for out in outputs:
-            torch.testing.assert_close(out, expected)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+    as_plain(TWO, net, lambda model, optimizer: [model(x).detach() for x in (nchw, nhwc, nchw)])
 
 
 def test_a_move_that_changes_nothing_is_none() -> None:
@@ -171,9 +153,8 @@ AVERAGES = decayed, in_place, as_new, for_each
 @pytest.mark.parametrize("update", AVERAGES)
 def test_an_average_in_a_list_of_clones(update: Callable[[list[Tensor], Any], None]) -> None:
     """Once, the first update after the split was refused, though each needs the numbers of one weight alone."""
-    plain = layers()
 
-    def run(model: Any, optimizer: Any, rank: int) -> dict[str, Tensor]:
+    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
         shadow = [each.clone().detach() for each in getattr(model, "module", model).parameters()]
         for _ in range(3):
             step(model, optimizer)
@@ -181,74 +162,25 @@ def test_an_average_in_a_list_of_clones(update: Callable[[list[Tensor], Any], No
                 update(shadow, model)
                 for weight, mean in zip(model.parameters(), shadow, strict=True):
                     weight.copy_(mean)
-        held_here = held(model) if isinstance(model, AutoVaruna) else dict(model.named_parameters())
-        assert sum(not each.is_meta for each in shadow) == len(held_here)
+        assert sum(not each.is_meta for each in shadow) == len(held(model))
         return {name: each.detach() for name, each in model.state_dict().items()}
 
-    expected = run(plain, sgd(plain.parameters()), 0)
-    for state in on_ranks(TWO, layers(), run):
-        torch.testing.assert_close(state, expected)
+    as_plain(TWO, layers(), story)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_the_norm_of_all_weights(norm_type: float) -> None:
-    plain = layers()
+    def story(model: Any, optimizer: Any) -> list[Tensor]:
+        norms = []
+        for _ in range(2):
+            if isinstance(model, AutoVaruna):
+                norms.append(model.parameter_norm(norm_type).cpu())
+            else:
+                norms.append(nn.utils.get_total_norm(list(model.parameters()), norm_type).detach())
+            step(model, optimizer)
+        return norms
 
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[float]:
-        before = model.parameter_norm(norm_type).item()
-        step(model, optimizer)
-        return [before, model.parameter_norm(norm_type).item()]
-
-    found = on_ranks(TWO, plain, run)
-    expected = []
-    for _ in range(2):
-        expected.append(nn.utils.get_total_norm(list(plain.parameters()), norm_type).item())
-        step(plain, sgd(plain.parameters()))
-    assert found[0] == found[1] == pytest.approx(expected, rel=1e-6)
-
-
-class WithLoss(nn.Module):
-    """Returns its loss: the whole step is in the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("has_loss", [False, True])
-@pytest.mark.parametrize("pattern", [(1, 0), (0, 1, 0), (0, 0)])
-def test_sums_are_delayed_between_forward_and_backward(has_loss: bool, pattern: tuple[int, ...]) -> None:
-    """RaNNC's own tests have it there, where it counted one call late."""
-    plain = WithLoss() if has_loss else layers()
-    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(len(pattern))]
-
-    def loss_of(model: Any, x: Tensor) -> Tensor:
-        return model(x) if has_loss else model(x).square().mean()  # type: ignore[no-any-return]
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:
-        for x, is_delayed in zip(batches, pattern, strict=True):
-            loss = loss_of(model, x[2 * rank : 2 * rank + 2])
-            model.delay_grad_allreduce(bool(is_delayed))
-            before = {name: each.grad.clone() for name, each in held(model).items() if each.grad is not None}
-            loss.backward()
-            assert (
-                not is_delayed
-                or before == {}
-                or all(
-                    torch.equal(each.grad, before[name]) for name, each in held(model).items() if each.grad is not None
-                )
-            )
-        return {name: each.grad for name, each in held(model).items() if each.grad is not None}
-
-    found = on_ranks(PER_RANK, plain, run)
-    for x in batches:
-        loss_of(plain, x).backward()
-    for gradients in found:
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+    as_plain(TWO, layers(), story, rtol=1e-6, atol=0)
 
 
 CASE = CASES["conv_net_batch_norm"].without_dropout()
@@ -257,29 +189,20 @@ TOKEN = (CASE.name, CASE.has_dropout)
 Story = Callable[[Any, Any], Any]
 
 
-def step_on(model: Any, optimizer: Any, seed: int) -> Tensor:
-    loss: Tensor = CASE.loss_of(model(*CASE.batch(7, seed)[0], **CASE.batch(7, seed)[1]), CASE.batch(7, seed))
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def loss_of(model: Any, seed: int) -> Tensor:
+    batch = CASE.batch(7, seed)
+    return CASE.loss_of(model(*batch[0], **batch[1]), batch)
+
+
+def step_on(model: Any, optimizer: Any, seed: int) -> None:
+    descend(loss_of(model, seed), optimizer)
 
 
 def evaluated(model: Any) -> tuple[Any, Tensor]:
     """Returns a model with its loss in eval mode."""
     model.eval()
     with torch.no_grad():
-        return model, model(*CASE.batch(7, 9)[0], **CASE.batch(7, 9)[1])
-
-
-def average_of_a_copy_after(model: Any, optimizer: Any) -> Any:
-    """Makes the copy of a model that is split, and uses ``data``."""
-    step_on(model, optimizer, 0)
-    mean = copy.deepcopy(model)
-    step_on(model, optimizer, 1)
-    for kept, new in zip(mean.parameters(), model.parameters(), strict=True):
-        kept.data.mul_(0.9).add_(new.data, alpha=0.1)
-    return evaluated(mean)
+        return model, loss_of(model, 9)
 
 
 def average_of_states(model: Any, optimizer: Any) -> Any:
@@ -308,7 +231,7 @@ def edits(model: Any, optimizer: Any) -> Any:
     state = model.state_dict()
     state[next(iter(state))].mul_(2)
     del state
-    CASE.loss_of(model(*CASE.batch(7, 3)[0], **CASE.batch(7, 3)[1]), CASE.batch(7, 3)).backward()
+    loss_of(model, 3).backward()  # type: ignore[no-untyped-call]
     for each in model.parameters():
         each.data.sub_(each.grad, alpha=0.1)
     return evaluated(model)
@@ -349,12 +272,11 @@ def optimizer_in_backward(model: Any, optimizer: Any) -> Any:
     for each in own:
         each.register_post_accumulate_grad_hook(step)
     for seed in range(2):
-        CASE.loss_of(model(*CASE.batch(7, seed)[0], **CASE.batch(7, seed)[1]), CASE.batch(7, seed)).backward()
+        loss_of(model, seed).backward()  # type: ignore[no-untyped-call]
     return evaluated(model)
 
 
 STORIES: tuple[Story, ...] = (
-    average_of_a_copy_after,
     average_of_states,
     edits,
     second_optimizer,
