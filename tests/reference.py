@@ -143,7 +143,7 @@ def _backward(case: Case, model: nn.Module, micro_batches: Sequence[Batch]) -> T
     for batch in micro_batches:
         model.load_state_dict(counters, strict=False)
         loss = case.loss_of(model(*batch[0], **batch[1]), batch) * (batch_size(batch) / size)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         losses.append(copied(loss))
     return torch.stack(losses).sum()
 

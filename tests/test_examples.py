@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.products import some
+from tests.products import WHOLE, some
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -21,10 +21,12 @@ def run(name: str, num_ranks: int, directory: Path) -> str:
     """Runs an example in a directory and returns what it printed."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     if num_ranks > 1:
-        if MPIRUN is None:
-            pytest.skip("mpirun is not there")
-        command = [MPIRUN, "-np", str(num_ranks), "--oversubscribe", "--bind-to", "none", *command]
+        command = [mpirun(), "-np", str(num_ranks), "--oversubscribe", "--bind-to", "none", *command]
     return start(command, directory)
+
+
+def mpirun() -> str:
+    return MPIRUN or pytest.skip("mpirun is not there")
 
 
 def start(command: list[str], directory: Path) -> str:
@@ -42,31 +44,30 @@ def start(command: list[str], directory: Path) -> str:
     return result.stdout
 
 
+ON_ONE = [(name, 1) for name in ("train_digits", "finetune_hf", "tutorial", "varuna_gpt")]
+
+
 @pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    some([("train_digits", 2), ("train_digits", 1), ("finetune_hf", 2), ("finetune_hf", 1), ("tutorial", 1)], 2),
+    ("name", "num_ranks"), [("train_digits", 2), ("finetune_hf", 2), ("varuna_bert", 1), *ON_ONE * WHOLE]
 )
 def test_an_example_holds_its_own_assertions(name: str, num_ranks: int, tmp_path: Path) -> None:
     assert run(name, num_ranks, tmp_path)
 
 
-@pytest.mark.parametrize("name", some(["varuna_gpt", "varuna_bert"], 1))
-def test_an_example_in_varuna_s_style_runs_on_one_process(name: str, tmp_path: Path) -> None:
-    assert run(name, 1, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "arguments"),
-    [
-        ("varuna_gpt", ["--gpus_per_node", "4", "--batch_size", "10", "--nstages", "2", "--chunk_size", "2"], []),
-        ("varuna_bert", ["--gpus_per_node", "2", "--batch_size", "12", "--nstages", "2"], ["--fp16"]),
-    ],
+    some(
+        [
+            ("varuna_gpt", ["--gpus_per_node", "4", "--batch_size", "10", "--nstages", "2", "--chunk_size", "2"], []),
+            ("varuna_bert", ["--gpus_per_node", "2", "--batch_size", "12", "--nstages", "2"], ["--fp16"]),
+        ],
+        1,
+    ),
 )
 def test_an_example_in_varuna_s_style_runs_under_the_launcher(
     name: str, options: list[str], arguments: list[str], tmp_path: Path
 ) -> None:
-    if MPIRUN is None:
-        pytest.skip("mpirun is not there")
+    mpirun()
     (tmp_path / "machines").write_text("localhost\n")
     launcher = [sys.executable, "-m", "autovaruna.run_varuna", "--machine_list", "machines", *options]
     assert "[0]" in start([*launcher, str(EXAMPLES / f"{name}.py"), *arguments], tmp_path)

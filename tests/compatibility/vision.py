@@ -288,7 +288,7 @@ def super_resolution(wrap: Wrap, share: Share) -> State:
     layers = (nn.Conv2d(1, 8, 5, 1, 2), nn.ReLU(), nn.Conv2d(8, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 9, 3, 1, 1))
     model: Any = nn.Sequential(*layers, nn.PixelShuffle(3)).double()
     for layer in layers[::2]:
-        nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("relu"))  # type: ignore[arg-type]
+        nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("relu"))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     model = wrap(model, optimizer)
     for step in range(STEPS):

@@ -13,16 +13,7 @@ import torch
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Batch, Case
 from tests.products import diagonal, some
-from tests.reference import (
-    OPTIMIZERS,
-    Record,
-    compare,
-    gradients_of,
-    part,
-    plain_micro_batched,
-    plain_steps,
-    ranges,
-)
+from tests.reference import OPTIMIZERS, Record, compare, gradients_of, part, plain_micro_batched, plain_steps, ranges
 from tests.session.training import Setup, TooFewBlocksError, on_ranks, pipeline, share_of, train
 
 STEPS = 3
@@ -90,10 +81,10 @@ def keep_back(case: Case, batches: Sequence[Batch], how: str, model: AutoVaruna)
             if how != "no_sync":
                 model.delay_grad_allreduce(how == "delay" or place < 2)
             assert all(parameter.grad is None for parameter in model.parameters())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     if how == "delay":
         model.allreduce_grads()
-    return gradients_of(model)  # type: ignore[arg-type]
+    return gradients_of(model)
 
 
 HOWS = ["no_sync", "delay", "delay of two"]
@@ -123,7 +114,7 @@ def test_gradients_are_summed_over_ranks_once(how: str, name: str) -> None:
 def test_clipping_is_that_of_torch(norm_type: float) -> None:
     case, batch = CASES["tied_three_ways"], CASES["tied_three_ways"].batch(7, 0)
     model = case.model()
-    case.loss_of(model(**batch[1]), batch).backward()  # type: ignore[no-untyped-call]
+    case.loss_of(model(**batch[1]), batch).backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
 
     def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> tuple[float, dict[str, torch.Tensor]]:

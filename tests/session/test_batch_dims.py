@@ -15,6 +15,7 @@ from autovaruna import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.graph.call import describe
+from tests.catalogue.small import Written
 from tests.reference import sgd
 from tests.session.training import Setup, descend, on_ranks, pipeline, refuse
 
@@ -154,17 +155,11 @@ def test_an_encoder_with_a_decoder_takes_time_first() -> None:
     hold(pipeline(2, num_micro_batches=2, settings=settings), Translator(), story)
 
 
-class Turned(nn.Module):
+def turned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Takes the batch first, and returns rows with time before batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.first(x).transpose(0, 1)
-        rows = hidden.reshape(-1, WIDTH).relu()
-        return self.second(rows), rows.view(hidden.shape).flatten(1)
+    hidden = self.first(x).transpose(0, 1)
+    rows = hidden.reshape(-1, WIDTH).relu()
+    return self.second(rows), rows.view(hidden.shape).flatten(1)
 
 
 def test_rows_with_time_before_batch_come_back_in_their_order() -> None:
@@ -176,7 +171,8 @@ def test_rows_with_time_before_batch_come_back_in_their_order() -> None:
         descend((rows * weights).mean() + flat.square().mean(), optimizer)
         return [rows.detach(), flat.detach()]
 
-    hold(pipeline(2, num_micro_batches=2), Turned(), story)
+    model = Written(turned, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, 3))
+    hold(pipeline(2, num_micro_batches=2), model, story)
 
 
 @pytest.mark.parametrize(
@@ -220,58 +216,39 @@ def test_the_setting_is_read_from_each_source() -> None:
         resolve({"batch_dims": {"src": 1}, "dynamic_batch": False})
 
 
-class Scored(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.rnn, self.head = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
-        rows = self.head(self.rnn(self.embed(words))[0]).view(-1, WORDS)
-        return F.cross_entropy(rows, labels.view(-1), ignore_index=0)
+def scored(self: Any, words: Tensor, labels: Tensor) -> Tensor:
+    rows = self.head(self.rnn(self.embed(words))[0]).view(-1, WORDS)
+    return F.cross_entropy(rows, labels.view(-1), ignore_index=0)
 
 
-class Packed(Scored):
+def packing(self: Any, words: Tensor, lengths: Tensor) -> Tensor:
     """Packs words, time first, by lengths that have the batch alone."""
-
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.embed(words), lengths.cpu(), enforce_sorted=False)
-        return self.head(pad_packed_sequence(self.rnn(packed)[0], total_length=words.shape[0])[0])
+    packed = pack_padded_sequence(self.embed(words), lengths.cpu(), enforce_sorted=False)
+    return self.head(pad_packed_sequence(self.rnn(packed)[0], total_length=words.shape[0])[0])
 
 
-class Branching(Scored):
-    """Has a part that cannot be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = Branch()
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.branch(self.embed(words)))
+def branching(self: Any, words: Tensor) -> Tensor:
+    """Has a part that goes by numbers, and is kept whole."""
+    return self.head(self.branch(self.embed(words)))
 
 
-class Branch(nn.Linear):
-    """Goes by numbers, and is kept whole."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if float(x.abs().sum()) >= 0 else x
+def branch(self: Any, x: Tensor) -> Tensor:
+    return self.layer(x) if float(x.abs().sum()) >= 0 else x
 
 
 @pytest.mark.parametrize(
-    ("kind", "inputs", "dims"),
+    ("forward", "inputs", "dims"),
     [
-        (Scored, [drawn(1, 4, BATCH), drawn(2, 4, BATCH) % 3], {"words": 1, "labels": 1}),
+        (scored, [drawn(1, 4, BATCH), drawn(2, 4, BATCH) % 3], {"words": 1, "labels": 1}),
         pytest.param(
-            *(Packed, [drawn(1, 4, BATCH), torch.tensor([4, 2, 3, 1, 4])], {"words": 1}),
+            *(packing, [drawn(1, 4, BATCH), torch.tensor([4, 2, 3, 1, 4])], {"words": 1}),
             marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot trace the layer behind it"),
         ),
-        (Branching, [drawn(1, 4, BATCH)], {"words": 1}),
+        (branching, [drawn(1, 4, BATCH)], {"words": 1}),
     ],
 )
 def test_models_of_every_kind_take_time_first(
-    kind: type[nn.Module], inputs: list[Tensor], dims: dict[str, int]
+    forward: Callable[..., Tensor], inputs: list[Tensor], dims: dict[str, int]
 ) -> None:
     """Losses count over the global batch; what is packed, or kept whole, finds the batch where it is."""
 
@@ -280,4 +257,6 @@ def test_models_of_every_kind_take_time_first(
         descend(output if output.dim() == 0 else output.square().mean(), optimizer)
         return [output.detach()]
 
-    hold(pipeline(2, num_micro_batches=4, settings={"batch_dims": dims, "inputs": "per_rank"}), kind(), story)
+    parts = {"embed": nn.Embedding(WORDS, WIDTH), "rnn": nn.GRU(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WORDS)}
+    model = Written(forward, **parts, branch=Written(branch, layer=nn.Linear(WIDTH, WIDTH)))
+    hold(pipeline(2, num_micro_batches=4, settings={"batch_dims": dims, "inputs": "per_rank"}), model, story)

@@ -16,6 +16,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.verify import Parts
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
+from tests.catalogue.small import Written
 from tests.graph.models import CPU, traced
 from tests.reference import compare, plain_steps, sgd
 from tests.session.training import QUIET, Ranks, Setup, on_ranks, pipeline, train, train_as_plain
@@ -25,16 +26,11 @@ IGNORED = -100
 Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
-class Model(nn.Module):
+def model_of(loss: Loss) -> nn.Module:
     """Returns a loss of scores ``s`` (batch, LENGTH, CLASSES), labels ``y`` and a mask ``m``, both (batch, LENGTH)."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)), loss
-        self.register_buffer("weights", torch.linspace(0.5, 2.0, CLASSES))
-
-    def forward(self, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
-        return self.loss(self, self.layers(x), y, m)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    forward = lambda self, x, y, m: loss(self, self.layers(x), y, m)  # noqa: E731
+    return Written(forward, layers=layers, weights=torch.linspace(0.5, 2.0, CLASSES))
 
 
 def uneven(seed: int) -> Batch:
@@ -132,7 +128,7 @@ if torch.__version__ < "2.12":  # its torch.export cannot trace two masks of one
 
 
 def case_of(name: str) -> Case:
-    return Case(f"over the batch, {name}", lambda: Model(LOSSES[name]), lambda size, seed: uneven(seed))
+    return Case(f"over the batch, {name}", lambda: model_of(LOSSES[name]), lambda size, seed: uneven(seed))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -167,7 +163,7 @@ def test_labels_may_lie_in_memory_as_they_like() -> None:
     def viewed(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
         return F.cross_entropy(s.view(-1, CLASSES), y.view(-1))
 
-    case, batch = Case("viewed", lambda: Model(viewed), lambda size, seed: uneven(seed)), uneven(0)
+    case, batch = Case("viewed", lambda: model_of(viewed), lambda size, seed: uneven(seed)), uneven(0)
     words = torch.cat([batch[1]["y"], batch[1]["y"][:, :1]], dim=1)
     view, copy = (((), {**batch[1], "y": each}) for each in (words[:, 1:], words[:, 1:].contiguous()))
     compare(train(case, pipeline(2), [view, view]), plain_steps(case, [copy, copy]))
@@ -180,44 +176,30 @@ def test_state_follows_micro_batches() -> None:
         self.weights += F.one_hot(y.clamp(min=0), CLASSES).sum((0, 1))
         return s.square().mean()
 
-    train_as_plain(Case("counting", lambda: Model(counting), lambda size, seed: uneven(seed)), pipeline(2), 7)
+    train_as_plain(Case("counting", lambda: model_of(counting), lambda size, seed: uneven(seed)), pipeline(2), 7)
 
 
 NUM_COUNTED = 12
 Way = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-class Counting(nn.Module):
+def counting_by(way: Way) -> nn.Module:
     """Returns the loss of what a function makes of samples (batch, WIDTH) and numbers (batch,)."""
-
-    def __init__(self, way: Way) -> None:
-        super().__init__()
-        self.way = way
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.numbers, self.last, self.norm = (
-            nn.Embedding(40, WIDTH),
-            nn.Linear(WIDTH, CLASSES),
-            nn.BatchNorm1d(WIDTH),
-        )
-        self.register_buffer("seen", torch.zeros(40))
-
-    def forward(self, x: Tensor, n: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.last(self.way(self, x, n)), y)
+    forward = lambda self, x, n, y: F.cross_entropy(self.last(way(self, x, n)), y)  # noqa: E731
+    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    layers = {"last": nn.Linear(WIDTH, CLASSES), "norm": nn.BatchNorm1d(WIDTH)}
+    return Written(forward, experts=experts, numbers=nn.Embedding(40, WIDTH), seen=torch.zeros(40), **layers)
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(0)
-    n = torch.randint(1, 20, (NUM_COUNTED,), generator=g)
-    return (
-        torch.randn(NUM_COUNTED, WIDTH, generator=g),
-        n,
-        torch.randint(CLASSES, (NUM_COUNTED,), generator=g),
-    )
+    g = generator(0)
+    n = 1 + integers(19, NUM_COUNTED, of=g)
+    return floats(NUM_COUNTED, WIDTH, of=g), n, integers(CLASSES, NUM_COUNTED, of=g)
 
 
 def try_out(way: Way) -> TracedModel:
     """Traces a model, and runs it on a batch and on parts of it."""
-    model = Counting(way)
+    model = counting_by(way)
     found = traced(model, *batch())
     Parts(found, model, batch(), NUM_COUNTED, CPU, share=lambda part: part).compare()
     return found
@@ -283,12 +265,7 @@ def test_counts_that_only_say_where_samples_go_are_not(way: Way, caplog: pytest.
 
 
 def test_ranks_try_out_what_they_will_train() -> None:
-    with pytest.raises(TraceError, match="what it counts over them"):
-        AutoVaruna(Counting(CHANGED["rank"]), num_micro_batches=2, **QUIET)(*batch())
-
-
-def test_what_each_rank_passes_stands_for_the_global_batch() -> None:
-    """Samples of one rank alone are too few to tell."""
+    """What each rank passes stands for the global batch: samples of one rank alone are too few to tell."""
 
     def first_eight(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
         return x * (n.argsort().argsort() < 8).unsqueeze(1)
@@ -297,11 +274,11 @@ def test_what_each_rank_passes_stands_for_the_global_batch() -> None:
         with pytest.raises(TraceError, match="what it counts over them"):
             model(*(each.tensor_split(2)[rank] for each in batch()))
 
-    on_ranks(Setup(((0, 1),), 2, settings={"inputs": "per_rank"}), Counting(first_eight), call, sgd)
+    on_ranks(Setup(((0, 1),), 2, settings={"inputs": "per_rank"}), counting_by(first_eight), call, sgd)
 
 
 def test_one_micro_batch_may_count_as_it_likes() -> None:
-    model = Counting(CHANGED["rank"])
+    model = counting_by(CHANGED["rank"])
     expected = model(*batch()).item()
     assert AutoVaruna(model, num_micro_batches=1, **QUIET)(*batch()).item() == expected
 

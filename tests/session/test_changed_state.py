@@ -21,7 +21,7 @@ from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import some
 from tests.ranks import run_ranks
 from tests.reference import compare, part, plain_micro_batched, ranges, sgd
-from tests.session.training import QUIET, Setup, as_plain, descend, measure, pipeline, refuse, train
+from tests.session.training import QUIET, Setup, as_plain, descend, measure, pipeline, planned, refuse, train
 
 SIZE, STEPS = 6, 2
 
@@ -169,6 +169,8 @@ def test_a_module_that_is_kept_whole_may_not_change_its_parameters() -> None:
 
 
 BATCH = labelled(6, 0)[1]
+ONE = {**QUIET, "num_micro_batches": 1}
+REPLICAS = Setup(((0, 1),), num_micro_batches=2)
 
 
 class Optioned(nn.Module):
@@ -227,7 +229,7 @@ def test_a_change_of_what_forward_reads_counts(what: str) -> None:
         torch.manual_seed(0)
         model: Any = Holder()
         optimizer = sgd(model.parameters())
-        wrapped: Any = model if is_plain else AutoVaruna(model, optimizer, **QUIET, num_micro_batches=1)
+        wrapped: Any = model if is_plain else AutoVaruna(model, optimizer, **ONE)
         found = []
         for step in range(3):
             loss = wrapped(**BATCH)
@@ -241,14 +243,15 @@ def test_a_change_of_what_forward_reads_counts(what: str) -> None:
                 model.config.unread = 5
         return found, 0 if is_plain else wrapped._session.traces.num_traced
 
-    found, num_traced = losses(CHANGES[what], is_plain=False)
+    with planned(Setup(num_micro_batches=1)):
+        found, num_traced = losses(CHANGES[what], is_plain=False)
     assert found == losses(CHANGES[what], is_plain=True)[0] != losses(lambda model: None, is_plain=True)[0]
     assert num_traced == 2 - (what == "buffer")
 
 
 def test_a_buffer_of_another_kind_is_refused() -> None:
     model = Holder()
-    wrapped = AutoVaruna(model, num_micro_batches=1, **QUIET)
+    wrapped = AutoVaruna(model, **ONE)
     wrapped(**BATCH)
     model.buffer = torch.ones(1)
     with pytest.raises(InputError, match=r"buffer buffer has been replaced .*got \(\(1,\).*expected \(\(\)"):
@@ -284,17 +287,18 @@ def test_what_forward_does_not_read_may_change_at_every_step() -> None:
 
     def be_rank(world: World) -> int:
         model = Optioned()
-        model.num_steps = 0  # type: ignore[assignment]
+        model.num_steps = 0
         wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
-        model.began = float(world.rank)  # type: ignore[assignment]
+        model.began = float(world.rank)
         for _ in range(4):
-            model.num_steps += 1  # type: ignore[assignment, operator]
-            model.clock = 0.1 * world.rank  # type: ignore[assignment]
+            model.num_steps += 1
+            model.clock = 0.1 * world.rank
             wrapped(**BATCH)
         assert wrapped._session.traces is not None
         return wrapped._session.traces.num_traced
 
-    assert run_ranks(2, be_rank) == [1, 1]
+    with planned(REPLICAS):
+        assert run_ranks(2, be_rank) == [1, 1]
 
 
 def test_another_parameter_is_refused_once_the_model_is_split() -> None:
@@ -321,7 +325,8 @@ def test_a_change_on_one_rank_is_told() -> None:
         with pytest.raises(RankError, match=r"attributes is missing on rank 0, scale:2\.0 on rank 1"):
             wrapped(**BATCH)
 
-    run_ranks(2, be_rank)
+    with planned(REPLICAS):
+        run_ranks(2, be_rank)
 
 
 def tabled(table: Callable[..., Tensor], **parts: Any) -> Any:

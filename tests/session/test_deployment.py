@@ -16,37 +16,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna import AutoVaruna, DeploymentError, MeasureError
 from autovaruna.graph.trace import trace
-from autovaruna.planner.deployment import Fingerprint, deployment_of, load, save
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search import make_plan
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
-from tests.planner.cases import make_problem
+from tests.catalogue.small import Written
 from tests.ranks import run_ranks
 from tests.session.training import trace_shared
 
 
-class Net(nn.Module):
-    """Has a loss, and places to be cut."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, width)
-        self.middle = nn.Linear(width, width)
-        self.last = nn.Linear(width, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.relu(self.middle(self.first(x))))
-        return out.square().mean()
+def make_net(width: int) -> nn.Module:
+    """Returns a model that has a loss, and places to be cut."""
+    layers = {"first": nn.Linear(4, width), "middle": nn.Linear(width, width), "last": nn.Linear(width, 2)}
+    forward = lambda self, x: self.last(torch.relu(self.middle(self.first(x)))).square().mean()  # noqa: E731
+    return Written(forward, **layers)
 
 
 def start(num_ranks: int = 2, width: int = 8, batch: int = 4, **settings: Any) -> Plan:
     """Starts a run, as a script does, and trains for a step; returns the plan."""
-    net = Net(width)
+    net = make_net(width)
 
     def be_rank(_: World) -> Plan:
         mine = copy.deepcopy(net)
@@ -147,12 +138,6 @@ def test_one_that_must_be_used_must_be_there(tmp_path: Path) -> None:
         start(load_deployment=True, deployment_file=str(tmp_path / "nothing.json"))
 
 
-def test_a_run_goes_on_where_none_can_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What was planned was once given up for a folder that nobody may write to."""
-    assert start(deployment_file=str(tmp_path)).num_ranks == 2
-    assert f"the plan is not kept: the deployment cannot be written to {tmp_path}: " in caplog.text
-
-
 def test_false_never_reads_it(file: Path, lines: Callable[[], list[str]]) -> None:
     file.write_text("no JSON")
     start(load_deployment=False, save_deployment=False)
@@ -172,29 +157,22 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "ranks": (lambda c: c["stages"][0].update(ranks=[5]), r"stages\[0\].ranks is \[5\]"),
     "too_few": (lambda c: c.update(num_micro_batches=1), "num_micro_batches is 1, expected 2 to 8"),
     "too_many": (lambda c: c.update(num_micro_batches=10**9), "expected 2 to 8"),
-    "key": (lambda c: c.pop("schedule"), "schedule is missing"),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_one_is_refused_if_it_must_be_used(file: Path, what: str) -> None:
+def test_a_broken_one_is_refused_if_it_must_be_used_else_planned_again(
+    file: Path, what: str, lines: Callable[[], list[str]]
+) -> None:
+    """A copy of what a person has written is kept."""
     change, words = BROKEN[what]
     edit(file, change)
     before = file.read_bytes()
     with pytest.raises(DeploymentError, match=words):
         start(load_deployment=True)
     assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize("what", ["cut", "too_few"])
-def test_a_broken_one_is_planned_again_and_a_copy_is_kept(
-    file: Path, what: str, lines: Callable[[], list[str]]
-) -> None:
-    change, words = BROKEN[what]
-    edit(file, change)
-    before = file.read_bytes()
     start()
-    assert any(words in line and "a copy is kept" in line for line in lines())
+    assert any(re.search(words, line) and "a copy is kept" in line for line in lines())
     assert Path(f"{file}.damaged").read_bytes() == before
     start(load_deployment=True)
 
@@ -254,19 +232,3 @@ def test_a_failure_leaves_it_unharmed(file: Path, act: str, monkeypatch: pytest.
     with pytest.raises(MeasureError, match="the story's error"):
         start(width=16)
     assert (file.read_bytes(), sorted(file.parent.iterdir())) == (before, others)
-
-
-def test_it_is_never_half_written(tmp_path: Path) -> None:
-    """Several runs save while one loads."""
-    problem = make_problem(8, 3, 12, num_stages=3, skips=2)
-    deployment = deployment_of(make_plan(problem), problem.graph, Fingerprint("graph", num_ranks=3))
-    file = tmp_path / "deployment.json"
-    save(file, deployment)
-
-    def be_rank(world: World) -> int:
-        for _ in range(50):
-            save(file, deployment) if world.rank else load(file)
-        return len(os.listdir(tmp_path))
-
-    run_ranks(4, be_rank)
-    assert os.listdir(tmp_path) == [file.name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,16 +19,10 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import PlanError
-from autovaruna.graph.records import Graph
-from autovaruna.planner.problem import Constraints, Problem
-from autovaruna.planner.records import Plan
-from autovaruna.planner.search import make_plan
-from autovaruna.profiler.records import BlockCost, Profile
 from tests.catalogue import PLAIN
 from tests.catalogue.case import Batch, Case, batch_size
 from tests.catalogue.drawn import NUM_PATHS, draw_case
 from tests.catalogue.small import WIDTH
-from tests.planner.cases import make_cluster
 from tests.products import drawn_seeds, some
 from tests.reference import (
     OPTIMIZERS,
@@ -225,29 +219,3 @@ def test_any_setup_trains_as_plain_pytorch(seed: int) -> None:
     optimizer = OPTIMIZERS[chance.choice(list(OPTIMIZERS))]
     options = {"max_norm": chance.choice([None, 0.1]), "num_accumulated": chance.choice([1, 3])}
     compare(train(case, setup, batches, optimizer, sizes, **options), plain_steps(case, batches, optimizer, **options))
-
-
-SIZE = 6
-LONG = [case for case in PLAIN if case.max_stages >= 4]
-
-
-@dataclass(frozen=True)
-class Searched(Setup):
-    """A run whose plan is searched, for blocks that take long and messages that do not."""
-
-    def plan(self, graph: Graph) -> Plan:
-        """Returns the plan that the search chooses, in which ranks hold several stages."""
-        costs = tuple(BlockCost(0.01, 0.02, 1e3, 0.0) for _ in graph.blocks)
-        profile = Profile(graph.fingerprint, "test", (1,), (costs,))
-        constraints = Constraints(num_micro_batches=self.num_micro_batches, num_replicas=1)
-        plan = make_plan(Problem(graph, profile, make_cluster(self.world_size), SIZE, constraints=constraints))
-        ranks = [rank for stage in plan.stages for rank in stage.ranks]
-        assert len(ranks) > len(set(ranks)) > 1, "the search was to choose several stages a rank"
-        return plan
-
-
-@pytest.mark.parametrize(("case", "num_ranks"), some([(case, 2 + k % 2) for k, case in enumerate(LONG)], 4), ids=str)
-def test_searched_interleaving_changes_no_bit(case: Case, num_ranks: int) -> None:
-    batches = [case.batch(SIZE, step) for step in range(NUM_STEPS)]
-    setups = Searched(num_ranks=num_ranks), Setup()
-    bit_equal(*(train(case, setup, batches, OPTIMIZERS["adamw"]) for setup in setups))

@@ -40,7 +40,7 @@ class Notes:
         self.seen: dict[int, list[Tensor]] = {place: [] for place in places}
         self.num_calls = 0
         for place in places:
-            model[place].register_forward_hook(self.hook_of(place))  # type: ignore[index]
+            model[place].register_forward_hook(self.hook_of(place))
 
     def hook_of(self, place: int) -> Any:
         """Returns a hook that reads numbers, which no trace could."""
@@ -91,7 +91,7 @@ class Locked:
 def test_a_hook_may_hold_what_cannot_be_copied() -> None:
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> int:
         watch = Locked()
-        model.module[2].register_forward_hook(watch)  # type: ignore[index]
+        model.module[2].register_forward_hook(watch)
         for _ in range(2):
             model(X[:4]).square().mean().backward()
         return watch.num_samples
@@ -104,7 +104,7 @@ def test_a_hook_may_come_and_go() -> None:
         counts = []
         seen: list[int] = []
         for is_there in (False, True, False):
-            handle = model.module[2].register_forward_hook(lambda *given: seen.append(len(given[2])))  # type: ignore[index]
+            handle = model.module[2].register_forward_hook(lambda *given: seen.append(len(given[2])))
             if not is_there:
                 handle.remove()
             model(X[:4]).square().mean().backward()

@@ -207,7 +207,7 @@ def test_right_numbers(function: Function) -> None:
 
 
 @torch.jit.script
-def scripted_gate(x, slope: float):  # type: ignore[no-untyped-def]
+def scripted_gate(x, slope: float):
     return x * torch.sigmoid(slope * x)
 
 

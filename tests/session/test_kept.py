@@ -15,22 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, hidden, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, ranges
-from tests.session.training import (
-    QUIET,
-    Setup,
-    measure,
-    pipeline,
-    refuse,
-    same_gradients,
-    train,
-    train_as_plain,
-)
+from tests.session.training import QUIET, Setup, measure, pipeline, refuse, same_gradients, train, train_as_plain
 
 SIZE, STEPS = 6, 3
 BATCH = labelled(SIZE, 0)[1]
@@ -43,29 +33,16 @@ def only(gradients: Any) -> Tensor:
     return gradient
 
 
-class Between(TwoLayers):
-    """Puts a module between two layers that can be traced."""
-
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.middle = middle
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(self.middle(torch.tanh(self.first(x)))))
-
-
-class Branch(nn.Module):
+def branching(self: Any, x: Tensor) -> Tensor:
     """Branches on a number in a tensor, and assigns a buffer."""
+    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+    out: Tensor = self.left(x) if self.mean.sum().item() > 0 else self.right(self.left(x))
+    return out - self.mean
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        out: Tensor = self.left(x) if self.mean.sum().item() > 0 else self.right(self.left(x))
-        return out - self.mean
+def branch() -> Any:
+    left, right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Written(branching, left=left, right=right, mean=torch.zeros(WIDTH))
 
 
 def layer_of(function: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
@@ -88,12 +65,6 @@ def tensor_hook(layer: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
-    """Recomputes a part of itself, and branches."""
-    out: Tensor = checkpoint(layer, x, use_reentrant=True)
-    return out if x.max().item() > 0 else -out
-
-
 def drawing(layer: nn.Module, x: Tensor) -> Tensor:
     """Draws from Python's generator and from torch's, and branches on what it drew."""
     x = F.dropout(x, 0.3)
@@ -112,7 +83,7 @@ def grown(layer: nn.Module, x: Tensor) -> Tensor:
 
 def tied() -> nn.Module:
     """Two kept modules that share a weight."""
-    first, second = Branch(), Branch()
+    first, second = branch(), branch()
     second.left.weight = first.left.weight
     return nn.Sequential(first, nn.LayerNorm(WIDTH), second)
 
@@ -126,16 +97,20 @@ def hooked() -> nn.Module:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "branch": Branch,
-    **{each.__name__: partial(layer_of, each) for each in (own_gradient, tensor_hook, checkpointed)},
+    "branch": branch,
+    **{each.__name__: partial(layer_of, each) for each in (own_gradient, tensor_hook)},
     "tied": tied,
     "hooked": hooked,
 }
 
 
+def around(middle: nn.Module) -> nn.Module:
+    """Returns a classifier with a module between layers that can be traced."""
+    return Classifier(hidden(nn.Tanh(), middle, nn.ReLU()))
+
+
 def case_of(name: str, kind: Callable[[], nn.Module]) -> Case:
-    """Returns a classifier with a module in its middle."""
-    return Case(f"kept_{name}", lambda: Classifier(Between(kind())), labelled)
+    return Case(f"kept_{name}", lambda: around(kind()), labelled)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -204,7 +179,7 @@ class Own(Classifier):
     """Does itself what cannot be traced, with a module in it that is kept whole."""
 
     def __init__(self, function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
-        super().__init__(Between(Branch()))
+        super().__init__(hidden(nn.Tanh(), branch(), nn.ReLU()))
         self.function = function
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -228,7 +203,7 @@ def scripted() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "TorchScript": (
-        lambda: Classifier(Between(scripted())),
+        lambda: around(scripted()),
         r"body\S* is a TorchScript module.*take the one that it was made of",
     ),
     "numbers of Python's": (
@@ -260,7 +235,7 @@ def test_measuring_leaves_no_trace_in_a_kept_module() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     seen: list[Tensor] = []
     layer.register_full_backward_hook(lambda module, inputs, outputs: seen.append(only(outputs)))
-    AutoVaruna(Classifier(Between(layer)), num_micro_batches=2, **QUIET)(**BATCH).backward()
+    AutoVaruna(around(layer), num_micro_batches=2, **QUIET)(**BATCH).backward()
     assert [len(each) for each in seen] == [3, 3]
 
 
@@ -286,7 +261,7 @@ def test_each_run_has_a_cache_of_its_own(is_kept: bool) -> None:
             with parametrize.cached():
                 model(**labelled(6, step)[1]).backward()
 
-    same_gradients(pipeline(2), Classifier(Between(PowerIterated(is_kept))), act, rtol=1e-4)
+    same_gradients(pipeline(2), Classifier(hidden(PowerIterated(is_kept))), act, rtol=1e-4)
 
 
 LENGTH = 7

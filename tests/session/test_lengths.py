@@ -16,6 +16,7 @@ from autovaruna.errors import RankError
 from autovaruna.session import traces
 from tests.catalogue import Batch, Case
 from tests.catalogue.hugging_face import ENCODER, GPT, HEADS, WIDTH, WORDS, make
+from tests.catalogue.small import Written
 from tests.products import WHOLE
 from tests.reference import Record, compare, plain_steps
 from tests.session.training import merge, on_ranks, pipeline, share_of, train_rank
@@ -106,18 +107,12 @@ def test_drawn_sizes_and_lengths_are_traced_twice(case: Case) -> None:
     assert num_traces <= 3
 
 
-class Steps(nn.Module):
+def by_steps(self: Any, x: Tensor) -> Tensor:
     """Goes word by word, in Python, so that a trace is for one length alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(x.shape[0], 4)
-        for place in range(x.shape[1]):
-            state = torch.tanh(self.first(x[:, place]) + state)
-        return self.last(state).square().mean()
+    state = x.new_zeros(x.shape[0], 4)
+    for place in range(x.shape[1]):
+        state = torch.tanh(self.first(x[:, place]) + state)
+    return self.last(state).square().mean()
 
 
 def of_lengths(*lengths: int) -> list[tuple[Batch, list[int]]]:
@@ -125,7 +120,11 @@ def of_lengths(*lengths: int) -> list[tuple[Batch, list[int]]]:
     return [(((torch.randn(4, length, 4, generator=generator),), {}), [2, 2]) for length in lengths]
 
 
-STEPS = Case("steps", Steps, lambda size, seed: ((), {}))
+def make_steps() -> nn.Module:
+    return Written(by_steps, first=nn.Linear(4, 4), last=nn.Linear(4, 1))
+
+
+STEPS = Case("steps", make_steps, lambda size, seed: ((), {}))
 
 
 def test_few_graphs_of_a_model_that_fixes_lengths_are_kept(

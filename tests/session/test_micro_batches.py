@@ -87,14 +87,14 @@ def model(is_synchronised: bool = False) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-    return nn.SyncBatchNorm.convert_sync_batchnorm(made) if is_synchronised else made  # type: ignore[no-untyped-call,no-any-return]
+    return nn.SyncBatchNorm.convert_sync_batchnorm(made) if is_synchronised else made
 
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def output(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
-    return wrapped(X).detach()  # type: ignore[no-any-return]
+    return wrapped(X).detach()
 
 
 def test_synchronised_statistics_are_those_of_all() -> None:

@@ -290,4 +290,4 @@ def test_a_loss_of_what_a_hook_has_kept_is_refused() -> None:
     inner.first.register_forward_hook(lambda module, given, made: setattr(kept, "made", made))
     loss = F.cross_entropy(AutoVaruna(inner, **ONE)(**X), BATCH["y"]) + kept.made.square().mean()
     with pytest.raises(OrderError, match="left beside what the model returns"):
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Case
+from tests.catalogue.small import Written
 from tests.catalogue.structure import Answer
 from tests.products import diagonal
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
@@ -48,7 +49,7 @@ def test_backward_from_a_given_gradient(setup: str) -> None:
 def test_each_backward_may_start_from_other_outputs(name: str, setup: str) -> None:
     def backward(output: Any, step: int) -> None:
         wanted = [(0,), (1,), (0, 1), (0,)][step]
-        torch.stack([output[place].sum() for place in wanted]).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack([output[place].sum() for place in wanted]).sum().backward()
 
     hold(CASES[name], backward, SETUPS[setup], num_batches=4)
 
@@ -89,22 +90,16 @@ def test_outputs_come_in_their_container(kind: str) -> None:
     on_ranks(pipeline(2), case.model(), run)
 
 
-class Turned(nn.Module):
+def turned(self: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Returns views that lie in memory in another order than that of their dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        out = self.last(self.first(x))
-        return out, out.view(-1, 2, 3).transpose(1, 2), out.t()
+    out = self.last(self.first(x))
+    return out, out.view(-1, 2, 3).transpose(1, 2), out.t()
 
 
 @pytest.mark.parametrize("num_micro_batches", (1, 2))
 def test_outputs_lie_in_memory_as_in_plain_pytorch(num_micro_batches: int) -> None:
     """Once, the last bit of a mean over them differed, which adds them up in the order of memory."""
-    plain, x = Turned(), torch.randn(6, 4)
+    plain, x = Written(turned, first=nn.Linear(4, 6), last=nn.Linear(6, 6)), torch.randn(6, 4)
     expected = [each.stride() for each in plain(x)]
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
@@ -196,20 +191,16 @@ def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> No
     bit_equal(*(merge(on_ranks(each, case.model(), run)) for each in (setup, Setup(((0,),), 5))))
 
 
-class Branching(nn.Module):
+def branching(self: Any, x: Tensor, more: bool) -> Tensor:
     """Uses a layer, and another one a second time, only when it is asked to."""
+    x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+    if more:
+        x = torch.tanh(self.layers[1](self.layers[2](x)))
+    return self.head(x).square().mean()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.extra = (nn.Linear(4, 4) for _ in range(3))
-        self.head = nn.Linear(4, 1)
 
-    def forward(self, x: Tensor, more: bool) -> Tensor:
-        x = torch.tanh(self.second(torch.tanh(self.first(x))))
-        if more:
-            x = torch.tanh(self.second(self.extra(x)))
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+def make_branching() -> nn.Module:
+    return Written(branching, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), head=nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +208,7 @@ class Branching(nn.Module):
 )
 def test_layers_that_some_calls_do_not_use_are_the_same_everywhere(order: str, setup: Setup) -> None:
     """Each rank that holds such a layer, or holds one at a stage that this call does not need, gets its gradient."""
-    case = Case("branching", Branching, lambda size, seed: ((torch.randn(size, 4), order[seed] == "t"), {}))
+    case = Case("branching", make_branching, lambda size, seed: ((torch.randn(size, 4), order[seed] == "t"), {}))
     torch.manual_seed(3)
     batches = [case.batch(6, step) for step in range(len(order))]
     compare(train(case, setup, batches), plain_steps(case, batches))

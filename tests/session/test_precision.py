@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.catalogue.small import words
 from tests.products import diagonal
 from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
-from tests.session.training import QUIET, Setup, held, merge, on_ranks, pipeline, share_of, with_state
+from tests.session.training import QUIET, Setup, as_plain, held, merge, on_ranks, pipeline, share_of, with_state
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class Mixed(nn.Module):
 
 
 MIXED = Case("mixed", Mixed, words, has_dropout=True, has_batch_norm=True)
+MIXED_BATCHES = [MIXED.batch(7, step) for step in range(3)]
 SURE = Case("mixed_sure", lambda: Mixed(0.0), words, has_batch_norm=True)
 SETUPS = {
     "two": pipeline(2),
@@ -158,30 +160,24 @@ SETUPS = {
     "two_zero_bubble": pipeline(2, schedule="zero_bubble"),
     "three_recompute_uneven": pipeline(3, recompute=True, shares=(0.2, 0.9)),
 }
-_one_stage: dict[str, Trained] = {}
 
 
+@cache
 def one_stage(way: str) -> Trained:
-    if way not in _one_stage:
-        _one_stage[way] = train_in(WAYS[way], MIXED, pipeline(1), batches())
-    return _one_stage[way]
-
-
-def batches(num: int = 3) -> list[Batch]:
-    return [MIXED.batch(7, step) for step in range(num)]
+    return train_in(WAYS[way], MIXED, pipeline(1), MIXED_BATCHES)
 
 
 @pytest.mark.parametrize(("way", "setup"), diagonal(WAYS, [*SETUPS, *list(SETUPS)[1:], *list(SETUPS)[:1]]))
 def test_no_partition_changes_a_bit(way: str, setup: str) -> None:
-    found = train_in(WAYS[way], MIXED, SETUPS[setup], batches())
+    found = train_in(WAYS[way], MIXED, SETUPS[setup], MIXED_BATCHES)
     bit_equal(found.record, one_stage(way).record)
     assert found.scales == one_stage(way).scales
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_micro_batch_gives_the_bits_of_plain_pytorch(way: str) -> None:
-    found = train_in(WAYS[way], SURE, pipeline(3, num_micro_batches=1), batches())
-    expected = plain_in(WAYS[way], SURE, batches())
+    found = train_in(WAYS[way], SURE, pipeline(3, num_micro_batches=1), MIXED_BATCHES)
+    expected = plain_in(WAYS[way], SURE, MIXED_BATCHES)
     bit_equal(found.record, expected.record)
     assert found.scales == expected.scales
 
@@ -196,27 +192,20 @@ def test_replicas_change_the_order_of_a_sum_alone(way: str) -> None:
 def test_each_call_has_a_precision_of_its_own() -> None:
     """Trains in bfloat16, evaluates in float32, and trains on; outputs have the dtype that plain PyTorch gives them."""
     case = CASES["returned_scores"]
-    batch = case.batch(7, 0)
+    args, kwargs = case.batch(7, 0)
 
-    def run(model: Any, optimizer: Any, rank: int) -> list[Tensor]:
-        return calls(model, batch)
+    def story(model: Any, optimizer: Any) -> list[Tensor]:
+        bfloat16, outputs = torch.autocast(DEVICE.type, dtype=torch.bfloat16), []
+        for around in (bfloat16, torch.no_grad(), bfloat16):
+            with around:
+                outputs.append(model(*args, **kwargs))
+            if outputs[-1].requires_grad:
+                outputs[-1].sum().backward()
+        assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+        assert [each.dtype for each in outputs] == [torch.bfloat16, torch.float32, torch.bfloat16]
+        return [each.detach() for each in outputs]
 
-    expected = calls(case.model(), batch)
-    for found in on_ranks(pipeline(2, num_micro_batches=1), case.model(), run):
-        assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
-        assert all(torch.equal(got, want) for got, want in zip(found, expected, strict=True))
-
-
-def calls(model: Any, batch: Batch) -> list[Tensor]:
-    bfloat16 = torch.autocast(DEVICE.type, dtype=torch.bfloat16)
-    outputs = []
-    for around in (bfloat16, torch.no_grad(), bfloat16):
-        with around:
-            outputs.append(model(*batch[0], **batch[1]))
-        if outputs[-1].requires_grad:
-            outputs[-1].sum().backward()
-    assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
-    return [each.detach() for each in outputs]
+    as_plain(pipeline(2, num_micro_batches=1), case.model(), story, rtol=0, atol=0)
 
 
 CASE = CASES["chain"]
@@ -228,10 +217,6 @@ SCALED = {
     "idle_rank": Setup(((0,), (1,)), num_ranks=3),
     "shared state": Setup(((0, 1),), settings={"shard_optimizer": True}),
 }
-
-
-def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, fused=True)
 
 
 @pytest.mark.parametrize("scale", [2.0**40, 2.0**18, 2.0**-30])
@@ -246,8 +231,9 @@ def test_scales_too_large_and_too_small_end_in_the_steps_of_plain_pytorch(scale:
 
 
 def test_an_optimizer_that_unscales_itself_is_scaled_too() -> None:
-    setup = pipeline(2, num_micro_batches=1)
-    found, expected = train_in(HALF, CASE, setup, BATCHES, fused), plain_in(HALF, CASE, BATCHES, fused)
+    fused = partial(torch.optim.SGD, lr=0.05, fused=True)
+    found = train_in(HALF, CASE, pipeline(2, num_micro_batches=1), BATCHES, fused)
+    expected = plain_in(HALF, CASE, BATCHES, fused)
     assert found.scales == expected.scales
     bit_equal(found.record, expected.record)
 

@@ -23,6 +23,7 @@ from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
 from autovaruna.session.borders import STATUS
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, Written, hidden, labelled
+from tests.products import some
 from tests.ranks import run_ranks
 from tests.session.training import QUIET, trace_shared
 
@@ -266,7 +267,7 @@ def train(world: World, net: nn.Module, meet: Callable[[], object], loss_in_mode
     return losses
 
 
-@pytest.mark.parametrize(("seed", "loss_in_model"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("seed", "loss_in_model"), some([(0, False), (2, False), (1, True), (3, True)], 2))
 def test_ranks_may_wait_for_each_other_by_themselves_after_any_call(
     seed: int, loss_in_model: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

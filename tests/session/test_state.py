@@ -17,14 +17,7 @@ from autovaruna.runtime.step_runner import StepRunner
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.products import diagonal
-from tests.reference import (
-    OPTIMIZERS,
-    Record,
-    adamw,
-    bit_equal,
-    compare,
-    plain_steps,
-)
+from tests.reference import OPTIMIZERS, Record, adamw, bit_equal, compare, plain_steps
 from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, train_rank
 
 SETUPS = {"one": Setup(), "two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "interleaved": Setup(((0,), (1,)) * 2)}
@@ -172,7 +165,7 @@ class Ordered(nn.Module):
         self.other = nn.Parameter(torch.randn(4, 9)[:, 2:7] if kind == "sliced" else torch.randn(4, 5))
         self.register_buffer("scale", torch.full((1,), 0.5).expand(5) if kind == "expanded" else torch.ones(5))
         if kind == "channels_last":
-            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.kernel(x)).mean((2, 3))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -103,7 +104,6 @@ def planned(setup: Setup, token: object = None) -> Iterator[None]:
 
     So are equal optimizers of torch's tried out.
     """
-    search = Preparation._new_plan
 
     def lay_down(self: Preparation) -> Plan:
         given = setup if self._traced.loss is not None else replace(setup, schedule="gpipe")
@@ -112,24 +112,14 @@ def planned(setup: Setup, token: object = None) -> Iterator[None]:
             raise TooFewBlocksError(len(self._traced.graph.blocks))
         return plan
 
-    Preparation._new_plan = lay_down  # type: ignore[method-assign]
-    optimizer.steps_of = try_once  # type: ignore[attr-defined]
-    try:
-        with trace_shared(token) if token is not None else nullcontext():
-            yield
-    finally:
-        Preparation._new_plan = search  # type: ignore[method-assign]
-        optimizer.steps_of = steps_of  # type: ignore[attr-defined]
-
-
-@contextmanager
-def trace_shared(token: object) -> Iterator[None]:
-    """Lets equal models (`token`) share their graphs."""
-    traces.trace = partial(trace_once, token)  # type: ignore[attr-defined]
-    try:
+    laid_down, tried = patch.object(Preparation, "_new_plan", lay_down), patch.object(optimizer, "steps_of", try_once)
+    with laid_down, tried, trace_shared(token) if token is not None else nullcontext():
         yield
-    finally:
-        traces.trace = trace  # type: ignore[attr-defined]
+
+
+def trace_shared(token: object) -> AbstractContextManager[Any]:
+    """Lets equal models (`token`) share their graphs."""
+    return patch.object(traces, "trace", partial(trace_once, token))
 
 
 class TooFewBlocksError(Exception):
@@ -246,7 +236,7 @@ def as_plain(
 
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Goes backward from a loss, and makes a step."""
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -339,7 +329,7 @@ def train_rank(
     record = Record()
     for call, batch in enumerate(batches, 1):
         loss = case.loss_of(model(*batch[0], **batch[1]), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         record.losses.append(copied(loss))
         if call % num_accumulated:
             continue
