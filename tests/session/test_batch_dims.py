@@ -105,9 +105,9 @@ REPLICAS = ((0, 1), (2, 3))
 @pytest.mark.parametrize(
     ("setup", "lengths"),
     [
-        (pipeline(2, num_micro_batches=2, settings=DIMS), (4, 4, 4)),
-        (pipeline(2, num_micro_batches=4, settings=PER_RANK), (4, 4, 4)),
-        (pipeline(2, num_micro_batches=2, settings=PER_RANK), (4, 6, 3, 5, 2)),
+        (pipeline(2, num_micro_batches=2, settings=DIMS), (4, 4)),
+        (pipeline(2, num_micro_batches=4, settings=PER_RANK), (4, 4)),
+        (pipeline(2, num_micro_batches=2, settings=PER_RANK), (4, 6, 3)),
         (pipeline(1, num_micro_batches=3, settings=DIMS), (5, 5)),
         (Setup(REPLICAS, 4, settings={**DIMS, "inputs": "per_replica", "stage_ranks": REPLICAS}), (4, 4)),
     ],
