@@ -1,4 +1,4 @@
-"""Calls of every kind: outputs mode, scaled losses, weights, sums, hooks, frozen parameters, other shapes."""
+"""Calls of every kind: outputs mode, scaled losses, hooks, frozen parameters, layers that a call does not use."""
 
 from __future__ import annotations
 

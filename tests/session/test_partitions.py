@@ -56,8 +56,9 @@ def hold(name: str, setup_name: str) -> None:
 
 
 def pairs(cases: Sequence[Case], setups: Sequence[str]) -> list[tuple[Case, str]]:
-    """Returns every case, and every setup with a fifth of the cases; or all of their product."""
-    return [(case, setup) for k, case in enumerate(cases) for setup in (setups if WHOLE else setups[k % 5 :: 5])]
+    """Returns every case, and every setup with a fifth of the cases at least; or all of their product."""
+    step = 1 if WHOLE else min(5, len(setups))
+    return [(case, setup) for k, case in enumerate(cases) for setup in setups[k % step :: step]]
 
 
 @pytest.mark.parametrize(("case", "setup"), pairs(PLAIN, [*SETUPS]), ids=str)
