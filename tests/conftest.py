@@ -22,10 +22,11 @@ FIRST = (
     "mpi/test_prediction.py",
     "test_examples.py",
     "session/test_partitions.py",
+    "session/test_precision.py",
     "planner/test_bound.py",
-    "session/test_against_plain.py",
-    "session/test_modes.py",
-    "session/test_drawn.py",
+    "session/test_changed_state.py",
+    "session/test_kept.py",
+    "session/test_idioms.py",
     "planner/test_interleaving.py",
 )
 """The files that take longest, and all that share ranks, one after the other.

@@ -56,16 +56,12 @@ def test_rank_0_tells_and_the_others_warn(conf, capsys, no_set_up):
     assert lines == ["[rank 0] planning", "[rank 0] tight", "[rank 1] tight"]
 
 
-def test_a_level_is_one_room_s(conf):
-    log.configure(0, conf('[levels]\nruntime = "debug"\ngraph = "off"'))
+@pytest.mark.parametrize(("rank", "first_line"), [(0, ""), (3, 'other_ranks = "debug"\n')])
+def test_a_level_is_one_room_s(conf, rank, first_line):
+    """Other ranks can be heard, too."""
+    log.configure(rank, conf(first_line + '[levels]\nruntime = "debug"\ngraph = "off"'))
     assert level("runtime") == logging.DEBUG
     assert level("graph") > logging.CRITICAL
-    assert level("planner") == logging.INFO
-
-
-def test_other_ranks_can_be_heard(conf):
-    log.configure(3, conf('other_ranks = "debug"\n[levels]\nruntime = "debug"'))
-    assert level("runtime") == logging.DEBUG
     assert level("planner") == logging.INFO
 
 

@@ -68,12 +68,6 @@ class Agent(nn.Module):
         return self.num_evaluated
 
 
-def agent() -> Agent:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Agent()
-
-
 def by_method(model: Any, x: Tensor, y: Tensor) -> Tensor:
     logits, values = model.evaluate(x, scale=0.5)
     return F.cross_entropy(logits, y) + values.square().mean()
@@ -124,8 +118,8 @@ def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) ->
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:
         return train(model, optimizer, slice(4 * rank, 4 * rank + 4))
 
-    found = on_ranks(SETUPS[setup], agent(), run)
-    plain = agent()
+    plain = Agent()
+    found = on_ranks(SETUPS[setup], plain, run)
     expected = train(plain, sgd(plain.parameters()), slice(None))
     for state in found:
         torch.testing.assert_close(state, expected)
@@ -170,7 +164,7 @@ def test_gradients_from_beside_the_wrapper_are_noticed(loss_of: Callable[..., Te
         with pytest.raises(InputError, match=r"has called .* beside the wrapper.*model\.method"):
             optimizer.step()
 
-    on_ranks(SETUPS["replicas"], agent(), run)
+    on_ranks(SETUPS["replicas"], Agent(), run)
 
 
 def test_what_goes_not_backward_may_be_called_beside_the_wrapper() -> None:
@@ -180,7 +174,7 @@ def test_what_goes_not_backward_may_be_called_beside_the_wrapper() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    on_ranks(SETUPS["replicas"], agent(), run)
+    on_ranks(SETUPS["replicas"], Agent(), run)
 
 
 SIZES = 4, 2

@@ -24,6 +24,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
 from tests.catalogue.small import Written
+from tests.products import some
 from tests.ranks import run_ranks
 from tests.session.training import trace_shared
 
@@ -117,7 +118,7 @@ STALE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", STALE)
+@pytest.mark.parametrize("what", some([*STALE], 2))
 def test_a_stale_one_is_refused_if_it_must_be_used_else_planned_again(
     file: Path, what: str, lines: Callable[[], list[str]]
 ) -> None:
@@ -160,7 +161,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("what", some([*BROKEN], 2))
 def test_a_broken_one_is_refused_if_it_must_be_used_else_planned_again(
     file: Path, what: str, lines: Callable[[], list[str]]
 ) -> None:
@@ -221,7 +222,7 @@ def test_a_copy_of_a_damaged_one_is_a_new_file(file: Path, tmp_path: Path) -> No
     assert copy.read_text() == "edited" and copy.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("act", ["trace", "measure", "make_plan", "save"])
+@pytest.mark.parametrize("act", some(["trace", "measure", "make_plan", "save"], 2))
 def test_a_failure_leaves_it_unharmed(file: Path, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MeasureError("the story's error")

@@ -167,7 +167,7 @@ def one_stage(way: str) -> Trained:
     return train_in(WAYS[way], MIXED, pipeline(1), MIXED_BATCHES)
 
 
-@pytest.mark.parametrize(("way", "setup"), diagonal(WAYS, [*SETUPS, *list(SETUPS)[1:], *list(SETUPS)[:1]]))
+@pytest.mark.parametrize(("way", "setup"), diagonal(WAYS, SETUPS))
 def test_no_partition_changes_a_bit(way: str, setup: str) -> None:
     found = train_in(WAYS[way], MIXED, SETUPS[setup], MIXED_BATCHES)
     bit_equal(found.record, one_stage(way).record)
