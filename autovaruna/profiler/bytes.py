@@ -25,14 +25,10 @@ _alone = Lock()
 
 
 class AllocationMeter:
-    """Finds the most memory that this thread has allocated and not yet freed while its context runs.
-
-    `events` has the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
-    """
+    """Finds the most memory that this thread has allocated and not yet freed while its context runs."""
 
     def __enter__(self) -> AllocationMeter:
         _alone.acquire()
-        self.events: list[tuple[int, int]] = []
         self._live: dict[int, int] = {}
         self._start()
         return self
@@ -58,8 +54,7 @@ class AllocationMeter:
         with _quiet():
             self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         now = peak = sum(self._live.values())
-        self.events = _allocations(self._profile)
-        for num_bytes, address in self.events:
+        for num_bytes, address in _allocations(self._profile):
             if num_bytes > 0:
                 self._live[address] = num_bytes
                 now += num_bytes
@@ -149,7 +144,12 @@ def count_deferred_bytes(work: Work) -> tuple[int, Deferred]:
     What came in is counted too, since a stage may begin here; so blocks that keep the same count it more than once.
     """
     weights = {id(weight) for weight in work.weights}
-    arguments = [_copied(each) if id(each) not in weights else each for each in work.arguments]
+    arguments = [  # copies, which live only as long as something keeps them
+        each.detach().clone().requires_grad_(each.requires_grad)
+        if isinstance(each, Tensor) and id(each) not in weights
+        else each
+        for each in work.arguments
+    ]
     seen: dict[int, tuple[Callable[[], bool], int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -165,20 +165,12 @@ def count_deferred_bytes(work: Work) -> tuple[int, Deferred]:
     return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known), deferred
 
 
-def _copied(argument: Any) -> Any:
-    """Returns a copy of a tensor, which lives only as long as something keeps it."""
-    if not isinstance(argument, Tensor):
-        return argument
-    return argument.detach().clone().requires_grad_(argument.requires_grad)
-
-
 def _run(work: Work) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
     """Runs forward and returns its outputs, and what is saved for backward by memory."""
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept = tensor.detach()
-        saved[storage_of(kept)] = kept
+        kept = saved[storage_of(tensor)] = tensor.detach()
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

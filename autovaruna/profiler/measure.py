@@ -61,11 +61,6 @@ def own_clock(device: torch.device) -> Callable[[], float]:
     return read
 
 
-def wait_for(device: torch.device) -> Callable[[], None]:
-    """Returns what waits until a device has done all that it was given; a host has, when a call returns."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
-
-
 @lru_cache(maxsize=1)
 def _is_fine() -> bool:
     """Says whether the thread's own time advances in small steps; there are systems on which it counts turns."""
@@ -110,25 +105,21 @@ def measure_pace(device: torch.device) -> Pace:
     passed: list[float] = []
     begin = perf_counter()
 
-    def are_enough() -> bool:
-        """Says whether samples tell what other programs take; more are needed if they do."""
-        seconds = perf_counter() - begin
-        if len(own) < _LEAST_SAMPLES or seconds < _LEAST_SECONDS:
-            return False
-        return seconds >= _MOST_SECONDS or fmean(passed) < _SHARED * median(own)
-
-    while not are_enough():
+    while True:
         started, own_started = perf_counter(), now()
         _run(matrix)
         own.append(now() - own_started)
         passed.append(perf_counter() - started)
-    return Pace(median(own), fmean(passed))
+        seconds = perf_counter() - begin
+        least = _LEAST_SECONDS if fmean(passed) < _SHARED * median(own) else _MOST_SECONDS
+        if len(own) >= _LEAST_SAMPLES and seconds >= least:
+            return Pace(median(own), fmean(passed))
 
 
+@torch.no_grad()
 def _run(matrix: torch.Tensor) -> None:
-    with torch.no_grad():
-        for _ in range(2):
-            torch.tanh(matrix @ matrix)
+    for _ in range(2):
+        torch.tanh(matrix @ matrix)
 
 
 _SAMPLE_SECONDS = 200e-6
@@ -148,9 +139,7 @@ def time_work(
 ) -> Seconds:
     """Times work that has run once; returns seconds of one forward and of one backward, without those of an empty call.
 
-    Args:
-        allowance_seconds: No further sample is begun after this time; one is taken in any case.
-        kept_bytes: What a forward keeps for its backward.
+    No further sample is begun after `allowance_seconds`. `kept_bytes` are what a forward keeps for its backward.
     """
     forward, backward = _samples(work, iterations, allowance_seconds, device, _in_flight(kept_bytes))
     empty_forward, empty_backward = call_seconds(sum(value.requires_grad for value in work.values) or 1, device)
@@ -174,7 +163,7 @@ def call_seconds(num_values: int, device: torch.device) -> Seconds:
 
 
 def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
-    """Times the weight gradients that a split backward leaves for later; arguments are those of `time_work`."""
+    """Times the weight gradients that a split backward leaves for later."""
     now, ends = own_clock(device), perf_counter() + allowance_seconds
     deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
     samples: list[float] = []
@@ -261,11 +250,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class PartCost:
-    """What was measured of one part: seconds of a forward and of a backward (0: there is none), and bytes.
-
-    The last three are those of `BlockCost`, 0 if the backward has nothing to leave for later. Of a layer, only the
-    seconds that splitting adds are measured.
-    """
+    """What was measured of one part; a `BlockCost` has the same. Of a layer, neither weights nor what they keep is."""
 
     forward_seconds: Amount
     backward_seconds: Amount
@@ -350,53 +335,49 @@ def settle(costs: Sequence[PartCost]) -> PartCost:
 
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
     """Returns what to measure: a part with all sizes at once, since machines drift; each rank comes by every size."""
-    found: list[tuple[Part, int]] = []
-    for place, part in enumerate(distinct(all_parts(traced))):
-        first = place % len(sizes)
-        found += [(part, size) for size in (*sizes[first:], *sizes[:first])]
-    return found
+    return [
+        (part, sizes[(place + turn) % len(sizes)])
+        for place, part in enumerate(distinct(all_parts(traced)))
+        for turn in range(len(sizes))
+    ]
 
 
 def _measure_one(
     part: Part, kinds: Sequence[Samples], size: int, iterations: int, allowance: float, splits: bool
 ) -> PartCost:
     """Measures a part on the first of several kinds of numbers that it takes."""
-    first: Exception | None = None
+    errors: list[Exception] = []
     for samples in sorted(kinds, key=lambda each: part.code.takes_shares and each.numbers is not Numbers.SHARE):
         try:
             return _measure_on(part, samples, size, iterations, allowance, splits)
         except Exception as error:
-            first = error if first is None else first
-    assert first is not None
-    raise MeasureError(_explain(part, size, first, failed_at(first, part.traced.nodes))) from first
+            errors.append(error)
+    module = next((block.module for block in part.blocks), "") or "the model itself"
+    where = failed_at(errors[0], part.traced.nodes)
+    raise MeasureError(
+        f"The block {part.name} (module {module}) failed while it was measured with {size} samples{where}: got "
+        f"{type(errors[0]).__name__}: {first_line(errors[0])}. Expected it to run on random numbers of the traced "
+        "shapes (integers are those of the first batch, or zeros). If memory ran out, lower the micro-batch size; "
+        "if its operations refuse such numbers, please report the module."
+    ) from errors[0]
 
 
 def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowance: float, splits: bool) -> PartCost:
     started = perf_counter()
+    device = samples.device
     work = make_work(part, samples, size)
-    num_bytes = count_bytes(work, samples.device)
+    num_bytes = count_bytes(work, device)
     left = allowance - (perf_counter() - started)
     kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
-    seconds = time_work(work, iterations, left, samples.device, kept_bytes)
+    seconds = time_work(work, iterations, left, device, kept_bytes)
     if work.split is None or not splits:
         return PartCost(*seconds, num_bytes)
     left = allowance - (perf_counter() - started)
     if len(part.blocks) > 1:
-        added = time_splitting(work, iterations, left, samples.device, kept_bytes)
-        return PartCost(*seconds, num_bytes, split_seconds=added)
-    weights = time_weights(work, iterations, left, samples.device)
-    added = work.split.num_operations * split_seconds(samples.device)
+        return PartCost(*seconds, num_bytes, split_seconds=time_splitting(work, iterations, left, device, kept_bytes))
+    weights = time_weights(work, iterations, left, device)
+    added = work.split.num_operations * split_seconds(device)
     return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work)[0])
-
-
-def _explain(part: Part, size: int, error: Exception, where: str) -> str:
-    module = next((block.module for block in part.blocks), "") or "the model itself"
-    return (
-        f"The block {part.name} (module {module}) failed while it was measured with {size} samples{where}: got "
-        f"{type(error).__name__}: {first_line(error)}. Expected it to run on random numbers of the traced shapes "
-        "(integers are those of the first batch, or zeros). If memory ran out, lower the micro-batch size; "
-        "if its operations refuse such numbers, please report the module."
-    )
 
 
 def to_profile(
@@ -432,14 +413,12 @@ def _block_costs(
         first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
         forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
-    weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
+    weights = [  # measured apart, they may come out as more than the whole backward
+        min(cost.weight_seconds / cost.backward_seconds, 1.0) * seconds if cost.backward_seconds > 0 else 0.0
+        for cost, seconds in zip(own, backward, strict=True)
+    ]
     columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
     return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
-
-
-def _share(cost: PartCost) -> float:
-    """Returns the share of a backward that weight gradients take; measured apart, it may come out as more than all."""
-    return min(cost.weight_seconds / cost.backward_seconds, 1.0) if cost.backward_seconds > 0 else 0.0
 
 
 def _seconds(kind: int, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]) -> list[float]:

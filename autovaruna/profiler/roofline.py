@@ -33,7 +33,7 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
 from autovaruna.profiler.measure import Key, PartCost, to_profile
 from autovaruna.profiler.records import LinkCost, OptimizerCost, Profile
-from autovaruna.profiler.work import Part, Samples, Work, block_parts, distinct, make_work, repeated_part
+from autovaruna.profiler.work import Part, Samples, block_parts, distinct, make_work, repeated_part
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -88,7 +88,8 @@ class DeviceSpec:
 
     Attributes:
         name: as torch names it; a deployment is valid for it.
-        flops_per_second: by dtype, what a product of large matrices reaches (data sheet times efficiency).
+        flops_per_second: by dtype, what a product of large matrices reaches (data sheet times efficiency); one that the
+            file does not name counts as float32.
         bytes_per_second: what a pass over memory reaches (likewise).
         memory_bytes: of the device; 0: the file does not say.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
@@ -112,17 +113,9 @@ class DeviceSpec:
     fragmentation: float = 1.0
     unaligned_share: float = 1.0
 
-    def flops_of(self, dtype: str) -> float:
-        """Returns the arithmetic of a second; a dtype that the file does not name counts as float32."""
-        return self.flops_per_second.get(dtype, self.flops_per_second["float32"])
-
 
 def find_device_file(name: str) -> Path:
-    """Returns the file of a device: a path, or the bare name of a file of this library or of the conf directory.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the file of a device: a path, or the bare name of a file of this library or of the conf directory."""
     file = name if name.endswith(".toml") else f"{name}.toml"
     folders = [conf_dir(os.environ) / "devices", PACKAGED / "devices"]
     for path in (Path(at_home(name)), *(folder / file for folder in folders)):
@@ -173,8 +166,6 @@ def read_device(name: str) -> DeviceSpec:
 
 logger = logging.getLogger(__name__)
 
-Formulas = Mapping[Any, Callable[..., int]]
-
 aten = torch.ops.aten
 # Of these, only as much of the first argument is read as comes out.
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.take}
@@ -185,10 +176,10 @@ _WITHOUT_FORMULA = ("rnn", "lstm", "gru", "linalg_", "fft", "conv", "mm")
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the predicted seconds of everything that runs in its context."""
 
-    def __init__(self, device: DeviceSpec, formulas: Formulas) -> None:
+    def __init__(self, device: DeviceSpec) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.formulas = formulas
+        self.formulas = flop_formulas()
         self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,7 +196,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is None:
             _note(str(func))
             return seconds
-        rate = self.device.flops_of(_dtype((args, kwargs)))
+        rates = self.device.flops_per_second
+        rate = rates.get(_dtype((args, kwargs)), rates["float32"])
         if not all(map(_is_aligned, tensors_in((args, kwargs, result)))):
             rate *= self.device.unaligned_share
         return max(seconds, float(formula(*args, **kwargs, out_val=result)) / rate)
@@ -285,10 +277,9 @@ def predict(
     parts = distinct([part for part in (*block_parts(traced), repeated_part(traced)) if part.nodes])
     jobs = [(part, size) for size in micro_batch_sizes for part in parts]
     costs: dict[Key, PartCost] = {}
-    formulas = flop_formulas()
     samples = _FakeSamples(traced, model, _CPU, is_gpu=device.kind == "cuda")
     for done, (part, size) in enumerate(jobs):
-        costs[part.signature, size] = _predict_one(part, samples, size, device, formulas)
+        costs[part.signature, size] = _predict_one(part, samples, size, device)
         if on_progress is not None:
             on_progress(done + 1, len(jobs))
     return replace(to_profile(traced, costs, _CPU, has_layers=False), device=device.name, is_measured=False)
@@ -299,19 +290,24 @@ def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
     return OptimizerCost(0.0, (3.0 + 2.0 * bytes_factor) / device.bytes_per_second)
 
 
-def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, formulas: Formulas) -> PartCost:
+def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec) -> PartCost:
     try:
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
             work = make_work(part, samples, size)
             with _Workspaces():  # type: ignore[no-untyped-call]
                 num_bytes = count_bytes(work, _CPU)
-            with Meter(device, formulas) as forward:
+            with Meter(device) as forward:
                 outputs = work.forward()
-            with Meter(device, formulas) as backward:
+            with Meter(device) as backward:
                 if work.needs_gradient:
                     work.backward(outputs)
-            apart = _predict_split(work, device, formulas)
-        return PartCost(forward.seconds, backward.seconds, num_bytes, *apart)
+            if work.split is None:
+                return PartCost(forward.seconds, backward.seconds, num_bytes)
+            deferred_bytes, deferred = count_deferred_bytes(work)
+            with Meter(device) as weights:
+                deferred.compute(work.weights)
+        added = work.split.num_operations * device.operation_seconds
+        return PartCost(forward.seconds, backward.seconds, num_bytes, weights.seconds, added, deferred_bytes)
     except Exception as error:
         where = failed_at(error, samples.traced.nodes)
         raise MeasureError(
@@ -319,16 +315,6 @@ def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, fo
             "Expected operations whose shapes do not depend on the numbers in tensors; measure the model instead "
             "(python -m autovaruna measure), and pass the profile."
         ) from error
-
-
-def _predict_split(work: Work, device: DeviceSpec, formulas: Formulas) -> tuple[float, float, int]:
-    """Returns what `PartCost` says of weight gradients that are computed apart."""
-    if work.split is None:
-        return 0.0, 0.0, 0
-    num_bytes, deferred = count_deferred_bytes(work)
-    with Meter(device, formulas) as weights:
-        deferred.compute(work.weights)
-    return weights.seconds, work.split.num_operations * device.operation_seconds, num_bytes
 
 
 class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -344,11 +330,11 @@ class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@dataclass
 class _FakeStream:
     """Stands for a random stream: nothing is drawn."""
 
-    def __init__(self, is_gpu: bool) -> None:
-        self.is_gpu = is_gpu
+    is_gpu: bool
 
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a random operation; attention on a GPU drops inside its one kernel, which no CPU kernel does."""

@@ -82,15 +82,13 @@ class Part:
     @cached_property
     def signature(self) -> str:
         """A text that is equal for parts that do the same work and give the same results to others, in any model."""
-        inside = {name: index for index, name in enumerate(self.nodes)}
-        text = ",".join([self._work, *(str(inside[name]) for name in self.outputs)])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def _work(self) -> str:
         if len(self.blocks) == 1:
-            return self.blocks[0].signature
-        return signature([self.traced.nodes[name] for name in self.nodes], self.traced.facts, self.traced.sizes)
+            work = self.blocks[0].signature
+        else:
+            work = signature([self.traced.nodes[name] for name in self.nodes], self.traced.facts, self.traced.sizes)
+        inside = {name: index for index, name in enumerate(self.nodes)}
+        text = ",".join([work, *(str(inside[name]) for name in self.outputs)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def is_of_torch(self) -> bool:
@@ -101,20 +99,23 @@ class Part:
     def outputs(self) -> tuple[str, ...]:
         """Tensors of the part that other blocks use or that the model returns, in execution order."""
         inside, returned = set(self.nodes), {spec.node for spec in self.traced.outputs}
-        return tuple(name for name in self.nodes if self._is_tensor(name) and self._leaves(name, inside, returned))
+
+        def leaves(name: str) -> bool:
+            users = [user for user in self.traced.nodes[name].users if user.op != "output" and user.name not in inside]
+            return name in returned or not all(map(self.traced.sizes.is_given, users))
+
+        return tuple(name for name in self.nodes if self._is_tensor(name) and leaves(name))
 
     @cached_property
     def values(self) -> tuple[str, ...]:
         """Tensors that come in from other blocks or from repeated nodes, in order of first use."""
         inside = set(self.nodes)
-        sources = [source for name in self.nodes for source in self.traced.nodes[name].all_input_nodes]
+        sources = dict.fromkeys(source for name in self.nodes for source in self.traced.nodes[name].all_input_nodes)
         return tuple(
-            dict.fromkeys(
-                source.name
-                for source in sources
-                if source.op == "call_function" and source.name not in inside and self._is_tensor(source.name)
-                if not self.traced.sizes.is_given(source)
-            )
+            source.name
+            for source in sources
+            if source.op == "call_function" and source.name not in inside and self._is_tensor(source.name)
+            if not self.traced.sizes.is_given(source)
         )
 
     @cached_property
@@ -129,13 +130,6 @@ class Part:
 
     def _is_tensor(self, name: str) -> bool:
         return isinstance(self.traced.facts[name].value, Tensor)
-
-    def _leaves(self, name: str, inside: set[str], returned: set[str]) -> bool:
-        users = self.traced.nodes[name].users
-        used = any(
-            user.name not in inside and user.op != "output" and not self.traced.sizes.is_given(user) for user in users
-        )
-        return used or name in returned
 
 
 def all_parts(traced: TracedModel) -> list[Part]:
@@ -158,8 +152,13 @@ def layer_parts(traced: TracedModel) -> list[Part]:
 
     Layers of few blocks are taken together, and a layer of very many blocks is parted.
     """
+
+    def layer_of(block: Block) -> str:
+        match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
+        return match[0] if match else ""
+
     runs: list[list[Block]] = [[]]
-    for _, layer in groupby(traced.graph.blocks, key=_layer):
+    for _, layer in groupby(traced.graph.blocks, key=layer_of):
         if len(runs[-1]) >= _LEAST_BLOCKS:
             runs.append([])
         runs[-1] += layer
@@ -178,11 +177,6 @@ def _part(traced: TracedModel, blocks: Iterable[Block]) -> Part:
     nodes = tuple(name for block in blocks for name in block.nodes)
     name = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} to {blocks[-1].name}"
     return Part(traced, blocks, nodes, name)
-
-
-def _layer(block: Block) -> str:
-    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
-    return match[0] if match else ""
 
 
 def _is_of_torch(target: Any) -> bool:
@@ -259,9 +253,7 @@ class Samples:
         return tensor.detach().to(self.device, copy=True)
 
     def _input(self, name: str, batch_size: int) -> Tensor:
-        places = [node.name for node in self.traced.module.graph.find_nodes(op="placeholder")]
-        place = places.index(name)
-        spec, tensor = self.traced.call.inputs[place], self.inputs[place].detach()
+        spec, tensor = self.traced.inputs[name], self.inputs[list(self.traced.inputs).index(name)].detach()
         if spec.is_batch:
             rows = torch.arange(batch_size, device=tensor.device) % max(tensor.shape[0], 1)
             tensor = tensor.index_select(0, rows)

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
-from autovaruna.profiler.separable import Steps, steps_of
+from autovaruna.profiler.optimizer import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
 from autovaruna.runtime.weights import Placement, from_rank, share_of, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World

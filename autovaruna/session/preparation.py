@@ -49,8 +49,8 @@ from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import gather_on_all, on_all
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.calls import SharedCall
+from autovaruna.session.machine import rank_memory
 from autovaruna.session.measuring import SHAPING, SpeedWatch, Subject, measured_problem, optimizer_factor
-from autovaruna.session.memory import rank_memory
 from autovaruna.session.wrapped import Wrapped
 from autovaruna.stage.split import Assignment, assign
 

@@ -36,11 +36,9 @@ from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session import calls
-from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.borders import NO_WISHES, refuse_several
-from autovaruna.session.calls import Report, SharedCall
-from autovaruna.session.device import on_own_gpu
-from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.calls import BatchValues, Report, SharedCall, Totals, ValuesOfBatch
+from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.traces import Traces

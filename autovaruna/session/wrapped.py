@@ -24,7 +24,7 @@ from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.borders import Morphing, Stopping, listen
 from autovaruna.session.calls import Digest, ScriptActions
-from autovaruna.session.device import bring_to_own_device
+from autovaruna.session.machine import bring_to_own_device
 
 
 class Wrapped:

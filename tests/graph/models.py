@@ -16,7 +16,7 @@ from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import cut_batch
-from autovaruna.session.batch_values import BatchValues
+from autovaruna.session.calls import BatchValues
 
 CPU = torch.device("cpu")
 

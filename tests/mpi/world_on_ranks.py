@@ -16,7 +16,7 @@ import torch.distributed as dist
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.mail import Kind, Layout, Mail, Route
 from autovaruna.runtime.world import World
-from autovaruna.session.links import measure_links, measure_sums
+from autovaruna.session.machine import measure_links, measure_sums
 from tests.runtime.world_laws import LAWS
 
 
