@@ -61,22 +61,15 @@ def _told_apart(order: torch.memory_format | None, gradient: Tensor) -> Tensor |
 class Source(str, Enum):
     """Where an argument of a piece comes from."""
 
-    INPUT = "input"
-    """The caller's input tensor of that name."""
-    VALUE = "value"
-    """A tensor made by a block outside the piece."""
-    SIZE = "size"
-    """A number that follows from the micro-batch size."""
-    OF_BATCH = "of_batch"
-    """A value of the whole batch, by the name of the call of `of_batch` that stands for it."""
+    INPUT = "input"  # the caller's input tensor of that name
+    VALUE = "value"  # a tensor made by a block outside the piece
+    SIZE = "size"  # a number that follows from the micro-batch size
+    OF_BATCH = "of_batch"  # a value of the whole batch, by the name of the call of `of_batch` that stands for it
     PARAMETER = "parameter"
     """A parameter, by first name; one argument for each block that uses it, so that each has its own gradient."""
-    BUFFER = "buffer"
-    """A buffer, by first name; the stage may change it."""
-    CONSTANT = "constant"
-    """A tensor that is neither parameter nor buffer."""
-    RANDOM = "random"
-    """The stream that random nodes draw from."""
+    BUFFER = "buffer"  # a buffer, by first name; the stage may change it
+    CONSTANT = "constant"  # a tensor that is neither parameter nor buffer
+    RANDOM = "random"  # the stream that random nodes draw from
 
 
 @dataclass(frozen=True, slots=True)

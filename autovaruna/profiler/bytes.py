@@ -20,8 +20,7 @@ from autovaruna.graph.facts import storage_of
 from autovaruna.graph.pieces import Deferred
 from autovaruna.profiler.work import Work
 
-_alone = Lock()
-"""The profiler is one for the process."""
+_alone = Lock()  # the profiler is one for the process
 
 
 class AllocationMeter:

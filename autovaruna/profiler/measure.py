@@ -76,10 +76,8 @@ def _is_fine() -> bool:
 
 _LENGTH = {"cpu": 256, "cuda": 4096}
 _LEAST_SAMPLES = 15
-_LEAST_SECONDS, _MOST_SECONDS = 0.04, 0.2
-"""Some turns of programs that share a core, and many."""
-_SHARED = 1.2
-"""A core that takes so many times a rank's own time is shared."""
+_LEAST_SECONDS, _MOST_SECONDS = 0.04, 0.2  # some turns of programs that share a core, and many
+_SHARED = 1.2  # a core that takes so many times a rank's own time is shared
 
 
 @dataclass(frozen=True)
@@ -125,13 +123,10 @@ def _run(matrix: torch.Tensor) -> None:
 _SAMPLE_SECONDS = 200e-6
 _MOST_REPEATS = 200
 _IN_FLIGHT = 3
-_MOST_CACHED_BYTES = 64 << 20
-"""What a run of more bytes leaves behind is in no cache, however few are in flight."""
-_LEAST_SHARE = 0.1
-"""A measured time is never cut below this share of itself, however much of it a call costs."""
+_MOST_CACHED_BYTES = 64 << 20  # what a run of more bytes leaves behind is in no cache, however few are in flight
+_LEAST_SHARE = 0.1  # a measured time is never cut below this share of itself, however much of it a call costs
 
-Seconds = tuple[float, float]
-"""Of one forward and one backward."""
+Seconds = tuple[float, float]  # of one forward and one backward
 
 
 def time_work(
@@ -242,10 +237,8 @@ def _without(seconds: float, call: float) -> float:
 
 logger = logging.getLogger(__name__)
 
-_NOISE = 1.25
-"""What takes this much longer than at another time was disturbed."""
-Key = tuple[str, int]
-"""Signature of a part, and samples in the micro-batch."""
+_NOISE = 1.25  # what takes this much longer than at another time was disturbed
+Key = tuple[str, int]  # signature of a part, and samples in the micro-batch
 
 
 @dataclass(frozen=True)

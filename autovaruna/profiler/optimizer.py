@@ -30,17 +30,13 @@ from autovaruna.profiler.measure import own_clock
 from autovaruna.profiler.records import OptimizerCost
 
 _SMALL, _NUM_SMALL = (16, 16), 8
-_LARGE_BYTES = 32 << 20
-"""Of all trial tensors of the model's own shape together: more than a core's caches hold."""
+_LARGE_BYTES = 32 << 20  # of all trial tensors of the model's own shape together: more than a core's caches hold
 _MOST_TIMES = 128
-_BUDGET_SECONDS = 0.5
-"""Of one step that is tried out."""
+_BUDGET_SECONDS = 0.5  # of one step that is tried out
 _LEAST_ELEMENTS = 1 << 12
-_LINEAR = 1.25
-"""Seconds that grow by a lower power of the elements are linear in them, but for caches."""
+_LINEAR = 1.25  # seconds that grow by a lower power of the elements are linear in them, but for caches
 _TIMED_STEPS = 2
-_MOST_ELEMENTS = 1 << 16
-"""A larger tensor is tried out as a smaller one of about the same shape."""
+_MOST_ELEMENTS = 1 << 16  # a larger tensor is tried out as a smaller one of about the same shape
 
 Options = dict[str, Any]
 Tried = TypeVar("Tried")

@@ -193,14 +193,10 @@ _SCALE = 0.05
 class Numbers(str, Enum):
     """What tensors are filled with; not every operation takes every number."""
 
-    NORMAL = "normal"
-    """Normal random numbers around zero."""
-    SHARE = "share"
-    """Random numbers between zero and one, as a probability or a variance may be."""
-    IDENTITY = "identity"
-    """Square matrices are near the identity, which has an inverse and a root; others are shares."""
-    COMPUTED = "computed"
-    """Normal, but what every stage repeats (masks, counts, positions) is computed from the inputs."""
+    NORMAL = "normal"  # normal random numbers around zero
+    SHARE = "share"  # random numbers between zero and one, as a probability or a variance may be
+    IDENTITY = "identity"  # square matrices are near the identity, which has an inverse and a root; others are shares
+    COMPUTED = "computed"  # normal, but what every stage repeats (masks, counts, positions) is computed from the inputs
 
 
 @dataclass

@@ -24,13 +24,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
 from autovaruna.runtime.clipping import join_norms
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.optimizer import (
-    CutOptimizer,
-    OwnSteps,
-    step_over_own_part,
-    watch_later_optimizers,
-    with_hooks,
-)
+from autovaruna.runtime.optimizer import CutOptimizer, OwnSteps, step_over_own_part, watch_later_optimizers, with_hooks
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split

@@ -24,8 +24,7 @@ from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 from autovaruna.stage.split import StagePart
 
-ParameterUse = tuple[str, int]
-"""A parameter's first name and the block that uses it."""
+ParameterUse = tuple[str, int]  # a parameter's first name and the block that uses it
 _OF_MICRO_BATCH = (Source.INPUT, Source.VALUE, Source.OF_BATCH)
 
 

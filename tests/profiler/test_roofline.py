@@ -27,10 +27,7 @@ COMPUTE = replace(SPEC, bytes_per_second=1e30)
 def operations(name: str, num_samples: int) -> tuple[float, float]:
     model, graph, _ = traced_case(name, 2)
     costs = predict(graph, model, [num_samples], COMPUTE).costs[0]
-    return (
-        1e12 * sum(cost.forward_seconds for cost in costs),
-        1e12 * sum(cost.backward_seconds for cost in costs),
-    )
+    return (1e12 * sum(cost.forward_seconds for cost in costs), 1e12 * sum(cost.backward_seconds for cost in costs))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lstm", "conv_net_batch_norm", "frozen", "tied"])

@@ -27,42 +27,29 @@ class Source(Flag):
     """What a value is made of."""
 
     NONE = 0
-    SAMPLES = auto()
-    """Numbers of samples."""
-    TOTAL = auto()
-    """What `of_batch` gives of them."""
-    BATCH = auto()
-    """Numbers of samples, a total, or the size of the batch."""
-    STATE = auto()
-    """Parameters and buffers."""
+    SAMPLES = auto()  # numbers of samples
+    TOTAL = auto()  # what `of_batch` gives of them
+    BATCH = auto()  # numbers of samples, a total, or the size of the batch
+    STATE = auto()  # parameters and buffers
 
 
 class Reach(IntEnum):
     """How far the numbers of a value reach over the batch."""
 
-    NONE = 0
-    """They do not depend on it."""
-    COUNTS = 1
-    """Integers or masks, or what was counted from them."""
-    COUNTS_OF_SEVERAL = 2
-    """Those that were made of several samples' integers or masks."""
-    SAMPLES = 3
-    """Numbers of the samples, each in a place of its own."""
-    ALL = 4
-    """Numbers of several samples in one, or of one for all."""
+    NONE = 0  # they do not depend on it
+    COUNTS = 1  # integers or masks, or what was counted from them
+    COUNTS_OF_SEVERAL = 2  # those that were made of several samples' integers or masks
+    SAMPLES = 3  # numbers of the samples, each in a place of its own
+    ALL = 4  # numbers of several samples in one, or of one for all
 
 
 class Share(IntEnum):
     """What a value that follows from the inputs alone has to do with the batch."""
 
-    FIXED = 0
-    """Nothing, or it follows from its size."""
-    WHOLE = 1
-    """It is a total, or made of totals."""
-    SAMPLES = 2
-    """It has numbers of samples, or cannot be merged."""
-    AFTER = 3
-    """It joins the two."""
+    FIXED = 0  # nothing, or it follows from its size
+    WHOLE = 1  # it is a total, or made of totals
+    SAMPLES = 2  # it has numbers of samples, or cannot be merged
+    AFTER = 3  # it joins the two
 
 
 class Merge(str, Enum):
@@ -95,12 +82,10 @@ class Value:
 class Use(str, Enum):
     """What becomes of a value of the whole batch in the term of a loss."""
 
-    PLAIN = "plain"
-    """It is used as it is."""
+    PLAIN = "plain"  # it is used as it is
     DIVISOR = "divisor"
     """It divides a sum over the samples of a micro-batch: the quotients are averaged, so it is given in proportion."""
-    FACTOR = "factor"
-    """It multiplies such a sum."""
+    FACTOR = "factor"  # it multiplies such a sum
 
     def of_share(self, value: Tensor | float, share: float) -> Tensor | float:
         """Returns what a micro-batch gets, whose loss has the weight `share` in that of the global batch."""
@@ -144,8 +129,7 @@ def count_by_class(target: Tensor, ignored: int, num_classes: int) -> Tensor:
     return classes.new_zeros(num_classes).index_add(0, classes, is_counted.to(classes.dtype))
 
 
-MEAN, SUM = 1, 2
-"""The numbers of ``reduction="mean"`` and ``"sum"`` in an operation."""
+MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -212,14 +196,11 @@ class Means(Enum):
     UNKNOWN = auto()
     LINEAR = auto()
     """It adds them, adds those of one argument up, puts them elsewhere, or takes nothing of them but their shape."""
-    VIEW = auto()
-    """It returns a view of them."""
+    VIEW = auto()  # it returns a view of them
     MULTIPLY = auto()
     DIVIDE = auto()
-    PRODUCT = auto()
-    """It adds products up."""
-    BREAK = auto()
-    """What it makes of a mean, or of samples, is no mean."""
+    PRODUCT = auto()  # it adds products up
+    BREAK = auto()  # what it makes of a mean, or of samples, is no mean
 
 
 SCALING = frozenset({Means.MULTIPLY, Means.DIVIDE})
@@ -230,42 +211,25 @@ class Trait(Flag):
     """What else an operator does."""
 
     NONE = 0
-    ADDS_UP = auto()
-    """It adds samples up, if it makes one number of several."""
-    SAME_NUMBER = auto()
-    """It gives a number as a tensor."""
-    PICKS = auto()
-    """It takes some of the samples, where nothing of its result grows with the batch."""
-    TAKES_ROWS = auto()
-    """Numbers of samples may be places to it."""
-    BY_INDEX = auto()
-    """It reads or writes at places along a dimension that its indices name."""
-    FINDS_PLACES = auto()
-    """It finds places among the numbers that it is given."""
-    NUMBERS_PLACES = auto()
-    """Its numbers are lengths, as its result has them."""
-    COUNTS_ON = auto()
-    """It counts from place to place."""
-    SHAPE_ALONE = auto()
-    """It takes nothing of its first argument but its shape."""
-    FILLS = auto()
-    """It fills that shape with one number."""
-    AS_ANOTHER = auto()
-    """It takes of its second argument the kind or shape alone."""
-    LAYER = auto()
-    """With a weight it is a layer."""
-    TELLS_FINITE = auto()
-    """It says which numbers are finite."""
-    JOINS_MASKS = auto()
-    """It makes a mask of masks."""
-    IN_BAGS = auto()
-    """Its third argument says where bags begin among its indices."""
-    AVERAGES_LABELS = auto()
-    """It is a loss over labels, some of which may not count."""
+    ADDS_UP = auto()  # it adds samples up, if it makes one number of several
+    SAME_NUMBER = auto()  # it gives a number as a tensor
+    PICKS = auto()  # it takes some of the samples, where nothing of its result grows with the batch
+    TAKES_ROWS = auto()  # numbers of samples may be places to it
+    BY_INDEX = auto()  # it reads or writes at places along a dimension that its indices name
+    FINDS_PLACES = auto()  # it finds places among the numbers that it is given
+    NUMBERS_PLACES = auto()  # its numbers are lengths, as its result has them
+    COUNTS_ON = auto()  # it counts from place to place
+    SHAPE_ALONE = auto()  # it takes nothing of its first argument but its shape
+    FILLS = auto()  # it fills that shape with one number
+    AS_ANOTHER = auto()  # it takes of its second argument the kind or shape alone
+    LAYER = auto()  # with a weight it is a layer
+    TELLS_FINITE = auto()  # it says which numbers are finite
+    JOINS_MASKS = auto()  # it makes a mask of masks
+    IN_BAGS = auto()  # its third argument says where bags begin among its indices
+    AVERAGES_LABELS = auto()  # it is a loss over labels, some of which may not count
 
 
-Lengths = Callable[[fx.Node], Iterable[Any]]
-"""Returns the lengths of dimensions of a node's arguments."""
+Lengths = Callable[[fx.Node], Iterable[Any]]  # returns the lengths of dimensions of a node's arguments
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ from autovaruna.graph.traced import TracedModel
 
 Memory = frozenset[int]
 _NONE: Memory = frozenset()
-_STATE = 3
-"""Place of the state among the arguments of a node that runs a kept module."""
-_TRAINING = 5
-"""Place of the argument of ``aten.batch_norm`` that says whether it computes statistics."""
+_STATE = 3  # place of the state among the arguments of a node that runs a kept module
+_TRAINING = 5  # place of the argument of ``aten.batch_norm`` that says whether it computes statistics
 
 
 def steady_state(graph: KnownGraph, changed: Collection[str]) -> frozenset[str]:

@@ -48,8 +48,7 @@ from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
-_KEPT = ("stack_trace", "nn_module_stack", "precision")
-"""What a new node has of the one before which it is put."""
+_KEPT = ("stack_trace", "nn_module_stack", "precision")  # what a new node has of the one before which it is put
 _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional[float]", "Optional[Tensor]"})
 """Kinds of arguments that are computed with; others are shapes and places."""
 
