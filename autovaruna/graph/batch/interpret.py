@@ -147,8 +147,7 @@ class Values:
     def _is_extreme(self, node: fx.Node, merge: Merge | None) -> bool:
         if merge is not None:
             return merge in (Merge.LARGEST, Merge.SMALLEST)
-        whole = [self[each] for each in node.all_input_nodes if self[each].share is Share.WHOLE]
-        return all(each.is_extreme for each in whole)
+        return all(self[each].is_extreme for each in node.all_input_nodes if self[each].share is Share.WHOLE)
 
 
 def read(node: fx.Node) -> list[fx.Node]:
@@ -249,9 +248,8 @@ def _is_free(node: fx.Node, fact: Fact, parameters: Collection[str]) -> bool:
         return False
     if node.op == "get_attr":
         return str(node.target) not in parameters and isinstance(fact.value, Tensor)
-    target: Any = node.target
-    is_arithmetic = getattr(target, "__module__", None) in _OF_NUMBERS or target is count_by_class
-    return node.op == "placeholder" or isinstance(target, OpOverload) or is_arithmetic
+    is_known = isinstance(node.target, OpOverload) or node.target is count_by_class
+    return node.op == "placeholder" or is_known or getattr(node.target, "__module__", None) in _OF_NUMBERS
 
 
 def counted(numbers: Sequence[fx.Node], graph: KnownGraph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

@@ -66,8 +66,7 @@ class Value:
     """What is known of the value of a node.
 
     Attributes:
-        reach: how far it reaches over the batch.
-        share: what it has to do with the batch if it follows from the inputs alone; None: it does not.
+        share: None: it does not follow from the inputs alone.
         merge: how it is merged if it is a total.
         is_extreme: whether it is the greatest or the least of the batch, or follows from such values alone.
     """
@@ -100,6 +99,11 @@ def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=dtype)
 
 
+def is_of_batch(node: fx.Node) -> bool:
+    """Whether a node of a graph stands for a value of the whole batch."""
+    return node.target is of_batch
+
+
 def as_tensor(number: Any, dtype: torch.dtype) -> Tensor:
     """Returns a number as a tensor."""
     return torch.scalar_tensor(number, dtype=dtype)
@@ -115,11 +119,6 @@ def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[f
         new = [each for each in dict.fromkeys(following(node)) if each not in seen]
         seen.update(new)
         waiting += new
-
-
-def is_of_batch(node: fx.Node) -> bool:
-    """Whether a node of a graph stands for a value of the whole batch."""
-    return node.target is of_batch
 
 
 def count_by_class(target: Tensor, ignored: int, num_classes: int) -> Tensor:
@@ -148,10 +147,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns those arguments of a call, of a list each, that its operation changes as its schema says.
-
-    Normalisation changes its statistics in training alone, and then the schema of most does not say so.
-    """
+    """Returns those arguments of a call, of a list each, that its operation changes as its schema says."""
     if not isinstance(operation, OpOverload) or not operation._schema.is_mutable:
         return []
     known = operation._schema.arguments
@@ -165,10 +161,8 @@ def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def give(node: fx.Node, **changed: Any) -> None:
     """Gives other arguments to an operation."""
     target: Any = node.target
-    places = [argument.name for argument in target._schema.arguments]
     given = arguments(node) | changed
-    by_place = [name for name in places if not target._schema.arguments[places.index(name)].kwarg_only]
-    node.args = tuple(given.pop(name) for name in by_place)
+    node.args = tuple(given.pop(argument.name) for argument in target._schema.arguments if not argument.kwarg_only)
     node.kwargs = given
 
 
@@ -272,10 +266,6 @@ def _by_dimension(node: fx.Node) -> Iterable[Any]:
     return [shape[place] for place in places if shape]
 
 
-def _first(node: fx.Node) -> Iterable[Any]:
-    return _shape(node.args[0])[:1]
-
-
 def _all(node: fx.Node) -> Iterable[Any]:
     return [length for source in node.all_input_nodes for length in _shape(source)]
 
@@ -365,9 +355,9 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES | Trait.COUNTS_ON, along=_by_dimension)),
     ("cumprod", Operator(traits=Trait.COUNTS_ON, along=_by_dimension)),
     ("cumsum_ sort logcumsumexp", Operator(traits=Trait.FINDS_PLACES, along=_by_dimension)),
-    ("msort", Operator(traits=Trait.FINDS_PLACES, along=_first)),
+    ("msort", Operator(traits=Trait.FINDS_PLACES, along=lambda node: _shape(node.args[0])[:1])),
     ("flip roll", Operator(_LINEAR, along=_by_dimension)),
-    ("flipud", Operator(along=_first)),
+    ("flipud", Operator(along=lambda node: _shape(node.args[0])[:1])),
     ("cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
     ("diff", Operator(counts_along=_by_dimension)),
     ("argsort topk", Operator(traits=Trait.FINDS_PLACES, counts_along=_by_dimension)),
@@ -479,18 +469,14 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
         return False
     if node.target is run_opaque:
         return True
-    if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
-    regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [region for region in regions if isinstance(region, fx.GraphModule)]
-    return any(is_random(region, child) for region in inner for child in region.graph.nodes)
-
-
-def _draws_nothing(node: fx.Node) -> bool:
-    """Whether a dropout is off: its probability is zero, or it is not training."""
-    places = operator_of(node).drops
-    if places is None:
+    if not isinstance(node.target, OpOverload):
+        regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
+        inner = [region for region in regions if isinstance(region, fx.GraphModule)]
+        return any(is_random(region, child) for region in inner for child in region.graph.nodes)
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
+    if (places := operator_of(node).drops) is None:
+        return True
     probability, training = places
     rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
-    return bool(rate == 0.0) or (training is not None and node.args[training] is False)
+    return bool(rate != 0.0) and (training is None or node.args[training] is not False)

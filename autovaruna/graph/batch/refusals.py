@@ -42,17 +42,15 @@ from autovaruna.graph.traced import OutputKind, TracedModel
 def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:
     """Makes sure that the numbers of samples go through a graph one by one; returns what joins counts of several.
 
-    One that holds for one batch size alone is not looked at.
-
-    Raises:
-        TraceError: an operation mixes samples; says which, and how to go on.
+    One that holds for one batch size alone is not looked at. Raises TraceError for an operation that mixes samples.
     """
     if graph.sizes.symbol is None:
         return []
     meetings = _Meetings(graph)
     for node in graph.module.graph.nodes:
         if words := meetings.words(node):
-            name, place = type(model).__qualname__, origin(node) or _line_of_opaque(node) or node.name
+            kept = opaque_module_of(node.args[0]) if node.target is getitem else None
+            name, place = type(model).__qualname__, origin(node) or (kept and kept.line) or node.name
             helps = advice(model, graph.call, modules_of(node))
             raise TraceError(f"{name} mixes the samples of a batch: {words} at {place}. {helps}")
     return [node for node in graph.module.graph.nodes if meetings.joins_counts(node)]
@@ -95,10 +93,8 @@ class _Meetings:
         """Whether the operation of a node goes from sample to sample."""
         row = operator_of(node)
         if Trait.BY_INDEX in row.traits:
-            pairs = _picked(node)
-            return any(
-                not are_in_turn(each, length, self._sizes) for each, length in pairs if self._sizes.grows(length)
-            )
+            grown = [(index, length) for index, length in _picked(node) if self._sizes.grows(length)]
+            return not all(are_in_turn(index, length, self._sizes) for index, length in grown)
         lengths = (is_count and row.counts_along) or row.along
         return lengths is not None and any(map(self._sizes.grows, lengths(node)))
 
@@ -153,12 +149,6 @@ class _Meetings:
         return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""
 
 
-def _line_of_opaque(node: fx.Node) -> str:
-    """Returns the user's line that calls the module whose result a node takes; empty: it is not kept whole."""
-    kept = opaque_module_of(node.args[0]) if node.target is getitem else None  # type: ignore[arg-type]
-    return "" if kept is None else kept.line
-
-
 def _tensors_of(node: fx.Node) -> list[Tensor]:
     return tensors_in(node.meta.get("val"))
 
@@ -192,12 +182,8 @@ logger = logging.getLogger(__name__)
 def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = True) -> None:
     """Makes sure that losses of micro-batches make up that of the batch; warns of other outputs that do not.
 
-    Args:
-        is_added: Whether losses of micro-batches are added up, rather than averaged.
-        is_exact: Whether they must; else a loss may go on from means as well, each micro-batch from its own.
-
-    Raises:
-        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added.
+    Losses are averaged, or added up if that `is_added`. If it is not `is_exact`, a loss may go on from means as well,
+    each micro-batch from its own. Others are an InputError.
     """
     values = Values(traced)
     means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
@@ -225,36 +211,32 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
     for spec in specs:
         node = traced.nodes[spec.node]
         made = powers.no_sum_in(node) if is_added else powers.sum_in(node)
-        if made is not None and spec.kind is OutputKind.LOSS:
-            raise _no_sum(made) if is_added else _sum(made)
-        if made is not None:
+        if made is None:
+            continue
+        if spec.kind is not OutputKind.LOSS:
             given, other = ("no sum", "sum") if is_added else ("a sum", "mean")
             logger.warning(
                 "%s is %s over the samples (%s): got the %s of what micro-batches give. Expected a %s, or the setting "
                 "reduction=%r.",
                 *(spec.path, given, _place(made), other, other, "mean" if is_added else "sum"),
             )
+        elif is_added:
+            raise InputError(
+                f"The loss of the model is no sum over the samples: {made.name}, at {_place(made)}, does not grow with "
+                "them, but losses of micro-batches are added up: got reduction='sum'. Expected a sum, in which terms "
+                "of weights alone count once a sample (multiply them by len(x)); or the setting reduction='mean', for "
+                "a mean."
+            )
+        else:
+            raise InputError(
+                f"The loss of the model is a sum over the samples, made by {made.name} at {_place(made)}, but losses "
+                "of micro-batches are averaged: got reduction='mean'. Expected a mean, or the setting reduction='sum', "
+                "which adds the micro-batches of all ranks up; micro_batch_weight gives each a weight of its own."
+            )
 
 
 def _place(made: fx.Node) -> str:
     return origin(made) or made.name
-
-
-def _sum(made: fx.Node) -> InputError:
-    return InputError(
-        f"The loss of the model is a sum over the samples, made by {made.name} at {_place(made)}, but "
-        "losses of micro-batches are averaged: got reduction='mean'. Expected a mean, or the setting "
-        "reduction='sum', which adds the micro-batches of all ranks up; micro_batch_weight gives each a weight of "
-        "its own."
-    )
-
-
-def _no_sum(made: fx.Node) -> InputError:
-    return InputError(
-        f"The loss of the model is no sum over the samples: {made.name}, at {_place(made)}, does not grow "
-        "with them, but losses of micro-batches are added up: got reduction='sum'. Expected a sum, in which terms of "
-        "weights alone count once a sample (multiply them by len(x)); or the setting reduction='mean', for a mean."
-    )
 
 
 class _Means:

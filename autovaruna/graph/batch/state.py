@@ -161,11 +161,7 @@ def batch_norms(traced: TracedModel) -> list[fx.Node]:
 
 
 def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
-    """Makes sure that every batch normalisation sees more than one value per channel: PyTorch's check is not traced.
-
-    Raises:
-        InputError: a micro-batch leaves a channel with one value, whose variance is not a number.
-    """
+    """Refuses micro-batches that leave a batch normalisation one value a channel: PyTorch's check is not traced."""
     smallest = min(sizes)
     for node in batch_norms(traced):
         given: Any = node.args[0]
