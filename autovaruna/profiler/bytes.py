@@ -108,8 +108,7 @@ class Bytes:
     Attributes:
         inside: saved memory that neither came in nor goes out.
         saved_values: place among the part's values, and bytes, of each one that is saved.
-        forward_work: the most that forward needs beside what is saved and what goes out.
-        work: the same of backward, gradients that come in included; what goes out and is not saved is gone by then.
+        forward_work, work: the most that forward and backward need beside what is saved and goes out.
     """
 
     inside: Whole

@@ -67,12 +67,9 @@ class _Entry:
 
 
 class ProfileCache:
-    """Measured costs of one environment.
+    """Measured costs of one environment, on which they depend besides the part and the micro-batch size.
 
-    Args:
-        directory: Where all costs lie; made when something is written.
-        environment: What they depend on besides the part and the micro-batch size.
-        iterations: Samples of a measurement; costs of fewer are not used.
+    Costs of fewer samples than `iterations` are not used.
     """
 
     def __init__(self, directory: str | os.PathLike[str], environment: Mapping[str, Any], iterations: int) -> None:

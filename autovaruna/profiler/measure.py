@@ -132,7 +132,7 @@ Seconds = tuple[float, float]  # of one forward and one backward
 def time_work(
     work: Work, iterations: int, allowance_seconds: float, device: torch.device, kept_bytes: float = 0.0
 ) -> Seconds:
-    """Times work that has run once; returns seconds of one forward and of one backward, without those of an empty call.
+    """Times work that has run once: seconds of one forward and of one backward, without those of an empty call.
 
     No further sample is begun after `allowance_seconds`. `kept_bytes` are what a forward keeps for its backward.
     """
@@ -279,6 +279,8 @@ def measure(
 ) -> dict[Key, PartCost]:
     """Measures every distinct block and layer of a traced model, or one rank's share of them; changes nothing of it.
 
+    A part that cannot be run is a MeasureError.
+
     Args:
         budget_seconds: Time after which each part is sampled once only.
         splits: Whether weight gradients are measured apart, too.
@@ -286,9 +288,6 @@ def measure(
         known: Parts that are not measured; the same on all ranks.
         inputs: Tensors of a call in the order of ``traced.call.inputs``; without them integers are zeros.
         on_progress: Called with the parts measured so far and their number.
-
-    Raises:
-        MeasureError: a part cannot be run; says which.
     """
     rank, num_ranks = share
     jobs = [job for job in _jobs(traced, micro_batch_sizes) if (job[0].signature, job[1]) not in known]

@@ -112,8 +112,7 @@ def _affordable(
 def work_factors(optimizer: Optimizer, device: torch.device) -> tuple[float, float]:
     """Returns the bytes that a step needs on top, for each byte of all trained parameters, and of the largest one.
 
-    Each shape of each group is tried out one, two and three times: what three need more than two grows with all. What
-    two need more than that is what a loop still holds of one tensor when it comes to the next.
+    What three of a shape need more than two grows with all; what two need more than that, a loop holds of the last.
     """
     total = of_all = largest = of_largest = 0.0
     for group in optimizer.param_groups:
@@ -241,10 +240,8 @@ class CannotCopyError(Exception):
 def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> list[Optimizer]:
     """Returns a copy of an optimizer, and of those that it steps with, without state and hooks.
 
-    Parameters that are not `exchanged`, by identity, have no elements in it.
-
-    Raises:
-        CannotCopyError: it holds a module, or a function with variables of its own.
+    Parameters that are not `exchanged`, by identity, have no elements in it. A module, or a function with variables
+    of its own, cannot be copied.
     """
     originals = nested(optimizer)
     memo: dict[int, Any] = {id(each): type(each).__new__(type(each)) for each in originals}
@@ -320,9 +317,8 @@ Paths = dict[int, list[Tensor]]
 class Trial:
     """Steps of copies of an optimizer.
 
-    Attributes:
-        keeps_state: whether steps go on from the state that the optimizer has: some make it before the first step.
-        rate, gradient: what rates and gradients are multiplied by.
+    They may go on from the state that it has, which some make before the first step. `rate` and `gradient` are what
+    rates and gradients are multiplied by.
     """
 
     optimizer: Optimizer

@@ -88,15 +88,13 @@ class DeviceSpec:
 
     Attributes:
         name: as torch names it; a deployment is valid for it.
-        flops_per_second: by dtype, what a product of large matrices reaches (data sheet times efficiency); one that the
-            file does not name counts as float32.
-        bytes_per_second: what a pass over memory reaches (likewise).
-        memory_bytes: of the device; 0: the file does not say.
+        flops_per_second: what a product of large matrices reaches, by dtype; one that is not named counts as float32.
+        bytes_per_second: what a pass over memory reaches.
+        memory_bytes: 0: the file does not say.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
-        all_reduce_latency_seconds: of an all-reduce, for each rank that takes part.
-        fragmentation: bytes that its allocator takes for each byte that micro-batches make and free; 1 if not said.
-        unaligned_share: of the arithmetic of a second, what a product of 16-bit matrices reaches if the rows of one do
-            not begin at multiples of 16 bytes.
+        all_reduce_latency_seconds: for each rank that takes part.
+        fragmentation: bytes that its allocator takes for each byte that micro-batches make and free.
+        unaligned_share: what a product of 16-bit matrices reaches whose rows do not begin at multiples of 16 bytes.
     """
 
     name: str
@@ -131,11 +129,7 @@ def find_device_file(name: str) -> Path:
 
 
 def read_device(name: str) -> DeviceSpec:
-    """Reads the file of a device.
-
-    Raises:
-        ConfigError: there is none, or a value is missing, unknown or of the wrong kind; names the key.
-    """
+    """Reads the file of a device; ConfigError, with the key, if a value is missing, unknown or of the wrong kind."""
     path = find_device_file(name)
     try:
         file = read_record(read_toml(path), _File)
@@ -271,8 +265,7 @@ def predict(
 ) -> Profile:
     """Returns a profile that was predicted, not measured, of a model that was traced for the CPU.
 
-    Raises:
-        MeasureError: a block cannot run without numbers; says which.
+    A block that cannot run without numbers is a MeasureError.
     """
     parts = distinct([part for part in (*block_parts(traced), repeated_part(traced)) if part.nodes])
     jobs = [(part, size) for size in micro_batch_sizes for part in parts]

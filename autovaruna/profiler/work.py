@@ -36,12 +36,7 @@ _OF_SHARES = (aten.binary_cross_entropy, aten.bernoulli, aten.multinomial, aten.
 
 @dataclass(frozen=True)
 class Code:
-    """What runs a part.
-
-    Attributes:
-        split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
-        takes_shares: Whether it is to get numbers between zero and one.
-    """
+    """What runs a part; `split` leaves weight gradients for later (None: there are none), shares are from 0 to 1."""
 
     run: Callable[..., Any]
     arguments: tuple[Argument, ...]
@@ -203,8 +198,7 @@ class Numbers(str, Enum):
 class Samples:
     """Makes arguments for pieces of one traced model.
 
-    Attributes:
-        inputs: Tensors of one call, in the order of ``traced.call.inputs``; empty: integers are zeros.
+    `inputs` are tensors of one call, in the order of ``traced.call.inputs``; without them integers are zeros.
     """
 
     traced: TracedModel
@@ -318,10 +312,9 @@ class Work:
     """Something to measure.
 
     Attributes:
-        values: Which of them come from other blocks; their gradients are sent on, not kept.
+        values: Which arguments come from other blocks; their gradients are sent on, not kept.
         gradients: One for each output that needs a gradient; made for the outputs of the first run.
         is_cast: Whether autocast casts weights, once for all runs.
-        split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
     """
 
     run: Callable[..., Outputs]

@@ -33,7 +33,7 @@ from autovaruna.graph.pieces import Argument, Piece, Source, direct, extract
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.optimizer import asks_for_closure
-from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.borders import Wishes
 
@@ -54,7 +54,6 @@ class ScriptActions:
         self._optimizer: Optimizer | None = None
         self._groups: list[str] = []
         self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
-        self._latest: list[Any] = []
         self._digest = 0
         self._loss = "none"
 
@@ -102,9 +101,7 @@ class ScriptActions:
         raw = [value for group in groups for name, value in group.items() if name != "params"]
         if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
             self._raw = raw if all(map(is_plain, raw)) else None
-            options = list(self._options())
-            if options != self._latest:
-                self._latest, self._digest = options, crc32(repr(options).encode())
+            self._digest = crc32(repr(list(self._options())).encode())
         return *sorted(self._counts.items()), type(self._optimizer).__name__, self._digest, self._loss
 
     def words(self) -> dict[str, str]:
@@ -200,13 +197,9 @@ def share_call(
     reports: Sequence[Report],
     doings: Callable[[], Mapping[str, str]],
 ) -> SharedCall:
-    """Joins the calls of all ranks to one. Collective if they do not fit together.
+    """Joins the calls of all ranks to one. Collective if they do not fit together: a RankError says how they differ.
 
     `groups` pass the same mini-batch; `doings` returns in words what this rank's script has done since the start.
-
-    Raises:
-        InputError: no rank passed a sample.
-        RankError: the ranks' calls do not fit together; says how they differ.
     """
     if len({digest for _, _, digest, *_ in reports}) > 1:
         strays = differences(world.gather_objects(doings(), "comparing what the ranks did"))
@@ -273,8 +266,7 @@ logger = logging.getLogger(__name__)
 class SameInputs:
     """What the ranks of each group, which are to pass the same mini-batch, have passed in a few of their calls.
 
-    Each stage takes what it needs from its own rank's copy: with other samples there, a step would join the inputs of
-    some samples with the labels of others.
+    With other samples on one of them, a step would join the inputs of some samples with the labels of others.
     """
 
     def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
@@ -322,15 +314,15 @@ def micro_batch_weights(
 
     signature = inspect.signature(getattr(model, shared.call.method))
 
-    def weight_of(part: MicroBatch) -> float:
-        args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
-        weight: Any = weigh(dict(signature.bind(*args, **kwargs).arguments))
-        if not float(weight) >= 0:
-            raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
-        return float(weight)
-
     def weights_of_own() -> dict[int, float]:
-        return {part.index: weight_of(part) for part in batch.owned_by(world.rank)}
+        found = {}
+        for part in batch.owned_by(world.rank):
+            args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
+            weight: Any = weigh(dict(signature.bind(*args, **kwargs).arguments))
+            if not float(weight) >= 0:
+                raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
+            found[part.index] = float(weight)
+        return found
 
     known = dict(ChainMap(*gather_on_all(world, weights_of_own, "weighing micro-batches")))
     return tuple(known[index] for index in batch.micro_batches)
@@ -349,15 +341,15 @@ class BatchValues:
         self._buffers = buffers
         self._device = device
         made_of = [name for name, _ in self._totals.values.values()]
-        self._before = extract(traced, self._totals.before, list(self._totals.merges), is_bare=True)
-        self._after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)
-        self._run_before, self._run_after = direct(self._before.module), direct(self._after.module)
+        before = extract(traced, self._totals.before, list(self._totals.merges), is_bare=True)
+        after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)
+        self._before, self._after = ((piece, direct(piece.module)) for piece in (before, after))
 
     def of_samples(self, tensors: Sequence[Tensor], num_samples: int, lengths: tuple[int, ...]) -> Totals:
         """Returns the totals of a mini-batch; `lengths` are those that vary, in this call."""
         if not num_samples:
             return []
-        found = self._run(self._before, self._run_before, tensors, (num_samples, lengths), {})
+        found = self._run(self._before, tensors, (num_samples, lengths), {})
         return [total.tolist() if isinstance(total, Tensor) else total for total in found.values()]
 
     def of_batch(
@@ -380,9 +372,15 @@ class BatchValues:
         }
         if self._totals.after:
             totals = {name: self._as_traced(name, total) for name, total in made.items()}
-            found = self._run(self._after, self._run_after, tensors, (batch.num_samples, lengths), totals)
+            found = self._run(self._after, tensors, (batch.num_samples, lengths), totals)
             made = found | {name: total for name, total in made.items() if name in found}  # it may be changed in place
-        return {share: self._given(made, share) for share in {part.share for part in batch.micro_batches.values()}}
+        return {
+            share: {
+                name: torch.as_tensor(use.of_share(made[source], share)).to(self._device, self._dtype(name))
+                for name, (source, use) in self._totals.values.items()
+            }
+            for share in {part.share for part in batch.micro_batches.values()}
+        }
 
     def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Returns a total of all mini-batches, of `sizes` samples each: a number, or a tensor of them."""
@@ -398,13 +396,6 @@ class BatchValues:
             case Merge.SMALLEST:
                 return min(parts) if is_number else torch.as_tensor(parts).amin(0)
 
-    def _given(self, made: Mapping[str, Any], share: float) -> dict[str, Tensor]:
-        """Returns what micro-batches of a share are given, by the name of the call of `of_batch`."""
-        return {
-            name: torch.as_tensor(use.of_share(made[source], share)).to(self._device, self._dtype(name))
-            for name, (source, use) in self._totals.values.items()
-        }
-
     def _as_traced(self, name: str, total: Any) -> Any:
         """Returns a merged total as the operation would that computes it."""
         is_tensor = isinstance(self._traced.nodes[name].meta["val"], Tensor)
@@ -415,13 +406,12 @@ class BatchValues:
 
     def _run(
         self,
-        piece: Piece,
-        run: Callable[..., Sequence[Any]],
+        code: tuple[Piece, Callable[..., Sequence[Any]]],
         tensors: Sequence[Tensor],
         size: tuple[int, tuple[int, ...]],
         totals: Mapping[str, Any],
     ) -> dict[str, Any]:
-        inputs = dict(zip(self._traced.inputs, tensors, strict=True))
+        (piece, run), inputs = code, dict(zip(self._traced.inputs, tensors, strict=True))
         given = [self._argument(argument, inputs, size, totals) for argument in piece.arguments]
         with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
             return dict(zip(piece.outputs, run(*given), strict=True))

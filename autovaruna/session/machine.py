@@ -45,10 +45,7 @@ def barrier() -> None:
 
 
 def find_device(model: nn.Module, settings: Settings) -> torch.device:
-    """Returns where this rank computes: where the setting says or the model is, or a GPU for one on ``meta``.
-
-    Raises ConfigError if the setting names no device that can be used here.
-    """
+    """Returns where this rank computes: where the setting says or the model is, or a GPU for one on ``meta``."""
     if settings.device != "auto":
         return _named(settings.device)
     tensors = [*model.parameters(), *model.buffers()]
@@ -147,8 +144,7 @@ def host_memory() -> float:
 def resident_bytes(device: torch.device) -> float | None:
     """Returns what this process holds of the memory where it computes; None if the system does not say.
 
-    On a GPU that is what tensors and libraries have allocated; on the CPU, the resident set without what the heap could
-    give back.
+    On the CPU that is the resident set without what the heap could give back.
     """
     if device.type == "cuda":
         gc.collect()
@@ -165,9 +161,8 @@ def process_bytes_of(
 ) -> tuple[float, ...]:
     """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces of a GPU. Collective.
 
-    Ranks trace the same model, but each measures other parts of it, for which libraries keep memory. On the CPU samples
-    go to other ranks through memory that both share, which counts for both; what measuring the links has touched of it
-    serves again.
+    On the CPU samples go to other ranks through memory that both share, which counts for both; what measuring the links
+    has touched of it serves again.
     """
     now = resident_bytes(device)
     growth = None if now is None or resident_before is None else max(now - resident_before, 0.0)
@@ -201,11 +196,10 @@ def fragmentation(device: torch.device) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what tensors free, where it can: a step asks for the same memory as the one before it.
+    """Lets the C library keep what tensors free: a step asks for the same memory as the one before it.
 
-    Giving it back and getting it again, page by page, takes up to a sixth of a step. Small pieces join their free
-    neighbours at once: those that wait to be used again keep tensors out of the holes beside them. What the user has
-    set counts.
+    Giving it back and getting it again takes up to a sixth of a step. Small pieces join their free neighbours at once:
+    those that wait to be used again keep tensors out of the holes beside them. What the user has set counts.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     is_set = any(name.startswith("MALLOC_") for name in os.environ) or any(name in tunables for name in _TUNABLES)
@@ -235,8 +229,7 @@ SUM_TIMES = 3
 def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:
     """Measures messages between neighbouring ranks, from where this rank computes. Collective.
 
-    Returns the link within a host, and that between hosts. A kind of link that does not exist here costs what the other
-    does; a single rank has nobody to talk to: no latency, infinite bandwidth.
+    Returns the link within a host, and that between hosts; a kind that does not exist here costs what the other does.
     """
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf)
@@ -335,11 +328,9 @@ def _typical(links: list[LinkCost]) -> LinkCost:
 def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
     """Measures sums over all ranks the way that gradients, of `sizes` bytes each, are summed. Collective.
 
-    Small gradients travel together and are copied for it, large ones lie where they are; what counts is the model's own
-    mixture. The first 32 MiB are summed, and all again where they are less than 4 MiB.
-
-    Returns the seconds of a sum of next to nothing for each rank that takes part, and the bytes that each rank of a
-    ring sends in a second. A single rank sums nothing: no latency, infinite bandwidth.
+    Small gradients travel together and are copied for it, large ones lie where they are. The first 32 MiB are summed,
+    and all again where they are less than 4 MiB. Returns the latency for each rank that takes part, and the bytes that
+    each rank of a ring sends in a second.
     """
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf)

@@ -65,7 +65,7 @@ class Persistence:
             self._saver.poll()
 
     def wait(self) -> None:
-        """Waits until the checkpoint on its way is complete. Collective."""
+        """Waits until the checkpoint on its way is complete; CheckpointError if it failed. Collective."""
         if self._saver is not None:
             self._saver.wait()
 

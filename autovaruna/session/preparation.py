@@ -144,11 +144,12 @@ def fingerprint_of(
     )
 
 
-class Preparation:
-    """The plan of a model, and all that the engine needs to run it. Making one is collective.
+def _nothing() -> None:
+    """What other ranks do while the first one acts for all."""
 
-    Raises AutoVarunaError, on every rank, if measuring or planning failed on one, or a deployment does not fit.
-    """
+
+class Preparation:
+    """The plan of a model, and all that the engine needs to run it. Making one is collective; all fail alike."""
 
     def __init__(
         self, traced: TracedModel, wrapped: Wrapped, shared: SharedCall, resident_before: float | None
@@ -170,10 +171,7 @@ class Preparation:
         self._report()
 
     def _try_sharing(self) -> Sharing:
-        """Returns whether replicas share the optimizer's state, or may. Collective, unless there are none.
-
-        Raises InputError if they are to, and it cannot step over some of its parameters alone.
-        """
+        """Returns whether replicas share the optimizer's state, or may. Collective, unless there are none."""
         setting = self._world.num_ranks > 1 and self._settings.shard_optimizer
         if setting is False:
             return False
@@ -247,12 +245,8 @@ class Preparation:
         """Returns the plan of the deployment file if it is valid; rank 0 reads it for all."""
         if self._settings.load_deployment is False:
             return None
-
-        def read() -> Plan | None:
-            is_first = self._world.rank == 0
-            return read_saved_plan(self._settings, self._fingerprint, self._traced.graph) if is_first else None
-
-        return gather_on_all(self._world, read, "loading the deployment")[0]
+        read = partial(read_saved_plan, self._settings, self._fingerprint, self._traced.graph)
+        return gather_on_all(self._world, read if self._world.rank == 0 else _nothing, "loading the deployment")[0]
 
     def measured_again(self) -> Plan:
         """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
@@ -261,12 +255,9 @@ class Preparation:
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         problem = self._measured_problem()
-
-        def search() -> Plan | None:
-            return plan_with_sharing(problem, self._sharing, make_plan) if self._world.rank == 0 else None
-
+        search = partial(plan_with_sharing, problem, self._sharing, make_plan)
         with phase(logger, "searching for a plan"):
-            found = gather_on_all(self._world, search, "planning")
+            found = gather_on_all(self._world, search if self._world.rank == 0 else _nothing, "planning")
         assert found[0] is not None
         self.plan = found[0]
         if self._settings.save_deployment:
@@ -297,11 +288,11 @@ class Preparation:
         except DeploymentError as error:  # to plan again next time is better than to give up what was planned
             logger.warning("the plan is not kept: %s", error)
         except OSError as error:
-            text = (
+            logger.warning(
                 "the plan is not kept: %s is there, but cannot be read (%s), so that it is not replaced; make it "
-                "readable, remove it, or name another deployment_file"
+                "readable, remove it, or name another deployment_file",
+                *(path, error.strerror),
             )
-            logger.warning(text, path, error.strerror)
 
     def _measured_problem(self) -> Problem:
         watch = SpeedWatch(self._world, self.device)
@@ -312,8 +303,9 @@ class Preparation:
     def _report(self) -> None:
         if self._world.rank > 0:
             return
-        norms = self._norms()
-        if norms:
+        norms, total = "", self._shared.global_batch_size
+        if self.plan.num_micro_batches > 1 and batch_norms(self._traced):
+            norms = f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
             logger.warning(
                 "batch normalisations count over %s; plain PyTorch, over the whole batch. Pass batch_norm_samples to "
                 "say over how many",
@@ -325,10 +317,3 @@ class Preparation:
                 console.print(plan_table(self.plan, self._traced.graph))
             lines = explain(self.plan, self._traced.graph) + (f"\nbatch norm      counts over {norms}" if norms else "")
             logger.info("the plan:\n%s\n%s", capture.get().rstrip(), lines)
-
-    def _norms(self) -> str:
-        """Returns in words what batch normalisations count over; empty: there are none, or they count over all."""
-        if self.plan.num_micro_batches == 1 or not batch_norms(self._traced):
-            return ""
-        total = self._shared.global_batch_size
-        return f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"

@@ -192,9 +192,7 @@ class Session:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
 
-        Raises:
-            InputError: it has parameters that this rank does not hold, or its steps join numbers of several.
-            RankError: the ranks' optimizers have different numbers of groups.
+        It is refused if it has parameters that this rank does not hold, or its steps join numbers of several.
         """
         wrapped = self._wrapped
         cut = wrapped.joined_optimizer(optimizer)

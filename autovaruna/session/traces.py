@@ -103,7 +103,7 @@ class Traces:
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective.
 
-        Raises InputError, before anything is measured, if losses would be averaged that are sums, or no means at all.
+        Losses that are sums, or no means at all, are refused before anything is measured.
         """
         if self._settings.num_micro_batches != 1:
             self._refuse_synchronised_norms()
@@ -116,8 +116,7 @@ class Traces:
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
         """Returns the graph of a call. Collective if it is not known yet.
 
-        Raises InputError if the graph serves one micro-batch size alone, and micro-batches differ; if one is too small;
-        or if losses that are sums, or no means at all, would be averaged.
+        Micro-batches that the graph cannot serve are refused, and losses that would be averaged and cannot be.
         """
         sizes = batch.sizes
         if not self._settings.dynamic_batch and len(sizes) > 1:
@@ -174,19 +173,17 @@ class Traces:
         key = self._serving(shared.call, micro_batch_size)
         if not key:
             traced = self._trace_free(shared, micro_batch_size) or self._trace(shared, micro_batch_size)
-            key = self._add(traced.key, traced)
+            key = traced.key
+            self._known[key] = traced
+            self.num_traced += 1
         if self._known[key].asks_for_one and shared.global_batch_size == 1:
             key = f"{shared.key}/alone"
             if key not in self._known:
-                self._add(key, self._trace(shared, 1, is_alone=True))
+                self._known[key] = self._trace(shared, 1, is_alone=True)
+                self.num_traced += 1
         self._known.move_to_end(key)
         self.latest = self._known[key]
         return self.latest
-
-    def _add(self, key: str, traced: TracedModel) -> str:
-        self._known[key] = traced
-        self.num_traced += 1
-        return key
 
     def forget_oldest(self) -> list[str]:
         """Forgets the graphs that were used longest ago, of more than some; returns their keys."""
@@ -195,7 +192,6 @@ class Traces:
             _, traced = self._known.popitem(last=False)
             self._checked = {each for each in self._checked if each[0] != traced.key}
             forgotten.append(traced.key)
-        if forgotten:
             text = (
                 f"the model was traced for more than {_MOST_GRAPHS} kinds of calls: the graphs that were used longest "
                 "ago are dropped. Each kind is traced once, which takes long: pad inputs to a few lengths, and pass "
@@ -209,8 +205,7 @@ class Traces:
 
         Returns None if no dimension has varied, or the model cannot be traced so.
         """
-        call = shared.call
-        places = self._varying(call)
+        call, places = shared.call, self._varying(shared.call)
         if not places:
             return None
         act = self._act(call, micro_batch_size, self._is_dynamic(call), places)
@@ -348,8 +343,7 @@ class Traces:
     def _is_whole(self) -> bool:
         """Whether this rank has all numbers of the model where it computes."""
         state = (*self._model.parameters(), *self._model.buffers())
-        is_away = any(isinstance(each, RemoteTensor) or each.device.type != self._device.type for each in state)
-        return not is_away
+        return not any(isinstance(each, RemoteTensor) or each.device.type != self._device.type for each in state)
 
     def _compare(self, traced: TracedModel) -> None:
         """Makes sure that every rank traced the same model."""

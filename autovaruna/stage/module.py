@@ -31,11 +31,8 @@ _OF_MICRO_BATCH = (Source.INPUT, Source.VALUE, Source.OF_BATCH)
 class StageModule:
     """One stage on one rank; its leaves collect the gradients of parameters.
 
-    Args:
-        buffer: Finds a buffer by first name, as it is now: a script may replace one.
-        constants: Other tensors of the graph.
-        size_of: Evaluates a size node for a micro-batch.
-        run: Runs the piece on its arguments; None: its module does.
+    A buffer is found by first name, as it is now: a script may replace one. `size_of` evaluates a size node for a
+    micro-batch; `run` runs the piece on its arguments (None: its module does).
     """
 
     def __init__(
@@ -145,8 +142,6 @@ class StageModule:
         return leaf
 
 
-_ENTER, _EXIT = enter_autocast, exit_autocast
-
 Order = tuple[int, ...] | None
 """The dimensions of a tensor from the slowest in memory to the fastest; None: it has no such order."""
 
@@ -199,15 +194,20 @@ class _Around:
         return self.stream.draw(node, operation, *ordered, **kwargs)
 
     def enter(self, *autocast: Any) -> None:
-        self.entered.append(_ENTER(*autocast))  # type: ignore[no-untyped-call]
+        self.entered.append(enter_autocast(*autocast))  # type: ignore[no-untyped-call]
 
     def leave(self, nothing: None) -> None:
-        _EXIT(self.entered.pop())  # type: ignore[no-untyped-call]
+        exit_autocast(self.entered.pop())  # type: ignore[no-untyped-call]
 
 
 def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
     """Returns a copy of a module whose random operations and switches of autocast stay out of compilation."""
-    plain: dict[Any, Any] = {draw: around.draw, check: check, _ENTER: around.enter, _EXIT: around.leave}
+    plain: dict[Any, Any] = {
+        draw: around.draw,
+        check: check,
+        enter_autocast: around.enter,
+        exit_autocast: around.leave,
+    }
     outside = {each: _not_compiled(instead) for each, instead in plain.items()}
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
