@@ -221,47 +221,8 @@ def model(function: Callable[..., Tensor]) -> Function:
     return Function(function, attention=nn.TransformerEncoderLayer(WIDTH, 2, 8), **parts)
 
 
-def attention(self: nn.Module, x: Tensor) -> Tensor:
-    """Takes the first dimension for time, as layers of torch do unless batch_first=True."""
-    return self.attention(x)
-
-
-def convolution(self: nn.Module, x: Tensor) -> Tensor:
-    return F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1)
-
-
-def softmax(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x).softmax(0)
-
-
-def cumulated(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x).cumsum(0)
-
-
-def turned(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x) + x.flip(0)
-
-
-def pooled(self: nn.Module, x: Tensor) -> Tensor:
-    return F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1)
-
-
-def limited(self: nn.Module, x: Tensor) -> Tensor:
-    """Limits the norm of each channel over all samples."""
-    return torch.renorm(self.first(x), 2, 2, 0.5)
-
-
-def instances(self: nn.Module, x: Tensor) -> Tensor:
-    """Normalises each channel over all samples."""
-    return F.instance_norm(self.first(x).permute(1, 2, 0))
-
-
-def scaled(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x) / self.first(x).norm()
-
-
-def against_the_first(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x) - x[0]
+def crosswise(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
 
 
 def covariance(self: nn.Module, x: Tensor) -> Tensor:
@@ -269,43 +230,29 @@ def covariance(self: nn.Module, x: Tensor) -> Tensor:
     return flat @ (flat.t() @ flat)
 
 
-def one_bag(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(self.first(x).amax(0)).square().mean()
+MIXING: dict[str, Callable[..., Tensor]] = {
+    "attention whose first dimension is time": lambda self, x: self.attention(x),
+    "convolution": lambda self, x: F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1),
+    "softmax": lambda self, x: self.first(x).softmax(0),
+    "cumulated": lambda self, x: self.first(x).cumsum(0),
+    "turned": lambda self, x: self.first(x) + x.flip(0),
+    "pooled": lambda self, x: F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1),
+    "norm of each channel over all samples": lambda self, x: torch.renorm(self.first(x), 2, 2, 0.5),
+    "each channel normalised over all samples": lambda self, x: F.instance_norm(self.first(x).permute(1, 2, 0)),
+    "scaled": lambda self, x: self.last(x) / self.first(x).norm(),
+    "against the first": lambda self, x: self.last(x) - x[0],
+    "covariance": covariance,
+    "one bag": lambda self, x: self.last(self.first(x).amax(0)).square().mean(),
+    "shifted": lambda self, x: self.first(x).flatten(0, 1)[:-1].square().mean(),
+    "backwards": lambda self, x: self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)],
+    "crosswise": crosswise,
+    "rows picked by numbers in the inputs": lambda self, x: self.last(x) + self.first(x)[x[:, 0, 0].long()],
+    "rows sent to others": lambda self, x: self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x)),
+    "permuted": lambda self, x: self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])]),
+}
 
 
-def shifted(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x).flatten(0, 1)[:-1].square().mean()
-
-
-def backwards(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)]
-
-
-def crosswise(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
-
-
-def named(self: nn.Module, x: Tensor) -> Tensor:
-    """Picks rows by numbers in the inputs."""
-    return self.last(x) + self.first(x)[x[:, 0, 0].long()]
-
-
-def sent(self: nn.Module, x: Tensor) -> Tensor:
-    """Adds rows to others that the inputs name."""
-    return self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x))
-
-
-def permuted(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])])
-
-
-MIXING = (
-    *(attention, convolution, softmax, cumulated, turned, pooled, limited, instances, scaled, against_the_first),
-    *(covariance, one_bag, shifted, backwards, crosswise, named, sent, permuted),
-)
-
-
-@pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", MIXING.values(), ids=MIXING)
 def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
     """The error says what to do; for one batch size, which a user may ask for, the model is traced as it is."""
     with pytest.raises(TraceError, match=r"mixes the samples of a batch: .*batch_first=True.*dynamic_batch=False"):

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph.facts import flop_counter
-from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler import bytes, work
+from autovaruna.profiler import bytes
 from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, touched_bytes
-from autovaruna.profiler.work import Code, make_code
 from tests.catalogue import CASES
+from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 LINK = LinkCost(1e-6, 1e10)
@@ -24,24 +23,18 @@ COMPUTE = replace(SPEC, bytes_per_second=1e30)
 """Only arithmetic counts: seconds times 1e12 are operations."""
 
 
-def operations(name: str, num_samples: int) -> tuple[float, float]:
-    model, graph, _ = traced_case(name, 2)
-    costs = predict(graph, model, [num_samples], COMPUTE).costs[0]
-    return (1e12 * sum(cost.forward_seconds for cost in costs), 1e12 * sum(cost.backward_seconds for cost in costs))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "lstm", "conv_net_batch_norm", "frozen", "tied"])
+@pytest.mark.parametrize("name", some(["gpt2", "t5", "lstm", "conv_net_batch_norm", "frozen", "tied"], 3))
 def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     """What needs no gradient has no backward, a first layer computes one product less."""
-    model = CASES[name].model()
+    model, graph, _ = traced_case(name, 2)
     args, kwargs = CASES[name].batch(4, 0)
     with flop_counter() as forward:
         result = model(*args, **kwargs)
     with flop_counter() as backward:
         (result if isinstance(result, Tensor) else result.loss).backward()
-    found = operations(name, 4)
-    assert found[0] == pytest.approx(forward.get_total_flops(), rel=0.01)
-    assert found[1] == pytest.approx(backward.get_total_flops(), rel=0.01)
+    costs = predict(graph, model, [4], COMPUTE).costs[0]
+    assert 1e12 * sum(cost.forward_seconds for cost in costs) == pytest.approx(forward.get_total_flops(), rel=0.01)
+    assert 1e12 * sum(cost.backward_seconds for cost in costs) == pytest.approx(backward.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize(("width", "share"), [(1024, 1.0), (1025, 0.125)])
@@ -51,20 +44,6 @@ def test_products_of_unaligned_16_bit_rows_reach_a_share(width: int, share: floa
     graph = traced(model, torch.randn(16, 64, dtype=torch.bfloat16))
     [cost] = predict(graph, model, [16], device).costs[0]
     assert cost.forward_seconds == pytest.approx(2 * 16 * 64 * width / 1e12 / share)
-
-
-def test_a_part_is_taken_out_once_for_all_numbers_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[tuple[str, ...]] = []
-
-    def counted(traced_model: TracedModel, nodes: tuple[str, ...], outputs: tuple[str, ...]) -> Code:
-        taken.append(nodes)
-        return make_code(traced_model, nodes, outputs)
-
-    monkeypatch.setattr(work, "make_code", counted)
-    model, graph, _ = traced_case("gpt2", 2)
-    predict(graph, model, [1, 2, 4], SPEC)
-    assert taken
-    assert len(taken) == len(set(taken))
 
 
 def test_attention_counts_as_the_products_that_it_stands_for() -> None:
@@ -83,7 +62,7 @@ def test_recurrent_layers_count_their_products() -> None:
     assert counter.get_total_flops() == 2 * 5 * 3 * sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "resnet", "dropout", "moving_average"])
+@pytest.mark.parametrize("name", some(["gpt2", "bert", "t5", "resnet", "dropout", "moving_average"], 3))
 def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
