@@ -244,7 +244,12 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
     every = names | outside
     lines = []
     for node in nodes:
-        words = [_operation(node.target), *map(str, precision_of(node))]
+        target: Any = node.target
+        has_name = hasattr(target, "__qualname__") and not isinstance(target, str | OpOverload)
+        words = [
+            f"{target.__module__}.{target.__qualname__}" if has_name else str(target),
+            *map(str, precision_of(node)),
+        ]
         lines.append(f"{' '.join(words)} {fx.map_arg((node.args, node.kwargs), every.__getitem__)}")
     leaving = [node for node in nodes if any(user not in names for user in node.users)]
     outputs = [f"{names[node]} {facts[node.name].needs_gradient}" for node in leaving]
@@ -265,12 +270,6 @@ def _incoming(node: fx.Node, facts: Mapping[str, Fact]) -> str:
     if isinstance(value, fx.GraphModule):
         return "\n".join(str(each.code) for each in value.modules() if isinstance(each, fx.GraphModule))
     return repr(value)
-
-
-def _operation(target: Any) -> str:
-    if isinstance(target, str | OpOverload) or not hasattr(target, "__qualname__"):
-        return str(target)
-    return f"{target.__module__}.{target.__qualname__}"
 
 
 class Builder:

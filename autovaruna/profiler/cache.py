@@ -51,8 +51,6 @@ def load_measured(path: str | os.PathLike[str], kind: type[Record]) -> Record:
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 1
-
 
 @dataclass(frozen=True)
 class _Entry:
@@ -63,7 +61,6 @@ class _Entry:
     iterations: int
     environment: dict[str, Any]
     cost: PartCost
-    format_version: int = CACHE_VERSION
 
 
 class ProfileCache:
@@ -90,9 +87,7 @@ class ProfileCache:
             except (OSError, ValueError) as error:
                 logger.warning("measuring again: the saved cost %s cannot be used (%s)", path, error)
                 continue
-            if entry.format_version != CACHE_VERSION:
-                logger.warning("measuring again: the saved cost %s has format %d", path, entry.format_version)
-            elif entry.iterations >= self.iterations:
+            if entry.iterations >= self.iterations:
                 found[key] = entry.cost
         logger.info("%d measured costs came from %s", len(found), self.directory)
         return found

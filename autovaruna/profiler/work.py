@@ -88,7 +88,11 @@ class Part:
     @property
     def is_of_torch(self) -> bool:
         """Whether all its operations are torch's own, so that what they take is the same in every program."""
-        return all(_is_of_torch(self.traced.nodes[name].target) for name in self.nodes)
+        targets: list[Any] = [self.traced.nodes[name].target for name in self.nodes]
+        others = [each for each in targets if not isinstance(each, str | OpOverload)]
+        modules = {str(getattr(each, "__module__", "")).split(".")[0] for each in others}
+        spaces = {each.namespace for each in targets if isinstance(each, OpOverload)}
+        return modules <= {"torch", "_operator", "math", "builtins"} and spaces <= {"aten", "prim", "prims"}
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
@@ -174,13 +178,6 @@ def _part(traced: TracedModel, blocks: Iterable[Block]) -> Part:
     return Part(traced, blocks, nodes, name)
 
 
-def _is_of_torch(target: Any) -> bool:
-    if isinstance(target, OpOverload):
-        return target.namespace in ("aten", "prim", "prims")
-    module = str(getattr(target, "__module__", ""))
-    return isinstance(target, str) or module.split(".")[0] in ("torch", "_operator", "math", "builtins")
-
-
 _PATTERN_LENGTH = 65_521
 _SCALE = 0.05
 
@@ -206,7 +203,6 @@ class Samples:
     device: torch.device
     inputs: Sequence[Tensor] = ()
     numbers: Numbers = Numbers.NORMAL
-    _patterns: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def argument(self, argument: Argument, batch_size: int) -> Any:
         """Returns what to pass for one argument of a piece, for `batch_size` samples."""
@@ -287,21 +283,19 @@ class Samples:
             return torch.ones(length, dtype=dtype, device=self.device)
         if not (dtype.is_floating_point or dtype.is_complex):
             return torch.zeros(length, dtype=dtype, device=self.device)
-        numbers, pattern = torch.empty(length, dtype=dtype, device=self.device), self._pattern(dtype)
+        numbers, pattern = torch.empty(length, dtype=dtype, device=self.device), self._pattern
         whole = length - length % len(pattern)
         numbers[:whole].view(-1, len(pattern)).copy_(pattern)
         numbers[whole:].copy_(pattern[: length - whole])
         return numbers
 
-    def _pattern(self, dtype: torch.dtype) -> Tensor:
-        """Returns normal random numbers; copies of them fill any tensor at the speed of a copy."""
-        if dtype not in self._patterns:
-            generator = torch.Generator().manual_seed(0)
-            numbers = torch.randn(_PATTERN_LENGTH, generator=generator) * _SCALE
-            if self.numbers not in (Numbers.NORMAL, Numbers.COMPUTED):
-                numbers = numbers.add_(0.5).clamp_(_SCALE, 1.0 - _SCALE)
-            self._patterns[dtype] = numbers.to(dtype).to(self.device)
-        return self._patterns[dtype]
+    @cached_property
+    def _pattern(self) -> Tensor:
+        """Normal random numbers; copies of them fill any tensor at the speed of a copy."""
+        numbers = torch.randn(_PATTERN_LENGTH, generator=torch.Generator().manual_seed(0)) * _SCALE
+        if self.numbers not in (Numbers.NORMAL, Numbers.COMPUTED):
+            numbers = numbers.add_(0.5).clamp_(_SCALE, 1.0 - _SCALE)
+        return numbers.to(self.device)
 
 
 Outputs = Sequence[Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,11 @@ class Traces:
         Returns the attributes without which the graph is the one of the latest call that is like this one but for
         attributes; and those that forward uses.
         """
-        likes = [each for each in self._known.values() if _is_alike(each.call, call)]
+
+        def like(one: CallSpec) -> tuple[str, str]:
+            return one.kind(), one.mode.partition(" attributes=")[0]
+
+        likes = [each for each in self._known.values() if like(each.call) == like(call)]
         unread, read = set(names), set[str]()
         while likes and unread:
             try:
@@ -320,8 +325,12 @@ class Traces:
         size = min(shared.global_batch_size, _MOST_IN_PARTS)
         if size < 2:
             return
-        tensors = self._repeated(shared, size)
-        Parts(traced, self._model, tensors, size, self._device, self._share_of_loss(traced)).compare()
+        share: Callable[[float], float] | None = None  # the weight of a loss by its part of the samples
+        if not self._settings.micro_batch_weight:
+            with suppress(InputError):  # there may turn out to be one micro-batch, or each has statistics of its own
+                self._check_parts(traced)
+                share = (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
+        Parts(traced, self._model, self._repeated(shared, size), size, self._device, share).compare()
 
     def _repeated(self, shared: SharedCall, size: int) -> list[Tensor]:
         """Returns this rank's tensors with its first samples, repeated until they are `size`."""
@@ -329,16 +338,6 @@ class Traces:
         places = torch.arange(size) % own
         pairs = zip(shared.samples(0, own), shared.call.inputs, strict=True)
         return [tensor[places.to(tensor.device)] if spec.is_batch else tensor for tensor, spec in pairs]
-
-    def _share_of_loss(self, traced: TracedModel) -> Callable[[float], float] | None:
-        """Returns the weight of a micro-batch's loss by its part of the samples; None: there is none."""
-        if self._settings.micro_batch_weight:
-            return None
-        try:
-            self._check_parts(traced)
-        except InputError:  # there may turn out to be one micro-batch, or each has statistics of its own
-            return None
-        return (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
 
     def _is_whole(self) -> bool:
         """Whether this rank has all numbers of the model where it computes."""
@@ -359,12 +358,6 @@ class Traces:
                 "forward, seed that alike on all ranks first (random.seed(0)), or draw from torch in forward. Where it "
                 "goes over a set of strings, their order is another one in each process: go over sorted(...)."
             )
-
-
-def _is_alike(one: CallSpec, other: CallSpec) -> bool:
-    """Whether calls are alike but for attributes and lengths."""
-    modes = {call.mode.partition(" attributes=")[0] for call in (one, other)}
-    return one.kind() == other.kind() and len(modes) == 1
 
 
 def _differing(one: CallSpec, other: CallSpec) -> set[tuple[int, int]]:

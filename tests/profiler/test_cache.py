@@ -54,7 +54,6 @@ def test_costs_of_another_environment_or_of_fewer_samples_are_not_used(tmp_path:
         lambda text: text.replace('"forward_seconds": 0.5', '"forward_seconds": -1'),
         lambda text: text.replace('"forward_seconds": 0.5', '"forward_seconds": NaN'),
         lambda text: text.replace('"inside"', '"outside"'),
-        lambda text: text.replace('"format_version": 1', '"format_version": 2'),
         lambda text: text.replace('"iterations": 5', '"iterations": "many"'),
         lambda text: text.replace('"forward_seconds": 0.5', '"forward_seconds": 0.6'),
     ],

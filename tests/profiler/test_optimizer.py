@@ -216,7 +216,8 @@ class OverGroups(EachAlone):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         size = sum(float(each.grad.norm()) for each in self.param_groups[0]["params"])
         for number, group in enumerate(self.param_groups):
-            group["params"][0].data.sub_(group["params"][0].grad, alpha=1e-3 * (size if number else 1.0))
+            for each in group["params"]:
+                each.data.sub_(each.grad, alpha=1e-3 * (size if number else 1.0))
 
 
 def test_noise_small_gradients_and_groups_are_seen() -> None:

@@ -51,8 +51,13 @@ class Values:
         self._picked = picked_symbols(nodes) if chosen else {}
         attributes = [node.name for node in nodes.find_nodes(op="get_attr") if node.name in facts]
         self._state = {storage for name in attributes for storage in facts[name].makes}
-        copies = nodes.find_nodes(op="call_function", target=aten.copy_.default)
-        self._becomes_state = {self._source_of(copy) for copy in copies if facts[copy.name].writes & self._state}
+        self._becomes_state: set[Any] = set()  # what is copied into state, itself or a view of it
+        for copy in nodes.find_nodes(op="call_function", target=aten.copy_.default):
+            if facts[copy.name].writes & self._state:
+                source: Any = copy.args[1]
+                while isinstance(source, fx.Node) and source.name in facts and facts[source.name].is_view:
+                    source = source.args[0]
+                self._becomes_state.add(source)
         self._of: dict[fx.Node, Value] = {}
         for node in nodes.nodes:
             self._of[node] = self._value(node)
@@ -109,13 +114,6 @@ class Values:
             return Reach.SAMPLES if is_long(node) else Reach.ALL
         is_joint = any(self[each].reach is Reach.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
         return Reach.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Reach.COUNTS
-
-    def _source_of(self, copy: fx.Node) -> Any:
-        """Returns what a copy copies, where no view of it did."""
-        node: Any = copy.args[1]
-        while isinstance(node, fx.Node) and node.name in self._facts and self._facts[node.name].is_view:
-            node = node.args[0]
-        return node
 
     def _share(self, node: fx.Node) -> tuple[Share, Merge | None]:
         if node.op == "placeholder":

@@ -8,7 +8,6 @@ several samples must keep means: a root of a mean, or a product of two, is anoth
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from operator import getitem
 from typing import Any
 
@@ -291,11 +290,18 @@ class _Means:
         return join is Reduction.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node) -> bool:
-        """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""
+        """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted.
+
+        Labels that do not count, or weigh more, are such.
+        """
         given = arguments(node)
         if name_of(node) != "mean" and given.get("reduction") != MEAN:
             return False
-        return any(map(self._sizes.depends_on_data, node.all_input_nodes)) or _averages_labels(node, given)
+        if any(map(self._sizes.depends_on_data, node.all_input_nodes)):
+            return True
+        if not has(node, Trait.AVERAGES_LABELS) or given["target"].meta["val"].is_floating_point():
+            return False
+        return given.get("weight") is not None or _may_hold(given["target"], given["ignore_index"])
 
     def _is_joint(self, node: Any) -> bool:
         """Whether a value is made of several samples: it depends on the batch, and has none."""
@@ -303,13 +309,6 @@ class _Means:
         if not isinstance(value, Tensor) or Source.SAMPLES not in self._values[node].source:
             return False
         return not _says_what_is_finite(node) and not self._sizes.has_samples(node)
-
-
-def _averages_labels(node: fx.Node, given: Mapping[str, Any]) -> bool:
-    """Whether a loss is averaged over labels of the model's own of which some may not count, or weigh more."""
-    if not has(node, Trait.AVERAGES_LABELS) or given["target"].meta["val"].is_floating_point():
-        return False
-    return given.get("weight") is not None or _may_hold(given["target"], given["ignore_index"])
 
 
 def _may_hold(labels: fx.Node, ignored: int) -> bool:
