@@ -57,9 +57,16 @@ def _by_shape(
 
 def state_factor(optimizer: Optimizer) -> float:
     """Returns the bytes of state for each byte of a trained parameter, trying out each shape of each group once."""
+
+    def factor_of(options: Options, shape: torch.Size, dtype: torch.dtype) -> float:
+        trial = _trial(_shrunk(shape), dtype, torch.device("cpu"))
+        copy = _copy(optimizer, options, [trial])
+        _step(copy)
+        return sum(each.nbytes for each in _state_of(copy, trial)) / trial.nbytes
+
     parameter_bytes, state_bytes = 0.0, 0.0
     for group in optimizer.param_groups:
-        for parameter, factor in _by_shape(group, partial(_state_factor_of, optimizer)):
+        for parameter, factor in _by_shape(group, factor_of):
             parameter_bytes += parameter.nbytes
             state_bytes += factor * parameter.nbytes
     return state_bytes / parameter_bytes if parameter_bytes else 0.0
@@ -74,7 +81,13 @@ def measure_step(optimizer: Optimizer, device: torch.device) -> OptimizerCost:
     dtype = next((parameter.dtype for parameter in group["params"]), torch.float32)
 
     def seconds(shape: tuple[int, ...], times: int) -> float:
-        return _step_seconds(optimizer, _options(group), [_trial(shape, dtype, device) for _ in range(times)])
+        copy = _copy(optimizer, _options(group), [_trial(shape, dtype, device) for _ in range(times)])
+        now, taken = own_clock(device), []
+        for _ in range(1 + _TIMED_STEPS):  # the first one makes the state
+            started = now()
+            _step(copy)
+            taken.append(now() - started)
+        return min(taken[1:])
 
     each = seconds(_SMALL, _NUM_SMALL) / _NUM_SMALL
     own = _typical_shape(group["params"])
@@ -133,13 +146,6 @@ def _typical_shape(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
     return tuple(nearest.shape) if nearest is not None else (0,)
 
 
-def _state_factor_of(optimizer: Optimizer, options: Options, shape: torch.Size, dtype: torch.dtype) -> float:
-    trial = _trial(_shrunk(shape), dtype, torch.device("cpu"))
-    copy = _copy(optimizer, options, [trial])
-    _step(copy)
-    return sum(each.nbytes for each in _state_of(copy, trial)) / trial.nbytes
-
-
 def _work_factors_of(
     optimizer: Optimizer, device: torch.device, options: Options, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[float, float, float]:
@@ -169,17 +175,6 @@ def _shrunk(shape: Iterable[int], most: int = _MOST_ELEMENTS) -> tuple[int, ...]
         longest = sizes.index(max(sizes))
         sizes[longest] = (sizes[longest] + 1) // 2
     return tuple(sizes)
-
-
-def _step_seconds(optimizer: Optimizer, options: Options, trials: list[nn.Parameter]) -> float:
-    copy, now = _copy(optimizer, options, trials), own_clock(trials[0].device)
-    _step(copy)
-    seconds = []
-    for _ in range(_TIMED_STEPS):
-        started = now()
-        _step(copy)
-        seconds.append(now() - started)
-    return min(seconds)
 
 
 def _step(optimizer: Optimizer) -> None:

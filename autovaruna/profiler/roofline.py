@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -207,13 +208,10 @@ def _is_aligned(tensor: Tensor) -> bool:
     return int(max(tensor.stride()[-2:])) * tensor.itemsize % _ALIGNED_BYTES == 0
 
 
-_noted: set[str] = set()
-
-
+@cache
 def _note(name: str) -> None:
     """Says once of an operation with much arithmetic that only its bytes are counted."""
-    if name not in _noted and "norm" not in name and any(part in name for part in _WITHOUT_FORMULA):
-        _noted.add(name)
+    if "norm" not in name and any(part in name for part in _WITHOUT_FORMULA):
         logger.warning("there is no formula for the arithmetic of %s: it is predicted from its bytes alone", name)
 
 

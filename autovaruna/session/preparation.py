@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -54,6 +56,7 @@ from autovaruna.session.measuring import SHAPING, SpeedWatch, Subject, measured_
 from autovaruna.session.wrapped import Wrapped
 from autovaruna.stage.split import Assignment, assign
 
+Result = TypeVar("Result")
 _GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
 
 logger = logging.getLogger(__name__)
@@ -144,10 +147,6 @@ def fingerprint_of(
     )
 
 
-def _nothing() -> None:
-    """What other ranks do while the first one acts for all."""
-
-
 class Preparation:
     """The plan of a model, and all that the engine needs to run it. Making one is collective; all fail alike."""
 
@@ -164,7 +163,7 @@ class Preparation:
         self.device = wrapped.device
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
-        on_all(self._world, self._dump_graph, "writing the graph")
+        self._on_first(self._dump_graph, "writing the graph")
         self._sharing = self._try_sharing()
         self._fingerprint = self._describe_run()
         self.plan = self._saved_plan() or self._new_plan()
@@ -211,7 +210,7 @@ class Preparation:
     def _dump_graph(self) -> None:
         """Writes the traced graph as JSON, if it is asked for."""
         path = self._settings.dump_graph
-        if path and self._world.rank == 0:
+        if path:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 Path(path).write_text(json.dumps(asdict(self._traced.graph), indent=1), encoding="utf-8")
@@ -246,7 +245,7 @@ class Preparation:
         if self._settings.load_deployment is False:
             return None
         read = partial(read_saved_plan, self._settings, self._fingerprint, self._traced.graph)
-        return gather_on_all(self._world, read if self._world.rank == 0 else _nothing, "loading the deployment")[0]
+        return self._on_first(read, "loading the deployment")
 
     def measured_again(self) -> Plan:
         """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
@@ -257,11 +256,9 @@ class Preparation:
         problem = self._measured_problem()
         search = partial(plan_with_sharing, problem, self._sharing, make_plan)
         with phase(logger, "searching for a plan"):
-            found = gather_on_all(self._world, search if self._world.rank == 0 else _nothing, "planning")
-        assert found[0] is not None
-        self.plan = found[0]
+            self.plan = self._on_first(search, "planning")
         if self._settings.save_deployment:
-            on_all(self._world, self._save_on_first, "saving the deployment")
+            self._on_first(self._keep_plan, "saving the deployment")
             self._ask_for_fewer(problem)
         return self.plan
 
@@ -275,9 +272,11 @@ class Preparation:
         with suppress(OSError):  # it would only save time
             request.write(Path(place.folder, ahead.FILE))
 
-    def _save_on_first(self) -> None:
-        if self._world.rank > 0:
-            return
+    def _on_first(self, act: Callable[[], Result], what: str) -> Result:
+        """Returns on every rank what `act` returns on rank 0. Collective."""
+        return gather_on_all(self._world, lambda: act() if self._world.rank == 0 else None, what)[0]  # type: ignore[return-value]
+
+    def _keep_plan(self) -> None:
         file = self._settings.deployment_file
         path = Path(at_home(file))
         try:

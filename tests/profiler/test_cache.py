@@ -15,6 +15,7 @@ from autovaruna.profiler.bytes import Bytes, Made
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure
 from autovaruna.profiler.work import layer_parts
+from tests.graph.models import Function
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 COST = PartCost(0.5, 0.25, Bytes(7, ((0, 8), (2, 16)), (Made(1, 24, True),), 5, 9))
@@ -86,20 +87,12 @@ def test_many_writers_of_one_part_leave_one_whole_file(tmp_path: Path) -> None:
 def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
     """Neither another number of layers, nor another batch size of the call, nor other names of modules matter."""
 
-    class Other(Mlp):
-        def __init__(self) -> None:
-            super().__init__(14)
-            self.renamed = self.layers
-            del self.layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.renamed:
-                x = torch.relu(layer(x))
-            return x.square().mean()
-
+    renamed = Function(lambda self, x: self.renamed(x).square().mean(), renamed=nn.Sequential())
+    for layer in Mlp(14).layers:
+        renamed.get_submodule("renamed").extend([layer, nn.ReLU()])
     known = measured(Mlp(14), {}, torch.zeros(3, WIDTH))
     assert known and not measured(Mlp(14), known, torch.zeros(5, WIDTH))
-    assert not measured(Other(), known, torch.zeros(3, WIDTH))
+    assert not measured(renamed, known, torch.zeros(3, WIDTH))
     layers = {(part.signature, 2) for part in layer_parts(traced(Mlp(28), torch.zeros(3, WIDTH)))}
     assert measured(Mlp(28), known, torch.zeros(3, WIDTH)).keys() <= layers, "runs of layers end elsewhere"
 
@@ -141,11 +134,7 @@ def test_operators_of_other_libraries_are_measured_each_time() -> None:
     twice.register_fake(torch.empty_like)
     twice.register_autograd(lambda ctx, grad: grad * 2)
 
-    class Doubles(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(twice(self.layers[0](x)))
-
-    model = Doubles(2)
+    model = Function(lambda self, x: self.mlp(twice(self.mlp.layers[0](x))), mlp=Mlp(2))
     graph = traced(model, torch.zeros(3, WIDTH))
     every = measure(graph, model, [2], CPU, iterations=1).keys()
     left_out = every - set(lasting_keys(graph, [2]))

@@ -29,24 +29,11 @@ from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.work import Part, Samples, block_parts, make_work
 from tests.catalogue import CASES
+from tests.graph.models import Function
 from tests.products import some
 from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 from tests.profiler.test_roofline import COMPUTE
-
-
-class Factor(nn.Module):
-    """Fails whatever comes in: its own matrix has no inverse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.matrix: Tensor
-        self.register_buffer("matrix", torch.zeros(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        solved: Tensor = torch.linalg.solve(self.matrix, self.inner(x))
-        return solved.sum()
 
 
 def test_identical_blocks_are_measured_once() -> None:
@@ -59,24 +46,19 @@ def test_identical_blocks_are_measured_once() -> None:
 
 def test_a_block_that_raises_is_named() -> None:
     """A failed measurement is an error that says block, module, size and reason; it is never filled in."""
-    model = Factor()
+    solve = lambda self, x: torch.linalg.solve(self.matrix, self.inner(x)).sum()  # noqa: E731
+    model = Function(solve, inner=nn.Linear(4, 4), matrix=torch.zeros(4, 4))  # which has no inverse
     graph = traced(model, torch.zeros(3, 4, 4))
     with pytest.raises(MeasureError, match=r"solve.*5 samples.*singular") as caught:
         measure(graph, model, [5], CPU)
     assert caught.value.__cause__ is not None
 
 
-class Drawing(nn.Module):
+def drawing(self: nn.Module, x: Tensor) -> Tensor:
     """Draws and scores by probabilities."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        share = torch.sigmoid(self.inner(x))
-        drawn = torch.distributions.Bernoulli(share).sample() * torch.multinomial(share.detach(), 1)
-        return F.binary_cross_entropy(share, torch.bernoulli(share.detach())) + (torch.poisson(share) + drawn).mean()
+    share = torch.sigmoid(self.inner(x))
+    drawn = torch.distributions.Bernoulli(share).sample() * torch.multinomial(share.detach(), 1)
+    return F.binary_cross_entropy(share, torch.bernoulli(share.detach())) + (torch.poisson(share) + drawn).mean()
 
 
 class Refusals(TorchDispatchMode):
@@ -96,7 +78,7 @@ class Refusals(TorchDispatchMode):
 
 def test_probabilities_are_never_tried_on_other_numbers() -> None:
     """A kernel of a GPU that refuses its numbers takes the process with it: there is no second try."""
-    model = Drawing()
+    model = Function(drawing, inner=nn.Linear(4, 4))
     graph = traced(model, torch.zeros(3, 4))
     with Refusals() as refusals:
         assert measure(graph, model, [2], CPU)

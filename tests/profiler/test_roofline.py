@@ -14,6 +14,7 @@ from autovaruna.profiler import bytes
 from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, touched_bytes
 from tests.catalogue import CASES
+from tests.graph.models import Function
 from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
@@ -77,15 +78,7 @@ def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
 
 
 def test_recurrent_layers_keep_what_their_kernel_keeps() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(64, 256, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lstm(x)[0].square().mean()
-
-    model = Recurrent()
+    model = Function(lambda self, x: self.lstm(x)[0].square().mean(), lstm=nn.LSTM(64, 256, batch_first=True))
     graph = traced(model, torch.zeros(3, 20, 64))
     predicted = predict(graph, model, [8], SPEC).costs[0]
     measured = profile(graph, model, [8], CPU, iterations=1, budget_seconds=0).costs[0]
@@ -126,16 +119,11 @@ def test_views_and_lookups_touch_no_more_than_they_must() -> None:
 def test_attention_with_dropout_keeps_no_scores_on_a_gpu() -> None:
     """The kernels of the CPU cannot drop, so that torch falls back to one that keeps every score."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
+    def attended(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.linear(x).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5).square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x).unsqueeze(1)
-            return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5).square().mean()
-
-    model = Attention()
+    model = Function(attended, linear=nn.Linear(8, 8))
     graph = traced(model, torch.zeros(3, 64, 8))
     on_cpu, on_gpu = (predict(graph, model, [1], replace(SPEC, kind=kind)).costs[0] for kind in ("cpu", "cuda"))
     assert sum(c.saved_bytes for c in on_cpu) - sum(c.saved_bytes for c in on_gpu) > 64 * 64 * 4
@@ -159,16 +147,11 @@ def test_a_model_on_meta_is_predicted_and_a_second_layer_costs_nothing_to_predic
 
 
 def test_a_block_that_needs_numbers_is_named() -> None:
-    class Chooses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def chosen(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x[x > 0].sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            chosen = self.linear(x)
-            return chosen[chosen > 0].sum()
-
-    model = Chooses()
+    model = Function(chosen, linear=nn.Linear(WIDTH, WIDTH))
     graph = traced(model, torch.zeros(3, WIDTH))
     with pytest.raises(MeasureError, match=r"index.*measure the model instead"):
         predict(graph, model, [2], SPEC)
