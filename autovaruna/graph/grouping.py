@@ -52,8 +52,9 @@ def group(known: KnownGraph) -> Grouping:
         node for node in known.module.graph.nodes if node.op in ("call_function", "call_module") and not is_given(node)
     ]
     rules = _Rules(nodes, known)
-    rules.values_stay_with_their_users()
+    rules.tuples_stay_whole()
     rules.changes_stay_with_what_they_change()
+    rules.what_data_decide_stays()
     rules.changes_of_a_module_stay_together()
     repeated = _repeated(rules, parameters)
     worked = [node for node in nodes if node.name not in repeated]
@@ -76,11 +77,14 @@ class _Rules:
         self.sets = nx.utils.UnionFind(nodes)
         self.joins: list[tuple[tuple[str, ...], str]] = []
 
-    def values_stay_with_their_users(self) -> None:
-        """Applies rules 1, 4 and 7."""
+    def tuples_stay_whole(self) -> None:
+        """Applies rule 1."""
         for node in self.nodes:
             if node.target is operator.getitem:
                 self._join([node, *node.all_input_nodes], "a value of several tensors stays with what takes it apart")
+
+    def what_data_decide_stays(self) -> None:
+        """Applies rules 4 and 7."""
         data = [node for node in self.nodes if self.known.sizes.depends_on_data(node)]
         for node in data:
             self._join([node, *node.users], "a value whose shape depends on data stays with its users")

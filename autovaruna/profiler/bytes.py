@@ -125,7 +125,11 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
     meter = meter_of(device, arguments.values())
     with _transient_gradients(work), meter:
         outputs, saved = _run(work)
-        made = _made(outputs, saved, arguments)
+        made: dict[int, Made] = {}
+        for place, output in enumerate(outputs):
+            storage = storage_of(output)
+            if storage not in arguments:
+                made.setdefault(storage, Made(place, _num_bytes(output), storage in saved))
         inside = sum(_num_bytes(saved[key]) for key in saved.keys() - arguments.keys() - made.keys())
         values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if storage_of(value) in saved)
         saved.clear()
@@ -204,15 +208,6 @@ def _transient_gradients(work: Work) -> Iterator[None]:
         for leaf, gradient, hook in zip(leaves, gradients, hooks, strict=True):
             leaf.grad = gradient
             hook.remove()
-
-
-def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[int, Tensor]) -> dict[int, Made]:
-    made: dict[int, Made] = {}
-    for place, output in enumerate(outputs):
-        storage = storage_of(output)
-        if storage not in arguments:
-            made.setdefault(storage, Made(place, _num_bytes(output), storage in saved))
-    return made
 
 
 def meter_of(device: torch.device, known: Iterable[Tensor]) -> AllocationMeter | _OperationMeter | _AllocatorMeter:

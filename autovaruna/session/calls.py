@@ -37,6 +37,9 @@ from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.borders import Wishes
 
+logger = logging.getLogger(__name__)
+_NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
+
 Digest = tuple[Hashable, ...]
 Totals = list[Any]
 """Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
@@ -210,10 +213,9 @@ def share_call(
         )
     if len({key for key, *_ in reports}) > 1:
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
-        kinds = world.gather_objects((call.kind(), call.mode), "comparing calls")
-        advice = " Where samples have lengths of their own, pad them to one length on all ranks." * (
-            len(set(kinds)) == 1
-        )
+        kinds = set(world.gather_objects((call.kind(), call.mode), "comparing calls"))
+        pad = " Where samples have lengths of their own, pad them to one length on all ranks."
+        advice = pad if len(kinds) == 1 else ""
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {found}. Expected the same names, dtypes, "
             f"constants, modes and shapes on every rank, but for the size of the batch.{advice}"
@@ -255,12 +257,6 @@ def _name(path: str) -> str:
 def _flags(letters: str) -> str:
     """Returns ``train()`` for ``tttt``; letters that differ stay, one a module or parameter."""
     return _FLAGS[letters[0]] if len(set(letters)) == 1 else f"mixed ({letters})"
-
-
-_NUM_FIRST_CALLS, _CALLS_BETWEEN = 8, 64
-_NUM_NUMBERS = 64
-
-logger = logging.getLogger(__name__)
 
 
 class SameInputs:

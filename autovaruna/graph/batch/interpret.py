@@ -76,7 +76,10 @@ class Values:
         if node not in self._known:
             return Value(source, reach)
         share, merge = self._share(node)
-        return Value(source, reach, share, merge, share is Share.WHOLE and self._is_extreme(node, merge))
+        is_extreme = merge in (Merge.LARGEST, Merge.SMALLEST)
+        if share is Share.WHOLE and merge is None:
+            is_extreme = all(self[each].is_extreme for each in node.all_input_nodes if self[each].share is Share.WHOLE)
+        return Value(source, reach, share, merge, is_extreme)
 
     def _source(self, node: fx.Node) -> Source:
         if node.op == "placeholder":
@@ -141,11 +144,6 @@ class Values:
         if not self._sizes.has_samples(source):
             return None
         return None if merge is Merge.MEAN and self._sizes.depends_on_data(source) else merge
-
-    def _is_extreme(self, node: fx.Node, merge: Merge | None) -> bool:
-        if merge is not None:
-            return merge in (Merge.LARGEST, Merge.SMALLEST)
-        return all(self[each].is_extreme for each in node.all_input_nodes if self[each].share is Share.WHOLE)
 
 
 def read(node: fx.Node) -> list[fx.Node]:
