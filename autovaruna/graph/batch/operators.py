@@ -152,7 +152,7 @@ def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return []
     known = operation._schema.arguments
     given = dict(zip([argument.name for argument in known], args, strict=False)) | dict(kwargs)
-    if given.get("training") is False:
+    if given.get("training") is False:  # else a normalisation changes statistics; the schema of most does not say so
         return []
     values = [given.get(each.name) for each in known if each.alias_info is not None and each.alias_info.is_write]
     return pytree.tree_leaves(values)
