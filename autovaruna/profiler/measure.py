@@ -338,20 +338,21 @@ def _measure_one(
     part: Part, kinds: Sequence[Samples], size: int, iterations: int, allowance: float, splits: bool
 ) -> PartCost:
     """Measures a part on the first of several kinds of numbers that it takes."""
-    errors: list[Exception] = []
+    first: Exception | None = None
     for samples in sorted(kinds, key=lambda each: part.code.takes_shares and each.numbers is not Numbers.SHARE):
         try:
             return _measure_on(part, samples, size, iterations, allowance, splits)
         except Exception as error:
-            errors.append(error)
+            first = first or error
+    assert first is not None
     module = next((block.module for block in part.blocks), "") or "the model itself"
-    where = failed_at(errors[0], part.traced.nodes)
+    where = failed_at(first, part.traced.nodes)
     raise MeasureError(
         f"The block {part.name} (module {module}) failed while it was measured with {size} samples{where}: got "
-        f"{type(errors[0]).__name__}: {first_line(errors[0])}. Expected it to run on random numbers of the traced "
-        "shapes (integers are those of the first batch, or zeros). If memory ran out, lower the micro-batch size; "
+        f"{type(first).__name__}: {first_line(first)}. Expected it to run on random numbers of the traced shapes "
+        "(integers are those of the first batch, or zeros). If memory ran out, lower the micro-batch size; "
         "if its operations refuse such numbers, please report the module."
-    ) from errors[0]
+    ) from first
 
 
 def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowance: float, splits: bool) -> PartCost:
