@@ -372,9 +372,8 @@ class Trial:
 
         closure()
         step: Any = type(optimizer).step
-        step = (
-            step.__wrapped__ if getattr(step, "hooked", False) else step
-        )  # without what PyTorch puts around for hooks
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # without what PyTorch puts around it to call hooks
         with torch.enable_grad():
             step(optimizer, *((closure,) if self.passes_closure else ()))
 
