@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.checkpoint.document import decode
 from autovaruna.checkpoint.source import Source, choose
-from autovaruna.checkpoint.state import Subject, check_optimizer, load_optimizer
+from autovaruna.checkpoint.state import Subject, check_optimizer, decode, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
 from autovaruna.runtime.optimizer import CutOptimizer

@@ -30,11 +30,10 @@ import numpy as np
 import torch
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.document import Json
 from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
+from autovaruna.checkpoint.host_memory import INDEX, STATE, joined_documents
 from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Bytes, FileRecord, Manifest, checksum
-from autovaruna.checkpoint.part import INDEX, STATE, joined_documents
-from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_files
+from autovaruna.checkpoint.state import Content, Json, Part, Subject, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows, read_header
 from autovaruna.config.files import at_home, read_record
 from autovaruna.errors import CheckpointError

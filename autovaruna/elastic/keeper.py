@@ -27,19 +27,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.elsewhere import MOST_BYTES, TOKEN, Pointer, connect
-from autovaruna.checkpoint.part import (
+from autovaruna.checkpoint.host_memory import (
     COPIED,
     HOLD,
     LEAVE,
+    MOST_BYTES,
     RECORD,
+    TOKEN,
+    Pointer,
     RankPart,
+    Server,
+    connect,
     read_part,
     slots_of,
     write_record,
 )
 from autovaruna.config.files import read_record, write_whole
-from autovaruna.elastic.server import Server
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers

@@ -19,10 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autovaruna.checkpoint.elsewhere import connect
+from autovaruna.checkpoint.host_memory import Server, connect
 from autovaruna.config.files import at_home, read_record, write_whole
 from autovaruna.elastic.job import show
-from autovaruna.elastic.server import Server
 from autovaruna.errors import ConfigError
 
 _FOLDER = "~/.autovaruna/jobs"

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.elsewhere import Pointer
-from autovaruna.checkpoint.part import RankPart, small_files
+from autovaruna.checkpoint.host_memory import Pointer, RankPart, small_files
 from autovaruna.config.files import read_record
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
