@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Offers settings as options of commands (``--num-stages 4``), and prints each with where its value came from."""
     settings = resolve()
     table = Table("setting", "value", "from", "meaning", caption=f"A conf.toml to start from: {PACKAGED / 'conf.toml'}")
     for each in declarations():

@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, saves, and says what was measured."""
+    """Measures a model on this machine and saves the profile."""
     check_writable("--output", options.output)
     settings = settings_of(options)
     sizes = read_sizes(options.micro_batch_sizes)

@@ -374,7 +374,7 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plans, and shows and saves what comes out."""
+    """Plans a model for ranks that need not be there, shows the plan, and saves it as a deployment."""
     if options.ranks < 1 or options.ranks_per_host < 0 or options.batch_size < 0:
         raise ConfigError(
             f"--ranks is {options.ranks}, --ranks-per-host {options.ranks_per_host}, --batch-size "

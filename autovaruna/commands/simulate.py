@@ -61,7 +61,7 @@ def _spellings(option: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Replays, and shows what comes out."""
+    """Replays a trace of hosts that come and go against plans, and shows what part of the ideal throughput is kept."""
     costs = _costs(options)
     trace = read_trace(options.trace)
     step_seconds = _step_seconds(options, {change.hosts for change in trace[:-1]} - {0})

@@ -5,6 +5,7 @@ Notices reach the managers of this user's jobs from every host with the same HOM
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
@@ -130,3 +131,19 @@ def _is_of_dead(path: Path) -> bool:
         address = read_record(json.loads(path.read_bytes()), Address)
         return address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists()
     return False
+
+
+HELP = "tell running jobs that a host will be taken away"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the host and its time."""
+    parser.add_argument("host", metavar="HOST", help="as the machine list has it")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="after which it goes (30)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Tells the jobs of this user that a host will be taken away: they finish the step, and go on without it in
+    time.
+    """
+    notify_manager_preempt(options.host, options.seconds)
