@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic.options import Options, list_hosts, read_options
+from autovaruna.elastic.options import Options, list_hosts, read_options, read_variables
 from autovaruna.errors import ConfigError
 
 
@@ -56,12 +57,12 @@ def test_a_command_may_list_the_hosts() -> None:
         list_hosts(None, 1, "true")
 
 
-@pytest.mark.parametrize("name", ["-oProxyCommand=touch x", "a b", "a;b", "$(touch x)", "@a"])
+@pytest.mark.parametrize("name", ["-oProxyCommand=touch x", "a b", "a;b", "$(touch x)", "@a", "-x", "a:2"])
 def test_a_host_is_no_word_of_a_command(name: str) -> None:
     Path("machines").write_text(f"{name}\n")
-    with pytest.raises(ConfigError, match="expected one name or address a line"):
+    with pytest.raises(ConfigError, match=f"holds {re.escape(repr(name))}; expected one name or address a line"):
         options()
 
 
-def test_without_a_list_the_job_has_this_machine() -> None:
-    assert list_hosts(None, 4, None) == {"localhost": 4}
+def test_without_a_list_the_job_has_this_machine_and_without_a_file_no_variables() -> None:
+    assert list_hosts(None, 4, None) == {"localhost": 4} and read_variables(None) == {}
