@@ -82,9 +82,11 @@ def test_one_save_after_the_other_uses_the_same_memory(tmp_path: Path) -> None:
     assert saver is not None
     memory = saver._memory._memory.data_ptr()
     step(model)
+    expected = snapshot(model)
     model.save_checkpoint(tmp_path, step=2, background=True)
     model.wait_checkpoint()
-    assert saver._memory._memory.data_ptr() == memory
+    assert saver._memory._memory.data_ptr() == memory and is_saved(tmp_path, 2, expected)
+    assert len(list(tmp_path.glob("*step-*"))) == 2
 
 
 def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(

@@ -24,9 +24,7 @@ from autovaruna.checkpoint import save, state
 from autovaruna.checkpoint.folder import lock
 from autovaruna.runtime.deadlock import Watch
 from tests.catalogue import CASES
-from tests.checkpoint.test_damage import is_same, trained
-from tests.checkpoint.test_damage import snapshot as weights_of
-from tests.checkpoint.test_damage import step as train
+from tests.checkpoint.test_damage import trained
 from tests.products import WHOLE
 from tests.reference import adamw
 from tests.session.training import Setup, on_ranks, pipeline
@@ -69,18 +67,6 @@ def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> N
         assert all((parameter == info.step).all() for parameter in net.parameters())
         for each in root.glob("step-*"):
             model.load_checkpoint(each)
-
-
-class Later:
-    """A function that waits for a word."""
-
-    def __init__(self, act: Any) -> None:
-        self._act, self._may_go = act, threading.Event()
-        self.go = self._may_go.set
-
-    def __call__(self, *args: Any) -> Any:
-        self._may_go.wait(60)
-        return self._act(*args)
 
 
 def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
@@ -139,9 +125,7 @@ def test_a_real_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
         "try: model.save_checkpoint(sys.argv[1], step=1)\n"
         "except CheckpointError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_script(script, tmp_path)
     assert "cannot be written: File too large" in done.stdout, done.stderr
     assert not list(tmp_path.glob("*step-*"))
 
@@ -150,16 +134,6 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written: "):
         trained().save_checkpoint(tmp_path / "file" / "x", step=1)
-
-
-def test_old_ones_go_when_the_new_one_is_complete(tmp_path: Path) -> None:
-    model = trained()
-    for step in (1, 5, 3):
-        model.save_checkpoint(tmp_path, step=step, keep=2)
-    assert sorted(each.name for each in tmp_path.glob("*step-*")) == ["step-00000003.branch1", "step-00000005"]
-    (tmp_path / ".step-00000009.0123abcd").mkdir()
-    model.save_checkpoint(tmp_path, step=6, keep=1)
-    assert [each.name for each in tmp_path.glob("*step-*")] == ["step-00000006.branch1"]
 
 
 def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
@@ -190,17 +164,6 @@ def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
 
     barrier = threading.Barrier(2)
     on_ranks(pipeline(2), CASES["chain"].model(), run, adamw, token=("chain", False))
-
-
-def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    model = trained()
-    model.save_checkpoint(tmp_path, step=1, extra="first")
-    train(model)
-    model.save_checkpoint(tmp_path, step=1, extra="second")
-    expected = weights_of(model)
-    train(model)
-    assert len(list(tmp_path.glob("*step-*"))) == 1
-    assert model.load_checkpoint(tmp_path, step=1).extra == "second" and is_same(model, expected)
 
 
 @pytest.mark.parametrize("is_background", [False, True])
@@ -252,22 +215,14 @@ def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path: Path, monkeypatch
 def test_a_script_may_go_to_another_folder_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "local").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(save, "write_part", later := Later(save.write_part))
+    goes_on, real = threading.Event(), save.write_part
+    monkeypatch.setattr(save, "write_part", lambda *given: (goes_on.wait(60), real(*given))[1])
     model = trained()
     model.save_checkpoint("far", step=1, tempdir="local", background=True)
     monkeypatch.chdir("/")
-    later.go()
+    goes_on.set()
     model.wait_checkpoint()
     assert model.load_checkpoint(tmp_path / "far").step == 1
-
-
-def test_two_in_a_row_in_the_background(tmp_path: Path) -> None:
-    model = trained()
-    for step in (1, 2, 3):
-        model.save_checkpoint(tmp_path, step=step, background=True)
-        train(model)
-    assert model.load_checkpoint(tmp_path).step == 3
-    assert len(list(tmp_path.glob("*step-*"))) == 3
 
 
 def test_what_failed_in_the_background_is_raised_by_the_next_call(
@@ -296,9 +251,7 @@ def test_the_end_of_the_program_waits_and_tells(is_full: bool, tmp_path: Path) -
         "save.write_file = slow\n"
         "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1, background=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_script(script, tmp_path)
     if is_full:
         assert done.returncode != 0 and "No space left on device" in done.stderr
         assert not list(tmp_path.glob("*step-*"))
