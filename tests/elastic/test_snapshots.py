@@ -13,7 +13,7 @@ import pytest
 
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.snapshots import find_state, hand_out
-from autovaruna.runtime.progress import VARIABLE, JobPlace, Progress
+from autovaruna.runtime.progress import VARIABLE, JobPlace
 from tests.elastic.keepers import keeper
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -23,7 +23,7 @@ NUM_STEPS = 17
 pytestmark = pytest.mark.timeout(120)
 
 
-def train(place: JobPlace | None, *words: object) -> list[str]:
+def train(place: JobPlace | None, *words: int) -> list[str]:
     """Returns what the script prints in a job's place."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     variables |= {} if place is None else {VARIABLE: json.dumps(asdict(place))}
@@ -59,11 +59,6 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
             if last:
                 place = go_on(link, folder, attempt)
                 assert first <= (place.step or 0) < last and place.step
+        told = ranks["0"]
+        assert (told["calls"], told["steps"], told["is_inside"]) == (NUM_STEPS - first, NUM_STEPS - 1, False)
     assert found == expected
-
-
-def test_a_rank_tells_how_far_it_is(tmp_path: Path) -> None:
-    place = JobPlace(str(tmp_path), 1)
-    train(place, NUM_STEPS)
-    found = Progress.read(place.of_rank(0))
-    assert found is not None and found.calls == NUM_STEPS and found.steps == NUM_STEPS - 1 and not found.is_inside

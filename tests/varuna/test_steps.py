@@ -143,31 +143,23 @@ def test_pairs_that_cannot_be_tied_are_named(pairs: Any, words: str) -> None:
         wrap(None, shared_weights=pairs)
 
 
-def test_evaluation_is_the_mean_over_all_samples_in_eval_mode() -> None:
+@pytest.mark.parametrize("grid", ["grid", "two unequal replicas"])
+def test_evaluation_is_the_mean_over_all_samples_in_eval_mode(grid: str) -> None:
+    """Where a stage has more ranks than another, some of them are of one replica."""
+    num_ranks, stage_map = GRIDS[grid]
+
     def script(world: Any) -> Any:
-        model = wrap("0,2;1,3", 6, dropout=0.5)
-        whole = batch(9, 7)
-        rows = slice(0, 5) if model.rank_within_stage == 0 else slice(5, 9)
-        mine = {name: tensor[rows] for name, tensor in whole.items()}
+        model = wrap(stage_map, 9, dropout=0.5)
+        mine = {name: tensor[model.samples] for name, tensor in batch(9, 7).items()}
         found = [model.evaluate(mine), model.evaluate(mine, batch_size=2), model.evaluate(mine, batch_size=100)]
-        return found, model.training, model.model.module.training
+        place = model.data_depth, model.rank_within_stage, model.samples.start, model.samples.stop
+        return found, place, model.training, model.model.module.training
 
     expected = net().eval()(**batch(9, 7)).item()
-    for found, *modes in on_ranks(4, script):
+    places = {"grid": [0, 0, 1, 1], "two unequal replicas": [0, 1, 0, 1, 0, 1]}[grid]
+    for (found, place, *modes), replica in zip(on_ranks(num_ranks, script), places, strict=True):
         assert close(found, [expected] * 3) and modes == [True, True]
-
-
-def test_of_stages_with_other_numbers_of_ranks_some_share_a_replica() -> None:
-    def script(world: Any) -> Any:
-        model = wrap("4,5;0,1,2,3", 7, dropout=0.5)
-        mine = {name: tensor[model.samples] for name, tensor in batch(7, 7).items()}
-        return model.data_depth, model.rank_within_stage, model.samples, model.evaluate(mine), model.evaluate(mine, 2)
-
-    expected = net().eval()(**batch(7, 7)).item()
-    found = on_ranks(6, script)
-    assert [(depth, replica) for depth, replica, *_ in found] == [(2, 0), (2, 1), (2, 0), (2, 1), (2, 0), (2, 1)]
-    assert {str(each[2]) for each in found} == {"slice(0, 4, None)", "slice(4, 7, None)"}
-    assert all(close(list(each[3:]), [expected] * 2) for each in found)
+        assert place == ((2, 0, 0, 5), (2, 1, 5, 9))[replica]
 
 
 def test_the_optimizer_comes_after_wrapping() -> None:
