@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -219,7 +219,9 @@ def make_optimizer(text: str, parameters: Sequence[nn.Parameter] = ()) -> torch.
     name, _, listed = text.partition(":")
     if name.lower() == "none":
         return None
-    known = _optimizers()
+    base = torch.optim.Optimizer
+    types = [each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, base)]
+    known: dict[str, Any] = {each.__name__.lower(): each for each in types if each is not base}
     if name.lower() not in known:
         raise ConfigError(f"--optimizer is {text!r}; expected none, {', '.join(sorted(known))}")
     try:
@@ -232,15 +234,6 @@ def make_optimizer(text: str, parameters: Sequence[nn.Parameter] = ()) -> torch.
         return make(parameters) if parameters else made
     except ValueError:  # Muon is for matrices alone
         return made
-
-
-def _optimizers() -> Mapping[str, Any]:
-    found = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
-    return {
-        name: each
-        for name, each in found.items()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
-    }
 
 
 def _number(text: str) -> float | bool:

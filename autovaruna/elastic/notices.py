@@ -105,32 +105,25 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     if seconds < 0:
         raise ConfigError(f"seconds is {seconds}; expected after how many seconds {host} goes, 0 or more")
     faults = []
-    num_told = 0
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         try:
             address = read_record(json.loads(path.read_bytes()), Address)
+        except (OSError, ValueError):
+            continue
+        try:
             with connect(address.host, address.port, address.token.encode()) as connection:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
-                fault = json.loads(connection.recv_bytes(1 << 20))["fault"]
-        except (OSError, EOFError, ValueError):  # of a manager that was killed
-            if _is_of_dead(path):
-                path.unlink(missing_ok=True)
-            continue
-        num_told += not fault
-        faults += [fault] if fault else []
+                faults.append(json.loads(connection.recv_bytes(1 << 20))["fault"])
+        except (OSError, EOFError, ValueError):
+            if address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists():
+                path.unlink(missing_ok=True)  # of a manager that was killed
+    num_told = faults.count("")
     if not num_told:
         raise ConfigError(
             f"no job was told that {host} goes: {'; '.join(faults) or 'none of this user runs'}. Expected a host in "
             "the machine list of a job that `autovaruna run` looks after"
         )
     return num_told
-
-
-def _is_of_dead(path: Path) -> bool:
-    with suppress(OSError, ValueError):
-        address = read_record(json.loads(path.read_bytes()), Address)
-        return address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists()
-    return False
 
 
 HELP = "tell running jobs that a host will be taken away"

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 ENDED = "\x1eended "
 """Begins the line by which the launcher learns a rank and its status; it shows no such line."""
@@ -62,15 +63,9 @@ def _forked(connection: socket.socket) -> int:
     last = lines.readline()
     if last:
         return int(last)
-    _kill(process)
-    return -signal.SIGKILL
-
-
-def _kill(process: int) -> None:
-    try:
+    with suppress(OSError):
         os.kill(process, signal.SIGKILL)
-    except OSError:
-        return
+    return -signal.SIGKILL
 
 
 def _started() -> int:
