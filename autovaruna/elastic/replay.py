@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from autovaruna.config.files import at_home
 from autovaruna.errors import InputError
@@ -31,27 +32,24 @@ class Change:
     event: str = ""
 
 
+Number = TypeVar("Number", int, float)
+
+
+def _cost(default: Number, meaning: str) -> Number:
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True)
 class Costs:
-    """What the faults of a job cost.
+    """What the faults of a job cost: seconds to the next step under way, and steps that may be lost."""
 
-    Attributes:
-        kill_seconds: From the death of a rank to the next step under way.
-        loss_seconds: From the loss of a host.
-        change_seconds: From a notice, or from a host that comes.
-        stop_seconds: The last of these `change_seconds`, in which nothing is computed.
-        cold_seconds: From the first host that comes where none was left.
-        copy_steps: Steps between two copies to other hosts, from which one lost host is made good.
-        checkpoint_steps: Steps between two checkpoints on disk, for all that copies do not make good.
-    """
-
-    kill_seconds: float = 3.0
-    loss_seconds: float = 6.0
-    change_seconds: float = 4.0
-    stop_seconds: float = 1.0
-    cold_seconds: float = 15.0
-    copy_steps: int = 10
-    checkpoint_steps: int = 100
+    kill_seconds: float = _cost(3.0, "from the death of a rank to the next step")
+    loss_seconds: float = _cost(6.0, "from the loss of a host")
+    change_seconds: float = _cost(4.0, "from a notice, or a host that comes")
+    stop_seconds: float = _cost(1.0, "the last part of these, in which nothing is computed")
+    cold_seconds: float = _cost(15.0, "from the first host that comes where none was left")
+    copy_steps: int = _cost(10, "steps between two copies to other hosts")
+    checkpoint_steps: int = _cost(100, "steps between two checkpoints on disk")
 
 
 @dataclass
