@@ -48,10 +48,7 @@ class RankHandler(logging.Handler):
 
 
 def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
-    """Sets format and levels of all rooms; a later call replaces an earlier one.
-
-    Raises ConfigError if logging.toml has an unknown key, room or level.
-    """
+    """Sets format and levels of all rooms, in place of an earlier call; ConfigError if logging.toml has a wrong key."""
     directory = conf_dir(os.environ if environ is None else environ)
     files = [PACKAGED / "logging.toml", directory / "logging.toml"]
     tables = [_checked(read_toml(path), str(path)) for path in files]

@@ -48,11 +48,7 @@ class Loading:
         self.state = source.state or {}
 
     def check(self, subject: Subject, is_strict: bool) -> None:
-        """Makes sure that everything fits, before anything is changed.
-
-        Raises CheckpointError if names are missing or not expected, shapes or dtypes differ, or the optimizer is
-        another.
-        """
+        """Makes sure that all fits before anything changes; CheckpointError if names, shapes, or the optimizer differ."""
         self.source = _by_names_of(self.source, subject)
         problems = self._misfits(subject, is_strict)
         optimizer = self.state.get("optimizer")

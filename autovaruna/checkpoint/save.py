@@ -329,10 +329,7 @@ def _is_on_cuda(part: Part) -> bool:
 
 
 def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
-    """Writes the files of a rank to the disk, by way of a local folder if there is a `tempdir`.
-
-    Raises CheckpointError if a file cannot be written.
-    """
+    """Writes the files of a rank to the disk, first to `tempdir` if there is one; CheckpointError if it cannot."""
     records = {}
     for name, rows in part.files.items():
         place = Path(tempdir or partial / name)

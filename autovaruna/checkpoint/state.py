@@ -105,10 +105,7 @@ class Part:
 
 
 def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
-    """Returns the part of this rank.
-
-    Raises CheckpointError if something is of a type that no checkpoint can hold, or has no numbers yet.
-    """
+    """Returns the part of this rank; CheckpointError for tensors without numbers, and types that no part can hold."""
     rank = subject.world.rank
     tensors, module_state = subject.entries()
     writer = writers(subject, tensors, is_shared)

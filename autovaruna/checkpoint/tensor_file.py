@@ -113,10 +113,7 @@ def _described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Returns where each tensor of a file is, and the metadata of its header.
-
-    Raises CheckpointError if the file is missing, cut off, or no safetensors file.
-    """
+    """Returns where each tensor of a file is, and its header's metadata; CheckpointError if it is no such file."""
     try:
         if not is_elsewhere(path):  # else its host has compared its checksums
             with safe_open(path, framework="np"):

@@ -79,10 +79,7 @@ PACKAGED = Path(__file__).parents[1] / "conf"
 
 
 def conf_dir(environ: Mapping[str, str]) -> Path:
-    """Returns the user's conf directory, which exists only if the environment names it.
-
-    Raises ConfigError if the environment names no directory, or there is no home directory.
-    """
+    """Returns the user's conf directory, which must exist if the environment names it; ConfigError if it is none."""
     named = environ.get(CONF_DIR_VARIABLE)
     if not named:
         try:
@@ -104,10 +101,7 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Returns the content of a TOML file, empty if there is no such file.
-
-    Raises ConfigError, with file and line, if it cannot be read or is not TOML.
-    """
+    """Returns what a TOML file says, empty if there is none; ConfigError, with file and line, if it cannot be read."""
     try:
         with path.open("rb") as file:
             return tomli.load(file)

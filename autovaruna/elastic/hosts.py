@@ -74,11 +74,7 @@ class Hosts:
         self._fault_of_list = ""
 
     def start(self, check: Callable[[], None]) -> None:
-        """Starts the keepers and waits, calling `check`, until each is up, or has failed.
-
-        Raises:
-            ConfigError: none can be started, or too few.
-        """
+        """Starts the keepers and calls `check` until each is up, or has failed; ConfigError if too few can start."""
         for host in self.listed:
             self._open(host)
         deadline = time.monotonic() + _START_SECONDS

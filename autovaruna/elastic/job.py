@@ -154,17 +154,11 @@ LOST_OTHERS = 14
 
 
 class Job:
-    """One mpirun of a script.
+    """One mpirun of a script on `options.hosts`; ConfigError if mpirun is missing.
 
-    Args:
-        options: What the user asked for; `hosts` are those to run on.
-        grid: The ranks of each stage; None: the script finds them.
-        place: What ranks are told of their hosts' memory; None: there is no manager.
-        standby: The socket of the standby process on each host; empty: there is none.
-        on_end: Hears of each rank that ends, from a thread: rank and status, negative for a signal.
-
-    Raises:
-        ConfigError: mpirun is missing.
+    Without a `grid` the script finds the ranks of each stage; without a `place` there is no manager, without the socket
+    of a `standby` process Python is started. `on_end` hears of each rank that ends, from a thread: rank and status,
+    negative for a signal.
     """
 
     def __init__(

@@ -156,13 +156,10 @@ class Keeper:
     def restore(
         self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
     ) -> None:
-        """Puts a state together for the next ranks; what is older than its attempt is forgotten.
+        """Puts a state of an attempt together for the next ranks; what is older than that is forgotten.
 
-        Args:
-            texts: Small files.
-            own: Files of this host, by name, with where they are in its folder.
-            others: Files of other hosts, by name, with what is in a `Pointer`.
-            attempt: The one that the state is of.
+        All by name: `texts` are small files, `own` tells where files of this host are in its folder, `others` has what
+        is in a `Pointer`.
         """
         place = self.folder / "restore"
         shutil.rmtree(place, ignore_errors=True)

@@ -39,12 +39,9 @@ _NO_PROGRESS = 3
 
 
 class Manager:
-    """Looks after one job from its first start to its end.
+    """Looks after one job from its first start to its end; ConfigError if it cannot be started.
 
     `choose` returns options with stages and micro-batch size for some hosts, and the ranks of each stage.
-
-    Raises:
-        ConfigError: mpirun is missing, or a host cannot be used.
     """
 
     def __init__(self, options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> None:

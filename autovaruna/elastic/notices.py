@@ -57,13 +57,9 @@ class Address:
 
 
 class Notices:
-    """Listens for notices while the context lasts.
+    """Listens for notices while the context lasts; `path` is a file that tells how the manager is reached.
 
-    Args:
-        take: Gets a host and after how many seconds it goes; returns what is wrong with that, in words.
-
-    Attributes:
-        path: a file that tells how the manager is reached.
+    `take` gets a host and after how many seconds it goes, and returns what is wrong with that, in words.
     """
 
     def __init__(self, take: Callable[[str, float], str]) -> None:

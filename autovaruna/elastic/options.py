@@ -68,11 +68,7 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
-    """Returns the options of a command line, as Varuna's launcher has it.
-
-    Raises:
-        ConfigError: a file that it names cannot be used, or numbers contradict each other.
-    """
+    """Returns the options of a command line, as Varuna's launcher has it; ConfigError if they cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m autovaruna.run_varuna",
         description="Starts a training script on every rank of the machines in a list.",
@@ -150,12 +146,9 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
 
 
 def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[str, int]:
-    """Returns the ranks of each machine that a file lists, or that a command prints.
+    """Returns the ranks of each machine that a file lists, or that a command prints; ConfigError if there is none.
 
     One that is listed twice has twice as many, by whatever names and addresses.
-
-    Raises:
-        ConfigError: there is no machine, or the command or the file fails.
     """
     if path is None and command is None:
         return {"localhost": num_slots}

@@ -85,12 +85,10 @@ class Throughput:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Change]:
-    """Reads a trace: a CSV file with the columns ``seconds,hosts`` or ``seconds,hosts,event``.
+    """Reads a trace: a CSV file with the columns ``seconds,hosts`` or ``seconds,hosts,event``; its last row ends it.
 
-    Its last row ends it. The row of names may be left out; empty lines and those that begin with ``#`` are skipped.
-
-    Raises:
-        InputError: it cannot be read, or a row is wrong; names the file and the line.
+    The row of names may be left out; empty lines and those that begin with ``#`` are skipped. Raises InputError, with
+    file and line, if it cannot be read, or a row is wrong.
     """
     try:
         lines = Path(at_home(path)).read_text(encoding="utf-8").splitlines()
@@ -155,15 +153,10 @@ def _hosts(text: str) -> int:
 
 
 def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: Costs | None = None) -> Throughput:
-    """Replays a trace.
+    """Replays a trace, whose last change ends it, with the seconds of a step by number of hosts.
 
     The job runs on the hosts of the first row when the trace begins. A host that is lost is one that it uses. Where two
     hosts are lost before the job runs again, or the last one is, it goes on from disk.
-
-    Args:
-        trace: Changes, ascending in seconds; the last one ends the trace.
-        step_seconds: Seconds of a step by number of hosts; hosts of another number run the best plan for fewer.
-        costs: What faults cost.
     """
     job = _Job(Rates(step_seconds), costs or Costs(), trace[0])
     most = max(change.hosts for change in trace)

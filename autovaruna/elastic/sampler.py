@@ -59,11 +59,7 @@ class ElasticSampler(Sampler[list[int]]):
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's samples of each batch from `batch` to the end of the epoch.
-
-        Raises:
-            InputError: a batch has fewer samples than there are ranks.
-        """
+        """Yields this rank's samples of each batch that the epoch still has; InputError if one has fewer than ranks."""
         rank, num_ranks = get_rank(), get_world_size()
         least = self.num_samples - (len(self) - 1) * self.global_batch_size
         if min(least, self.global_batch_size) < num_ranks:

@@ -56,12 +56,8 @@ class Recovered:
 class Speeds:
     """Compares ranks with their past, the predicted seconds of a step by rank, and each other.
 
-    Attributes:
-        slow: The slow ones, with what was said of them.
-
-    Args:
-        predicted: By rank.
-        planned_for: How many times as long as it should a rank takes by what the plan knows, if that is more than 1.
+    `planned_for` is how many times as long as it should a rank takes by what the plan knows, if that is more than 1;
+    `slow` has the slow ones, with what was said of them.
     """
 
     def __init__(self, predicted: Mapping[int, float], planned_for: Mapping[int, float] | None = None) -> None:
