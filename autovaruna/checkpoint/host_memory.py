@@ -40,8 +40,7 @@ MOST_BYTES = 8 << 20  # of one answer
 _SUFFIX = ".elsewhere"
 _SILENT_SECONDS = 10  # after so long without a sign of life of the other host, whoever reads or writes gets an error
 _STRANGER_SECONDS = 5.0
-_MOST_STRANGERS = 64
-"""Connections that have not proved anything yet; one more, and the oldest of them is closed."""
+_MOST_STRANGERS = 64  # connections that have not proved anything yet; one more, and the oldest of them is closed
 _ERRORS = (OSError, EOFError, ValueError)
 
 

@@ -48,7 +48,7 @@ class Loading:
         self.state = source.state or {}
 
     def check(self, subject: Subject, is_strict: bool) -> None:
-        """Makes sure that all fits before anything changes; CheckpointError if names, shapes, or the optimizer differ."""
+        """Makes sure, before anything changes, that names, shapes and the optimizer fit; CheckpointError if not."""
         self.source = _by_names_of(self.source, subject)
         problems = self._misfits(subject, is_strict)
         optimizer = self.state.get("optimizer")

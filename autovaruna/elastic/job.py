@@ -31,8 +31,7 @@ from autovaruna.runtime.progress import JobPlace
 
 Grid = Sequence[Sequence[int]]
 
-_SILENT_SECONDS = 2.0
-"""How long the output of an mpirun that has ended may be silent and still go on."""
+_SILENT_SECONDS = 2.0  # how long the output of an mpirun that has ended may be silent and still go on
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
 _START = re.compile(rf"{_END.pattern}|{_TAG.pattern}")
@@ -149,8 +148,7 @@ _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 loses its power says nothing."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
-LOST_OTHERS = 14
-"""What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
+LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
 
 
 class Job:

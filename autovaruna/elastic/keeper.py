@@ -50,10 +50,8 @@ from autovaruna.runtime.progress import Progress, attempt_folder, folders_in, re
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
-_SILENT_SECONDS = 30.0
-"""After so long without a word of the manager it counts as lost."""
-_STARTING_SECONDS = 60.0
-"""What is younger may be of a job that starts just now."""
+_SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
+_STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
 @dataclass

@@ -34,8 +34,7 @@ from autovaruna.runtime.progress import JobPlace
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
-_NO_PROGRESS = 3
-"""How often the job is started again after a fault of its own without having come any further."""
+_NO_PROGRESS = 3  # how often the job is started again after a fault of its own without having come any further
 
 
 class Manager:

@@ -19,8 +19,7 @@ from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
 _DISCOVER_SECONDS = 30.0
-_MOST_CHARACTERS = 131_071
-"""Of a line: the system takes no longer variables."""
+_MOST_CHARACTERS = 131_071  # of a line: the system takes no longer variables
 _ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
 _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 

@@ -21,8 +21,7 @@ from autovaruna.elastic.snapshots import Checkpoints
 from autovaruna.elastic.watch import Watch
 from autovaruna.runtime.progress import JobPlace
 
-LEFT = 75
-"""What a rank ends with that has left at a step's border."""
+LEFT = 75  # what a rank ends with that has left at a step's border
 _LEAVE_SECONDS = 120.0
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""

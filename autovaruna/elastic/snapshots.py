@@ -19,8 +19,7 @@ from autovaruna.elastic.notices import EventLog
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0
 _WRITE_SECONDS = 3600.0
-_NUM_KEPT = 2
-"""Checkpoints that stay in the folder."""
+_NUM_KEPT = 2  # checkpoints that stay in the folder
 
 
 @dataclass(frozen=True)

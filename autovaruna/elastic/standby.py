@@ -37,8 +37,7 @@ _NOT_IMPORTED = ("__main__", "run_varuna")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Has torch count GPUs without the driver, which a process that is forked afterwards could not use."""
 _LOOK_SECONDS = 1.0
-_MOST_LOOKS = 20
-"""How long the process outlives the host's keeper, for a new one to come."""
+_MOST_LOOKS = 20  # how long the process outlives the host's keeper, for a new one to come
 _LENGTH_BYTES = 8
 
 
