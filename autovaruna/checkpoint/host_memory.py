@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 from collections import deque
@@ -106,6 +107,13 @@ def small_files(parts: Sequence[RankPart]) -> dict[str, str]:
         MANIFEST: Manifest(parts[0].step, records).to_json(),
         **{name: text for part in parts for name, text in part.extra_files.items()},
     }
+
+
+def copy_synced(source: Path, target: Path) -> None:
+    """Copies a file to the disk."""
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)

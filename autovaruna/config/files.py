@@ -10,7 +10,7 @@ import secrets
 import stat
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -126,6 +126,12 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that is too long to be shown"
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns what errors add about a name that is like one of those that are known; empty: it is like none."""
+    nearest = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
 Record = TypeVar("Record")
 Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
@@ -224,8 +230,7 @@ def _complaint(message: str, content: Any, kind: Any) -> str:
 def _meant(name: str, place: str, kind: Any) -> str:
     """Returns which key may have been meant by one that the record at a place does not have."""
     known = [each.encode_name for each in _info_at(kind, place).fields]
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {nearest[0]}?" if nearest else f"; expected one of {', '.join(known)}"
+    return did_you_mean(name, known) or f"; expected one of {', '.join(known)}"
 
 
 def _steps(place: str) -> list[str]:

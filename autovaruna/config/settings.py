@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar
 
-from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml, shown
+from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, did_you_mean, read_toml, shown
 from autovaruna.errors import ConfigError, InputError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -338,18 +337,13 @@ def _read(entry: _Entry) -> tuple[str, object]:
     """Returns the standard name and the value of an entry."""
     known = known_names()
     if entry.name not in known:
-        raise ConfigError(f"{entry.place}: there is no such setting{_nearest(entry.name, known)}; {_LIST} has all")
+        raise ConfigError(f"{entry.place}: there is no such setting{did_you_mean(entry.name, known)}; {_LIST} has all")
     declaration, alias = known[entry.name]
     try:
         value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
         return declaration.name, alias.convert(alias.kind.read(value))
     except REFUSALS:
         raise ConfigError(f"{entry.place} is {shown(entry.value)}; expected {alias.kind.expected}") from None
-
-
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _check_together(settings: Settings) -> None:

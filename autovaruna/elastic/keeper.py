@@ -38,6 +38,7 @@ from autovaruna.checkpoint.host_memory import (
     RankPart,
     Server,
     connect,
+    copy_synced,
     read_part,
     slots_of,
     write_record,
@@ -199,9 +200,7 @@ class Keeper:
             if part is None:
                 raise OSError(f"{place} has gone")
             for name in part.files:
-                shutil.copyfile(slot / name, Path(partial, name))
-                with open(Path(partial, name), "rb+") as file:
-                    os.fsync(file.fileno())
+                copy_synced(slot / name, Path(partial, name))
 
     def quit(self) -> None:
         """Removes all that is the job's on this host."""

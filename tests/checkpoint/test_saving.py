@@ -23,9 +23,11 @@ from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
 from autovaruna.checkpoint import save, state
 from autovaruna.checkpoint.folder import lock
 from autovaruna.runtime.deadlock import Watch
+from autovaruna.runtime.world import World
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import trained
 from tests.products import WHOLE
+from tests.ranks import run_ranks
 from tests.reference import adamw
 from tests.session.training import Setup, on_ranks, pipeline
 
@@ -297,3 +299,38 @@ def test_what_is_no_number_is_named(given: dict[str, Any], tmp_path: Path) -> No
     with pytest.raises(InputError, match=rf"{list(given)[-1]} is .*expected a whole number"):
         trained().save_checkpoint(tmp_path, **given)
     assert not list(tmp_path.glob("*step-*"))
+
+
+def test_ranks_that_save_or_load_other_steps_are_told(tmp_path: Path) -> None:
+    def be_rank(world: World) -> None:
+        model = AutoVaruna(nn.Linear(4, 1))
+        with pytest.raises(CheckpointError, match=r"step is 1 on rank 0, 2 on rank 1"):
+            model.save_checkpoint(tmp_path, step=1 + world.rank)
+        with pytest.raises(CheckpointError, match=r"background is False on rank 0, True on rank 1"):
+            model.save_checkpoint(tmp_path, step=1, background=bool(world.rank))
+        model.save_checkpoint(tmp_path, step=1)
+        with pytest.raises(CheckpointError, match=r"step is 'latest' on rank 0, 1 on rank 1"):
+            model.load_checkpoint(tmp_path, step=1 if world.rank else "latest")
+        assert model.load_checkpoint(tmp_path, step=1).step == 1
+
+    run_ranks(2, be_rank)
+
+
+def test_ranks_with_other_folders_and_numbers_to_keep_are_told(tmp_path: Path) -> None:
+    """One folder may go by several names."""
+    (tmp_path / "link").symlink_to(tmp_path / "0")
+    (tmp_path / "0").mkdir()
+
+    def be_rank(world: World) -> None:
+        model = AutoVaruna(nn.Linear(4, 1))
+        own, same = tmp_path / str(world.rank), tmp_path / ("link" if world.rank else "0")
+        with pytest.raises(CheckpointError, match=r"dir is \S+/0 on rank 0, \S+/1 on rank 1"):
+            model.save_checkpoint(own, step=1)
+        with pytest.raises(CheckpointError, match=r"keep is None on rank 0, 1 on rank 1"):
+            model.save_checkpoint(same, step=1, keep=world.rank or None)
+        model.save_checkpoint(same, step=1, keep=1)
+        with pytest.raises(CheckpointError, match=r"dir is \S+/0 on rank 0, \S+/1 on rank 1"):
+            model.load_checkpoint(own)
+        assert model.load_checkpoint(same).step == 1
+
+    run_ranks(2, be_rank)

@@ -72,9 +72,6 @@ class Command(subprocess.Popen[str]):
     mark: str
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the command."""
-        if number == signal.SIGCONT:
-            super().send_signal(number)  # nsenter stops with what it waits for
         wait_for(lambda: self.poll() is not None or bool(_children(self.pid)), "a command that starts")
         for pid in _children(self.pid):
             _signal(pid, number)
