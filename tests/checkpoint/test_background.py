@@ -174,10 +174,3 @@ def test_a_load_meanwhile_waits_and_one_of_other_weights_need_not(tmp_path: Path
     model.load_state_dict(trained(seed=4, width=WIDTH).state_dict())
     model.load_checkpoint(tmp_path)
     assert is_same(model, expected)
-
-
-def test_what_is_no_row_on_the_host_is_joined_to_chunks() -> None:
-    rows = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (3, 0, 20 << 20, 1, 8 << 20)]
-    chunks = list(save.chunks_of(rows))
-    assert [len(chunk) for chunk in chunks[:-1]] == [8 << 20] * (len(chunks) - 1)
-    assert b"".join(chunk.tobytes() for chunk in chunks) == b"".join(row.numpy().tobytes() for row in rows)

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
-from autovaruna.checkpoint import save, state
+from autovaruna.checkpoint import save
 from autovaruna.checkpoint.folder import lock
-from autovaruna.runtime.deadlock import Watch
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import trained
@@ -136,36 +135,6 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written: "):
         trained().save_checkpoint(tmp_path / "file" / "x", step=1)
-
-
-def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training waits for both, also where the rest goes on in the background."""
-    calls: list[str] = []
-
-    def counted(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, *args, **kw: (calls.append(name), real(self, *args, **kw))[1])
-
-    counted(state.Subject, "entries")
-    counted(Watch, "gather")
-
-    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        model(**CASES["chain"].batch(7, 0)[1]).backward()
-        optimizer.step()
-        barrier.wait()
-        if rank == 0:
-            calls.clear()
-        barrier.wait()
-        model.save_checkpoint(tmp_path, step=1, background=True)
-        barrier.wait()
-        assert calls.count("entries") == 2 and calls.count("gather_objects") <= 2 * 7
-        barrier.wait()
-        model.wait_checkpoint()
-
-    barrier = threading.Barrier(2)
-    on_ranks(pipeline(2), CASES["chain"].model(), run, adamw, token=("chain", False))
 
 
 @pytest.mark.parametrize("is_background", [False, True])
