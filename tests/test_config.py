@@ -148,12 +148,12 @@ def unfit(kind_text):
 
 @pytest.mark.parametrize("name", sorted(known_names()))
 def test_a_wrong_type_is_refused_and_says_what_is_expected(conf, name):
-    _, alias = known_names()[name]
-    for value in unfit(alias.kind.expected):
-        if "a path" in alias.kind.expected and isinstance(value, str):
+    _, kind = known_names()[name]
+    for value in unfit(kind.expected):
+        if "a path" in kind.expected and isinstance(value, str):
             continue
         message = refused({name: value}, conf())
-        assert f"keyword {name} is {value!r}; expected {alias.kind.expected}" in message
+        assert f"keyword {name} is {value!r}; expected {kind.expected}" in message
 
 
 ALMOST_RIGHT = {
@@ -242,7 +242,7 @@ def test_conf_toml_has_every_setting_and_its_default():
 def test_conf_toml_has_every_meaning_and_alias():
     text, words = (CONF / "conf.toml").read_text().replace("\n#", ""), meanings()
     for each in declarations():
-        aliases = ", ".join(alias.name for alias in each.metadata["aliases"])
+        aliases = ", ".join(each.metadata["aliases"])
         assert words[each.name].endswith(".")
         assert words[each.name] + (f" Also: {aliases}." if aliases else "") in text
 

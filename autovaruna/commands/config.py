@@ -34,7 +34,7 @@ def settings_of(options: argparse.Namespace, extra: dict[str, object] | None = N
 
 
 def _read(name: str, text: str) -> object:
-    kind = known_names()[name][1].kind
+    kind = known_names()[name][1]
     try:
         value = kind.parse(text)
         kind.read(value)

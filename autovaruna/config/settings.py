@@ -157,23 +157,14 @@ CALLABLE = Kind(
 AUTO_SEED = either(count(), Kind('"auto"', lambda value: _checked(None, value in (None, "auto"))))
 
 
-GIBIBYTE = 2**30
+_GIGABYTES = Kind(number().expected, lambda value: int(number().read(value) * 2**30), float)  # type: ignore[operator]
+_RECOMPUTES = Kind(BOOLEAN.expected, lambda value: "all" if _boolean(value) else "none")
 Sharing: TypeAlias = bool | Literal["auto"]
 
 
-@dataclass(frozen=True)
-class Alias:
-    """Another name of a setting, with its own kind and a conversion to the setting's value."""
-
-    name: str
-    kind: Kind
-    convert: Callable[[Any], object]
-
-
-def _setting(kind: Kind, default: T, *aliases: str | Alias) -> T:
-    same_kind = tuple(Alias(each, kind, lambda value: value) for each in aliases if isinstance(each, str))
-    others = tuple(each for each in aliases if isinstance(each, Alias))
-    return field(default=default, metadata={"kind": kind, "aliases": same_kind + others})
+def _setting(kind: Kind, default: T, *aliases: str, **others: Kind) -> T:
+    """Declares a setting with its aliases, and those that have kinds of their own."""
+    return field(default=default, metadata={"kind": kind, "aliases": {**dict.fromkeys(aliases, kind), **others}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +180,14 @@ class Settings:
     micro_batch_size: int = _setting(count(), 0, "chunk_size", "batch_norm_samples")
     min_micro_batches: int = _setting(count(1), 1, "min_pipeline")
     max_micro_batches: int = _setting(count(), 0, "max_pipeline")
-    memory_limit_bytes: int = _setting(
-        BYTES, 0, Alias("mem_limit_gb", number(), lambda gigabytes: int(gigabytes * GIBIBYTE))
-    )
+    memory_limit_bytes: int = _setting(BYTES, 0, mem_limit_gb=_GIGABYTES)
     memory_margin: float = _setting(number(0, below=1), 0.1, "mem_margin")
     optimizer_bytes_factor: float | Literal["auto"] = _setting(
         either(number(), choice("auto")), "auto", "opt_param_factor"
     )
     shard_optimizer: Sharing = _setting(either(BOOLEAN, choice("auto")), "auto")
     recompute: Literal["auto", "all", "none"] = _setting(
-        choice("auto", "all", "none"), "auto", Alias("checkpointing", BOOLEAN, lambda is_on: "all" if is_on else "none")
+        choice("auto", "all", "none"), "auto", checkpointing=_RECOMPUTES
     )
     schedule: str = _setting(
         choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "deepest_first", "zero_bubble"), "auto"
@@ -274,12 +263,12 @@ def meanings() -> dict[str, str]:
     return {each.name: found[each.name] for each in declarations()}
 
 
-def known_names() -> dict[str, tuple[Field[Any], Alias]]:
-    """Returns, for each name and alias, the declaration and how its value is read."""
-    known: dict[str, tuple[Field[Any], Alias]] = {}
+def known_names() -> dict[str, tuple[Field[Any], Kind]]:
+    """Returns, for each name and alias, the declaration and the kind of its value."""
+    known: dict[str, tuple[Field[Any], Kind]] = {}
     for each in declarations():
-        own = Alias(each.name, each.metadata["kind"], lambda value: value)
-        known |= {alias.name: (each, alias) for alias in (own, *each.metadata["aliases"])}
+        kinds = {each.name: each.metadata["kind"], **each.metadata["aliases"]}
+        known |= {name: (each, kind) for name, kind in kinds.items()}
     return known
 
 
@@ -338,12 +327,11 @@ def _read(entry: _Entry) -> tuple[str, object]:
     known = known_names()
     if entry.name not in known:
         raise ConfigError(f"{entry.place}: there is no such setting{did_you_mean(entry.name, known)}; {_LIST} has all")
-    declaration, alias = known[entry.name]
+    declaration, kind = known[entry.name]
     try:
-        value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
-        return declaration.name, alias.convert(alias.kind.read(value))
+        return declaration.name, kind.read(kind.parse(str(entry.value)) if entry.is_text else entry.value)
     except REFUSALS:
-        raise ConfigError(f"{entry.place} is {shown(entry.value)}; expected {alias.kind.expected}") from None
+        raise ConfigError(f"{entry.place} is {shown(entry.value)}; expected {kind.expected}") from None
 
 
 def _check_together(settings: Settings) -> None:
