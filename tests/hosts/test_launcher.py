@@ -68,10 +68,9 @@ def kill_rank(hosts: Hosts) -> None:
 def test_ranks_of_two_hosts_train_with_the_bits_of_one_process(hosts: Hosts):
     alone = hosts.run("h2", [sys.executable, SCRIPT, *SHORT], cwd=hosts.shared).stdout.splitlines()
     assert len(alone) == 1 + 4 + 1
-    for ranks_of_host in ("h1:1,h2:1", "h1:2,h2:1"):
-        place = ["-x", "PATH", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "--bind-to", "none", "--wdir", "/tmp"]
-        call = [find_mpirun(), *place, "--host", ranks_of_host, sys.executable, SCRIPT, *SHORT]
-        assert hosts.run("h1", call, timeout=120, cwd=hosts.shared).stdout.splitlines() == alone
+    place = ["-x", "PATH", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "--bind-to", "none", "--host", "h1:2,h2:1"]
+    call = [find_mpirun(), *place, sys.executable, SCRIPT, *SHORT]
+    assert hosts.run("h1", call, timeout=120, cwd=hosts.shared).stdout.splitlines() == alone
 
 
 @pytest.mark.parametrize(
