@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from autovaruna.errors import ConfigError, InputError
 from autovaruna.session.device import get_rank, get_world_size
-
-
-class Sized(Protocol):
-    """A dataset that knows its length."""
-
-    def __len__(self) -> int: ...
 
 
 class ElasticSampler(Sampler[list[int]]):
