@@ -7,9 +7,10 @@ without it, and with something unusable in its place: if neither makes a differe
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from enum import Enum
 from itertools import chain
 from operator import itemgetter, methodcaller
@@ -91,6 +92,23 @@ def full_name(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+@contextmanager
+def restored(containers: Iterable[Any]) -> Iterator[None]:
+    """Puts back what lists, dicts and sets hold when the context ends."""
+    before = [(each, copy(each)) for each in containers]
+    try:
+        yield
+    finally:
+        for container, content in before:
+            if _held_by(container) != _held_by(content):
+                container.clear()
+                container.extend(content) if isinstance(container, list | deque) else container.update(content)
+
+
+def _held_by(container: Any) -> list[int]:
+    return [id(each) for each in (chain.from_iterable(container.items()) if isinstance(container, dict) else container)]
+
+
 class Guards:
     """What the traces of a model depend on besides inputs, read anew at every call.
 
@@ -164,16 +182,11 @@ class Guards:
         owners = {path: vars(owner) for path, owner in [*self._model.named_modules(), *records(self._model)]}
         split = [(*name.rpartition("."), value) for name, value in values.items()]
         places = [(owners[path], name, value) for path, _, name, value in split if path in owners]
-        before = [(place, dict(place)) for place, *_ in places]
-        try:
+        with restored([place for place, *_ in places]):
             for place, name, value in places:
                 place.pop(name, None)
                 place |= {} if value is GONE else {name: value}
             yield
-        finally:
-            for place, own in before:
-                place.clear()
-                place.update(own)
 
     def _note_changes(self) -> None:
         before = self._last

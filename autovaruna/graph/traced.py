@@ -18,7 +18,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.user_lines import origin
+from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
 from autovaruna.graph.opaque.run import OpaqueModule

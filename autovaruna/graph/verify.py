@@ -26,9 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import is_of_batch
-from autovaruna.graph.export.errors import FOR_COUNTS, first_line
-from autovaruna.graph.export.left_behind import changed_attributes, profiling_mode
-from autovaruna.graph.export.user_lines import modules_of, origin
+from autovaruna.graph.export.errors import FOR_COUNTS, first_line, modules_of, origin
+from autovaruna.graph.export.fakes import changed_attributes, profiling_mode
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.opaque.infer import reduction_of

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.call import InputSpec
-from autovaruna.graph.export.user_lines import failed_at
+from autovaruna.graph.export.errors import failed_at
 from autovaruna.graph.export.watchers import show
 from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.pieces import Deferred

@@ -20,8 +20,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import ValueRanges, int_oo, replaced
-from autovaruna.graph.export.errors import BatchSizeError, in_transform
-from autovaruna.graph.export.user_lines import is_users, running_modules, users_line
+from autovaruna.graph.export.errors import BatchSizeError, in_transform, is_users, running_modules, users_line
 
 
 class FreeLengths:

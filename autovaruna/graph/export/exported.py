@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.constant_values import aliases_of
+from autovaruna.graph.export.fakes import aliases_of
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.precision import REGION, inside, regions

@@ -35,11 +35,16 @@ from autovaruna._torch import (
 )
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.export.constant_values import truth_of
-from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
-from autovaruna.graph.export.fakes import unchecked_distributions
-from autovaruna.graph.export.left_behind import is_profiling
-from autovaruna.graph.export.user_lines import is_users, origin, users_line
+from autovaruna.graph.export.errors import (
+    BatchSizeError,
+    is_users,
+    origin,
+    refuse_backward,
+    refuse_hook,
+    refuse_parameter,
+    users_line,
+)
+from autovaruna.graph.export.fakes import is_profiling, truth_of, unchecked_distributions
 from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refuse_lengths
 from autovaruna.graph.precision import regions
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -29,13 +29,13 @@ from autovaruna.graph.export.batch_size import (
     refused_numbers,
     tried_guards,
 )
-from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
 from autovaruna.graph.export.errors import (
     DRAWN,
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
     advice,
+    chain_of,
     check_layouts,
     check_operations,
     explain,
@@ -57,10 +57,17 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.fakes import example_inputs, faked, without_cudnn
+from autovaruna.graph.export.fakes import (
+    as_before,
+    example_inputs,
+    faked,
+    hide_fakes,
+    hide_tracing,
+    left_tensors,
+    warn_of_left,
+    without_cudnn,
+)
 from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
-from autovaruna.graph.export.left_behind import as_before, left_tensors, warn_of_left
-from autovaruna.graph.export.user_lines import chain_of
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.opaque.functions import (
@@ -72,7 +79,7 @@ from autovaruna.graph.opaque.functions import (
     watched,
     with_own_backward,
 )
-from autovaruna.graph.opaque.keep import is_of_keeper, kept_whole, packed_sequences, take_modules
+from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
 from autovaruna.graph.random import noted_draws, python_generators
@@ -219,34 +226,25 @@ def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
 class FlatCall(nn.Module):
     """Calls the model on a flat list of tensors and returns a flat tuple of them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        call: CallSpec,
-        is_told: bool,
-        note: Callable[[list[Any], list[Tensor]], None],
-        idioms: Callable[[], AbstractContextManager[None]],
-        report: Callable[[tuple[Tree, list[str]]], None],
-    ) -> None:
+    def __init__(self, attempt: Attempt, keeper: Keeper, idioms: Idioms) -> None:
         super().__init__()
-        self.model, self.call, self.is_told = model, call, is_told
-        self.note, self.idioms = note, idioms
-        self.report = report  # torch.export puts back every attribute that a trace sets
+        self.model, self.attempt, self.keeper, self.idioms = attempt.model, attempt, keeper, idioms
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        pairs = zip(tensors, self.call.inputs, strict=True)
-        sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
+        attempt, call = self.attempt, self.attempt.call
+        sizes = [each.shape[0] for each, spec in zip(tensors, call.inputs, strict=True) if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
-        self.note(sizes, tensors)
+        self.keeper.batch = sizes
+        attempt.free.note([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
         restart()
-        args, kwargs = self.call.arguments(tensors)
+        args, kwargs = call.arguments(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with ExitStack() as stack:
-            for hide in () if self.is_told else (hide_tracing, hide_fakes):
+            for hide in () if attempt.kept.is_told else (hide_tracing, hide_fakes):
                 stack.enter_context(hide())
-            stack.enter_context(self.idioms())
-            returned = self.call.of(self.model)(*args, **kwargs)
+            stack.enter_context(self.idioms.entered())
+            returned = call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
@@ -254,7 +252,7 @@ class FlatCall(nn.Module):
         left = left_tensors(self.model)
         for module, buffers in before:
             _write_back(module, buffers)
-        self.report((tree, left))
+        attempt.reports.append((tree, left))
         return tuple(outputs)
 
 
@@ -310,7 +308,11 @@ PLAIN = Options()
 
 @dataclass(frozen=True)
 class Attempt:
-    """One trace of a call."""
+    """One trace of a call.
+
+    Attributes:
+        reports: what the model has returned in each run of it, and where it has left tensors.
+    """
 
     model: nn.Module
     call: CallSpec
@@ -318,6 +320,8 @@ class Attempt:
     device: torch.device
     options: Options
     kept: Opaque
+    free: FreeLengths = field(default_factory=FreeLengths)
+    reports: list[tuple[Tree, list[str]]] = field(default_factory=list)
 
     def run(self) -> Exported:
         """Traces the call.
@@ -327,13 +331,7 @@ class Attempt:
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        model, kept, free, is_dynamic = self.model, self.kept, FreeLengths(), self.options.is_dynamic
-        reports: list[tuple[Tree, list[str]]] = []
-
-        def note(sizes: list[Any], tensors: list[Tensor]) -> None:
-            keeper.note_batch(sizes)
-            free.note([tensors[i].shape[d] for i, d in sorted(self.options.free)])
-
+        model, kept, free, is_dynamic = self.model, self.kept, self.free, self.options.is_dynamic
         with (
             as_before(model),
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
@@ -355,7 +353,7 @@ class Attempt:
             without_cudnn() as has_cudnn,
         ):
             idioms = Idioms(keeper.functions)
-            flat = FlatCall(model, self.call, kept.is_told, note, idioms.entered, reports.append)
+            flat = FlatCall(self, keeper, idioms)
             try:
                 graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
                 if drawn:
@@ -366,7 +364,7 @@ class Attempt:
                 self._stop(error, flat, mode, drawn, idioms.stopped, fixing)
         if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
             raise RetryError(replace(kept, functions=kept.functions | found))
-        output_tree, left = reports[-1]
+        output_tree, left = self.reports[-1]
         constants, markers = self._tidy(graph_module)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = take_watched(graph_module), None

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.constant_values import hide_tracing
-from autovaruna.graph.export.fakes import put
+from autovaruna.graph.export.fakes import hide_tracing, put
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.opaque.functions import (
     applied_by,

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.user_lines import users_line
+from autovaruna.graph.export.errors import users_line
 from autovaruna.graph.guards import HOOKS
 from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
@@ -89,17 +89,17 @@ class Spare:
 
 
 class Keeper:
-    """Leaves nodes for the calls of modules and functions that are kept whole."""
+    """Leaves nodes for the calls of modules and functions that are kept whole.
+
+    Attributes:
+        batch: the batch size of each batch input of the trace, a symbol or a number; they are equal.
+    """
 
     def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
         self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
         self._device = device
-        self._batch: list[Any] = []
+        self.batch: list[Any] = []
         self._known: dict[Any, Returned] = {}
-
-    def note_batch(self, sizes: list[Any]) -> None:
-        """Takes the batch size of each batch input, a symbol or a number, when a trace begins; they will be equal."""
-        self._batch = sizes
 
     def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = KeptFunction(name, pkgutil.resolve_name(name))
@@ -143,7 +143,7 @@ class Keeper:
         mode = current_precision(), is_own or torch.is_grad_enabled()
         if isinstance(spare.copy, CannotKeepError):
             raise spare.copy
-        trial = Trial(spare.copy, spare.state, call, tensors, self._batch, self._device, *mode)
+        trial = Trial(spare.copy, spare.state, call, tensors, self.batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
         kind = path, bool(state), call.key(), str(inputs), *mode
@@ -153,7 +153,7 @@ class Keeper:
         key = f"{path} {len(_calls)}"
         line = users_line().removeprefix(" at ")
         _calls[key] = OpaqueModule(path, module, spare.copy, call, returned, num_parameters, line)
-        results = _module(tensors, state, self._batch[0], key)
+        results = _module(tensors, state, self.batch[0], key)
         return returned.tree.unflatten(results)
 
 

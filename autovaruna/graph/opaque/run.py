@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autovaruna._torch import FakeTensor, top_saved_tensors_hooks
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.export.fakes import put
-from autovaruna.graph.export.left_behind import is_profiling
+from autovaruna.graph.export.fakes import is_profiling, put
 from autovaruna.graph.opaque.functions import plain_checkpoints
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, own_cache, python_generators
