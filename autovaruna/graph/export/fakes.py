@@ -64,9 +64,9 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
     Raises:
         TraceError: a lazy parameter has no shape yet.
     """
-    swapped: list[tuple[nn.Module, str, Tensor]] = []
     memo: dict[int, Tensor] = {}
-    try:
+    tables = [table for module in model.modules() for table in (vars(module), module._parameters, module._buffers)]
+    with restored(tables):
         for path, module in model.named_modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:
@@ -76,12 +76,8 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
                         f"{f'{path}.{name}'.removeprefix('.')} has no shape yet: got a lazy parameter. Expected an "
                         "initialised one; run one batch through the model before wrapping it."
                     )
-                swapped.append((module, name, tensor))
                 put(module, name, memo.setdefault(id(tensor), _fake(tensor, mode, device)))
         yield
-    finally:
-        for module, name, tensor in swapped:
-            put(module, name, tensor)
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:

@@ -21,14 +21,7 @@ from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
-from autovaruna.graph.export.batch_size import (
-    FixedSize,
-    FreeLengths,
-    noted_branches,
-    noted_fixed_sizes,
-    refused_numbers,
-    tried_guards,
-)
+from autovaruna.graph.export.batch_size import FixedSize, SizeWatch
 from autovaruna.graph.export.errors import (
     DRAWN,
     TRANSFORMS,
@@ -120,10 +113,6 @@ def fixing_module(fixing: Sequence[FixedSize], model: nn.Module, kept: Collectio
     running = [paths.get(id(module.__dict__)) for fixed in fixing[:1] for module in fixed.running]
     path = next((path for path in running if path is not None and path not in kept), "")
     return InModuleError(path, f"it fixes the batch size{fixing[0].line}") if path else None
-
-
-def _line_of(fixing: Sequence[FixedSize]) -> str:
-    return fixing[0].line if fixing else ""
 
 
 def failing_function(error: BaseException) -> str:
@@ -235,7 +224,7 @@ class FlatCall(nn.Module):
         sizes = [each.shape[0] for each, spec in zip(tensors, call.inputs, strict=True) if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
         self.keeper.batch = sizes
-        attempt.free.note([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
+        attempt.sizes.note_free([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
         restart()
         args, kwargs = call.arguments(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
@@ -320,7 +309,7 @@ class Attempt:
     device: torch.device
     options: Options
     kept: Opaque
-    free: FreeLengths = field(default_factory=FreeLengths)
+    sizes: SizeWatch = field(default_factory=SizeWatch)
     reports: list[tuple[Tree, list[str]]] = field(default_factory=list)
 
     def run(self) -> Exported:
@@ -331,7 +320,7 @@ class Attempt:
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        model, kept, free, is_dynamic = self.model, self.kept, self.free, self.options.is_dynamic
+        model, kept, sizes, is_dynamic = self.model, self.kept, self.sizes, self.options.is_dynamic
         with (
             as_before(model),
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
@@ -341,10 +330,7 @@ class Attempt:
             faked(model, mode, self.device),
             named_cut_points(model),
             watched(kept.functions, keeper.call_own) as function_calls,
-            noted_fixed_sizes() as fixing,
-            noted_branches(free) as lone,
-            refused_numbers(free),
-            tried_guards(free) as bounds,
+            sizes.entered(),
             noted_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
@@ -361,7 +347,7 @@ class Attempt:
             except InputError:
                 raise
             except Exception as error:
-                self._stop(error, flat, mode, drawn, idioms.stopped, fixing)
+                self._stop(error, flat, mode, drawn, idioms.stopped)
         if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
             raise RetryError(replace(kept, functions=kept.functions | found))
         output_tree, left = self.reports[-1]
@@ -371,7 +357,7 @@ class Attempt:
         if self.options.free:
             if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
                 raise TraceError(_KEPT)
-            lengths = find_lengths(graph_module, self.call, is_dynamic, free.conditions)
+            lengths = find_lengths(graph_module, self.call, is_dynamic, sizes.conditions)
         return Exported(
             module=graph_module,
             output_tree=output_tree,
@@ -380,10 +366,10 @@ class Attempt:
             markers=markers,
             watched=watched_calls,
             left=tuple(left),
-            greatest=self._greatest(bounds) if is_dynamic else None,
-            asks_for_one=next(iter(lone), ""),
+            greatest=self._greatest() if is_dynamic else None,
+            asks_for_one=next(iter(sizes.lone), ""),
             lengths=lengths,
-            fixes_lengths=_line_of(fixing),
+            fixes_lengths=sizes.line,
         )
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
@@ -406,13 +392,7 @@ class Attempt:
         return graph_module
 
     def _stop(
-        self,
-        error: Exception,
-        flat: FlatCall,
-        mode: FakeTensorMode,
-        drawn: Sequence[str],
-        stopped: Sequence[str],
-        fixing: Sequence[FixedSize],
+        self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str], stopped: Sequence[str]
     ) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
@@ -421,17 +401,18 @@ class Attempt:
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
         if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
-            cause = fixing_module(fixing, self.model, kept.modules) if self.options.is_parted else None
+            cause = fixing_module(self.sizes.fixed, self.model, kept.modules) if self.options.is_parted else None
         if kept.can_grow and cause is not None:
             retry(cause, self.model, kept, stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        raise explain(error, self.model, self.call, self.options.is_dynamic, _line_of(fixing), refusal) from error
+        raise explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.line, refusal) from error
 
-    def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
+    def _greatest(self) -> int | None:
         """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
+        bounds = self.sizes.greatest
         size = min((size for size, _ in bounds), default=None)
         if size is not None and size < _FAR:
             line = next((line for _, line in sorted(bounds) if line), "")

@@ -24,7 +24,7 @@ from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.errors import users_line
-from autovaruna.graph.guards import HOOKS
+from autovaruna.graph.guards import HOOKS, restored
 from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
@@ -52,24 +52,15 @@ def kept_whole(
 ) -> Iterator[Keeper]:
     """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them."""
     keeper = Keeper(device, functions)
-    own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    modules = {model.get_submodule(path): path for path in sorted(paths, reverse=True)}
     try:
-        for path in sorted(paths):
-            module = model.get_submodule(path)
-            place = module.__dict__
-            if any(place is known for known, _ in own):
-                continue
-            keep = partial(keeper.call, path, module, Spare.of(module))
-            before = {name: place[name] for name in ("forward", *HOOKS) if name in place}
-            own.append((place, before))
-            place["forward"] = keep
-            place.update({name: OrderedDict() for name in HOOKS if name in before})
-        yield keeper
+        with restored(map(vars, modules)):
+            for module, path in modules.items():
+                vars(module)["forward"] = partial(keeper.call, path, module, Spare.of(module))
+                vars(module).update({name: OrderedDict() for name in HOOKS if name in vars(module)})
+            yield keeper
     finally:
         _calls.clear()
-        for place, before in own:
-            place.pop("forward", None)
-            place.update(before)
 
 
 @dataclass(frozen=True)
@@ -267,18 +258,12 @@ def refuse_lengths(*args: Any) -> Any:
 def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
     """Traces recurrent modules on packed sequences, on this thread, while the context lasts."""
     recurrent = {path: each for path, each in model.named_modules() if isinstance(each, nn.RNNBase)}
-    before = [(vars(each), vars(each).get("forward")) for each in recurrent.values()]
-    for path, each in recurrent.items():
-        wrapped = OnPacked(each)
-        keep = partial(keeper.call, path, wrapped, Spare.of(wrapped))
-        vars(each)["forward"] = partial(_called_on_packed, each.forward, keep, get_ident())
-    try:
+    with restored(map(vars, recurrent.values())):
+        for path, each in recurrent.items():
+            wrapped = OnPacked(each)
+            keep = partial(keeper.call, path, wrapped, Spare.of(wrapped))
+            vars(each)["forward"] = partial(_called_on_packed, each.forward, keep, get_ident())
         yield
-    finally:
-        for place, forward in before:
-            place.pop("forward")
-            if forward is not None:
-                place["forward"] = forward
 
 
 def _called_on_packed(
