@@ -82,7 +82,6 @@ class CallSpec:
     method: str = "forward"
 
     def of(self, model: nn.Module) -> Callable[..., Any]:
-        """Returns what is called of a model."""
         return model if self.method == "forward" else getattr(model, self.method)
 
     def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -213,7 +212,6 @@ def outline(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Refuses inputs that are not plain tensors in memory."""
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.layout is not torch.strided:
             raise InputError(

@@ -27,7 +27,7 @@ from autovaruna.graph.tree import is_array, words
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_MODULES = frozenset(vars(nn.Module()))
 """What torch itself keeps in every module."""
-_TRAINING, _VALUES = itemgetter("training"), methodcaller("values")
+_VALUES = methodcaller("values")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
@@ -207,11 +207,12 @@ class Guards:
 
     def _learn(self) -> None:
         named = list(self._model.named_modules())
-        self._modules = [vars(module) for _, module in named]
-        self._hooks = [place[kind] for place in self._modules for kind in HOOKS if kind in place]
-        self._tables = [place["_parameters"] for place in self._modules]
-        self._holders = [place["_modules"] for place in self._modules]
-        self._buffers = [place["_buffers"] for place in self._modules]
+        self._modules = [module for _, module in named]
+        own = [vars(module) for module in self._modules]
+        self._hooks = [place[kind] for place in own for kind in HOOKS if kind in place]
+        self._tables = [place["_parameters"] for place in own]
+        self._holders = [place["_modules"] for place in own]
+        self._buffers = [place["_buffers"] for place in own]
         owners = [(path, vars(owner)) for path, owner in [*named, *records(self._model)]]
         self._places = [place for _, place in owners]
         self._getters: list[tuple[Any, dict[str, Any]]] = []
@@ -268,10 +269,7 @@ class Guards:
 
     def _flags(self) -> tuple[list[bool], list[bool]]:
         """Returns which modules are in training, and which parameters are trained."""
-        try:
-            training = list(map(_TRAINING, self._modules))
-        except KeyError:  # one keeps it elsewhere
-            training = [module.training for module in self._model.modules()]
+        training = [module.training for module in self._modules]
         parameters = [each for each in self._parameters() if each is not None]
         with DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
             return training, [each.requires_grad for each in parameters]
@@ -305,7 +303,6 @@ def _in_words(changed: str, training: list[bool], trained: list[bool], is_grad: 
 
 
 def mode_of(model: nn.Module) -> str:
-    """Returns the words of a model's guards now, as `Guards.words`."""
     return Guards(model).words()
 
 

@@ -76,7 +76,6 @@ def python_generators(seed: int) -> Iterator[None]:
 
 @contextmanager
 def untouched_generator(device: torch.device) -> Iterator[None]:
-    """Gives the user's generator back as it was."""
     generator = default_generator(device)
     with _generator_lock:  # ranks that are threads share the generator
         state = generator.get_state()
@@ -127,7 +126,6 @@ def noted_draws(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _place() -> tuple[Any, ...]:
-    """Returns where the generators are."""
     own = random.getstate()[1]
     other: Any = numpy.random.get_state()
     return own[0], own[-1], int(other[1][0]), other[2]

@@ -77,17 +77,6 @@ class Written(nn.Module):
         self.forward = MethodType(forward, self)
 
 
-class OneOperation(nn.Module):
-    """Is a single operation, so that it can only be one stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.weight)
-
-
 class Embedding(nn.Module):
     """Starts with integers: no gradient goes to the input."""
 
@@ -255,7 +244,6 @@ def chain() -> nn.Module:
 
 
 SMALL = (
-    Case("one_operation", OneOperation, positional, squared_mean, max_stages=1),
     Case("chain", chain, labelled),
     Case("embedding", lambda: Classifier(Embedding()), words, max_stages=3),
     Case("dropout", dropouts, labelled, has_dropout=True),

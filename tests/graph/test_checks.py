@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from unittest import TestCase
 
 import numpy
 import pytest
@@ -33,19 +34,8 @@ def net(*more: nn.Module) -> nn.Sequential:
 
 def look(model: nn.Module, trace: TracedModel | None = None) -> None:
     """Compares; a comparison that cannot be made is an error, too."""
-    messages: list[str] = []
-    logger = logging.getLogger("autovaruna.graph.verify")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with TestCase().assertNoLogs("autovaruna.graph.verify", logging.INFO):
         compare(trace or traced(model, X), model, [X], CPU)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert not messages
 
 
 def broken(model: nn.Module, old: Any, new: Any) -> TracedModel:

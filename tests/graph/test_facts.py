@@ -236,9 +236,11 @@ def encoded(self: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("norm", [None, nn.LayerNorm(8)])
-@pytest.mark.parametrize("padding", [PADDING, PADDING.flip(1)], ids=["at the ends", "elsewhere"])
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("norm", "padding", "trains"),
+    [(None, PADDING, False), (nn.LayerNorm(8), PADDING, False), (None, PADDING.flip(1), False), (None, PADDING, True)],
+    ids=["at the ends", "normalised", "elsewhere", "in training"],
+)
 def test_padded_places_are_those_of_plain_pytorch(norm: nn.Module | None, padding: Tensor, trains: bool) -> None:
     """Once, they held what nobody had computed: plain PyTorch leaves padding out, and fills it with zeros."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -157,7 +157,6 @@ def check_layouts(model: nn.Module) -> None:
 
 
 def refuse_hook(what: str) -> TraceError:
-    """Returns the error of a forward that sets a hook."""
     return TraceError(
         f"forward {what}{users_line()}, which a trace cannot keep. Expected a forward without hooks; write what the "
         "hook does to the gradient as operations, or set it in a submodule, which is then kept whole."
@@ -165,7 +164,6 @@ def refuse_hook(what: str) -> TraceError:
 
 
 def refuse_parameter() -> TraceError:
-    """Returns the error of a forward that makes a parameter."""
     return TraceError(
         f"forward makes a parameter{users_line()}, which neither a trace nor the optimizer would know of. Expected "
         "modules and parameters that __init__ makes. If only the first call makes them, run one batch through the "
@@ -274,7 +272,6 @@ def explain(
 
 
 def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> BatchSizeError:
-    """Returns the error of a model whose graph does not hold for all batch sizes."""
     return BatchSizeError(
         f"{type(model).__qualname__} fixes its batch size or mixes the samples of a batch{where}: {reason}. "
         f"{advice(model, call)}"
@@ -288,12 +285,10 @@ def _uses_transform(error: BaseException) -> bool:
 
 
 def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether one of some frames is that of a function transform."""
     return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
 
 
 def reason_of(error: Exception) -> str:
-    """Returns why an operation cannot run without numbers."""
     return (
         "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else first_line(error)
     )
@@ -308,7 +303,6 @@ def _size_reason(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, or its name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(".")
 
 

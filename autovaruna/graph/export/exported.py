@@ -92,7 +92,6 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
 
 
 def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
-    """Returns the module at a path; `holders` are those that are known."""
     if path not in holders:
         above, _, name = path.rpartition(".")
         parent = _holder(holders, above)
@@ -116,7 +115,6 @@ def drop_idle(module: fx.GraphModule) -> None:
 
 
 def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
-    """Whether a slice takes all."""
     if start not in (None, 0) or step != 1:
         return False
     if end is None or end == _NO_END:

@@ -229,7 +229,6 @@ def aliases_of(node: fx.Node) -> list[Any]:
 
 
 def _computed(cone: list[fx.Node], size: int) -> Any:
-    """Computes the last of some nodes for a batch size."""
     known: dict[fx.Node, Any] = {}
     for each in cone:
         value, target = each.meta.get("val"), each.target
@@ -243,7 +242,6 @@ def _computed(cone: list[fx.Node], size: int) -> Any:
 
 
 def _size(value: Any, size: int) -> Any:
-    """Returns a size for a batch size."""
     if not value.node.has_hint():
         raise _UnknownError
     expression = value.node.expr
@@ -424,7 +422,6 @@ class OwnMethods:
     def _try_out(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device, is_split: bool
     ) -> bool:
-        """Runs a method on fake tensors; leaves nothing."""
         tensors, tree = flatten((tuple(args), dict(kwargs)))
         if not any(each.dim() for each in tensors):
             return False

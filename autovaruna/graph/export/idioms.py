@@ -123,7 +123,6 @@ _aten = torch.ops.aten
 
 @torch.library.custom_op("autovaruna::check", mutates_args=())
 def _check(condition: Tensor, wanted: bool, place: str) -> None:
-    """Stands for a check in a trace."""
     check(condition, wanted, place)
 
 
@@ -250,7 +249,6 @@ def _conversions() -> Iterator[None]:
 
 
 def _refuse_conversion(name: str, before: Tensor, after: Tensor) -> None:
-    """Refuses a conversion that changes a tensor of the model."""
     kinds = [f"{each.dtype}, {each.device}, strides {each.stride()}" for each in (before, after)]
     if kinds[0] != kinds[1]:
         raise TraceError(

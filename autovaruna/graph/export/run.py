@@ -149,7 +149,6 @@ def _running(error: BaseException, paths: dict[int, str]) -> list[str]:
 
 
 def outermost(paths: Collection[str]) -> frozenset[str]:
-    """Returns the paths that are inside of no other."""
     return frozenset(path for path in paths if not any(_is_inside(path, other) for other in paths))
 
 

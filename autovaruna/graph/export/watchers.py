@@ -48,7 +48,6 @@ class WatchedCall:
 
 
 def is_of_script(hook: Any) -> bool:
-    """Whether a hook is none of torch's own."""
     return not str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
@@ -64,7 +63,6 @@ def script_hooks(model: nn.Module) -> dict[str, list[Any]]:
 
 @contextmanager
 def without_script_hooks(model: nn.Module) -> Iterator[None]:
-    """Takes the forward hooks of a script away while the context lasts."""
     tables = [vars(module)[table] for module in model.modules() for table in _TABLES if vars(module).get(table)]
     with restored(tables):
         for table in tables:

@@ -198,12 +198,10 @@ class TensorKind:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorKind:
-        """Returns what stands for a tensor."""
         shape = tuple(int(each.node.hint) if isinstance(each, torch.SymInt) else each for each in tensor.shape)
         return cls(shape, tensor.dtype, tensor.requires_grad)
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """Returns random numbers of this kind."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(self.shape, dtype=self.dtype, generator=generator).requires_grad_(self.needs_gradient)
         return torch.zeros(self.shape, dtype=self.dtype)
@@ -346,7 +344,6 @@ def _same_gradients(function: Function, arguments: tuple[Any, ...]) -> bool:
 
 
 def _gradients(arguments: tuple[Any, ...], run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
-    """Returns the gradients of a call's arguments, zeros where there are none."""
     generator = torch.Generator().manual_seed(0)
     args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), arguments)
     leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -366,7 +363,6 @@ class _NoContext:
 
 
 def _plain_forward(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-    """Runs a function's forward as ordinary operations."""
     if function.setup_context is not torch.autograd.Function.setup_context:
         return function.forward(*args)
     return function.forward(_NoContext(), *args)

@@ -26,7 +26,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.export.errors import users_line
 from autovaruna.graph.guards import HOOKS, restored
 from autovaruna.graph.opaque.functions import Function, plain_apply
-from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
+from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
 from autovaruna.graph.precision import current_precision, regions
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -56,27 +56,22 @@ def kept_whole(
     try:
         with restored(map(vars, modules)):
             for module, path in modules.items():
-                vars(module)["forward"] = partial(keeper.call, path, module, Spare.of(module))
+                vars(module)["forward"] = partial(keeper.call, path, module, spare_of(module))
                 vars(module).update({name: OrderedDict() for name in HOOKS if name in vars(module)})
             yield keeper
     finally:
         _calls.clear()
 
 
-@dataclass(frozen=True)
-class Spare:
-    """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
+Spare = tuple[nn.Module | CannotKeepError, Sequence[Tensor]]
+"""What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
-    copy: nn.Module | CannotKeepError
-    state: Sequence[Tensor]
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Spare:
-        """Returns what a module is tried out with."""
-        try:
-            return cls(copy_of(module), own_tensors(module))
-        except CannotKeepError as error:
-            return cls(error, ())
+def spare_of(module: nn.Module) -> Spare:
+    try:
+        return copy_of(module), own_tensors(module)
+    except CannotKeepError as error:
+        return error, ()
 
 
 class Keeper:
@@ -94,12 +89,12 @@ class Keeper:
 
     def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = KeptFunction(name, pkgutil.resolve_name(name))
-        return self.call(name, module, Spare.of(module), *args, **kwargs)
+        return self.call(name, module, spare_of(module), *args, **kwargs)
 
     def call_own(self, function: Function, args: tuple[Any, ...]) -> Any:
         """Leaves a node for a call of an autograd function, in whose forward gradients are off."""
         module = KeptFunction(function.__qualname__, partial(plain_apply, function), is_own=True)
-        return self.call(module.name, module, Spare.of(module), *args)
+        return self.call(module.name, module, spare_of(module), *args)
 
     def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module.
@@ -132,18 +127,19 @@ class Keeper:
             raise CannotKeepError("it neither takes nor holds a tensor")
         is_own = isinstance(module, KeptFunction) and module.is_own
         mode = current_precision(), is_own or torch.is_grad_enabled()
-        if isinstance(spare.copy, CannotKeepError):
-            raise spare.copy
-        trial = Trial(spare.copy, spare.state, call, tensors, self.batch, self._device, *mode)
+        copy, own = spare
+        if isinstance(copy, CannotKeepError):
+            raise copy
+        trial = Trial(copy, own, call, tensors, self.batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
         kind = path, bool(state), call.key(), str(inputs), *mode
         returned = None if state else self._known.get(kind)
         if returned is None:
-            returned = self._known[kind] = run_apart(lambda: infer_reductions(trial), self._device)
+            returned = self._known[kind] = infer_reductions(trial)
         key = f"{path} {len(_calls)}"
         line = users_line().removeprefix(" at ")
-        _calls[key] = OpaqueModule(path, module, spare.copy, call, returned, num_parameters, line)
+        _calls[key] = OpaqueModule(path, module, copy, call, returned, num_parameters, line)
         results = _module(tensors, state, self.batch[0], key)
         return returned.tree.unflatten(results)
 
@@ -198,7 +194,6 @@ class Padded:
         return 0
 
     def numel(self) -> int:
-        """Returns no number of elements."""
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -217,7 +212,6 @@ class OnPacked(nn.Module):
         self.module = module
 
     def forward(self, tensor: Tensor, lengths: Tensor, state: Any, is_sorted: bool) -> tuple[Tensor, Any]:
-        """Returns the padded results, and the last states."""
         packed = rnn.pack_padded_sequence(tensor, lengths.cpu(), batch_first=True, enforce_sorted=is_sorted)
         made, state = self.module(packed, state)
         return rnn.pad_packed_sequence(made, batch_first=True, total_length=tensor.shape[1])[0], state
@@ -261,7 +255,7 @@ def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
     with restored(map(vars, recurrent.values())):
         for path, each in recurrent.items():
             wrapped = OnPacked(each)
-            keep = partial(keeper.call, path, wrapped, Spare.of(wrapped))
+            keep = partial(keeper.call, path, wrapped, spare_of(wrapped))
             vars(each)["forward"] = partial(_called_on_packed, each.forward, keep, get_ident())
         yield
 

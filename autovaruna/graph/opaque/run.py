@@ -52,11 +52,9 @@ class OutputShape:
     join: Reduction = Reduction.UNKNOWN
 
     def shape(self, batch: Any) -> list[Any]:
-        """Returns its shape for a batch size, a number or a symbol."""
         return [slope * batch + start if slope else start for slope, start in self.lengths]
 
     def make(self, batch: Any, device: torch.device) -> Tensor:
-        """Returns an empty tensor of its shape, strides and dtype."""
         shape, strides, step = self.shape(batch), [1] * len(self.order), 1
         for dimension in reversed(self.order):
             strides[dimension] = step
@@ -89,7 +87,6 @@ def places_of(module: nn.Module) -> Places:
 
 @contextmanager
 def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts tensors in the place of a module's own."""
     own = [getattr(*shared[0]) for shared in places]
     try:
         for shared, tensor in zip(places, tensors, strict=True):
@@ -210,7 +207,6 @@ class _Through(torch.autograd.Function):
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
