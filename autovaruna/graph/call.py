@@ -189,15 +189,11 @@ class CallReader:
 
 
 class UnfamiliarError(Exception):
-    """A part of a call is of a class that no outline tells enough of."""
+    """Says that a part of a call is of a class that `outline` cannot tell enough of."""
 
 
 def outline(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order.
-
-    Raises:
-        UnfamiliarError: a part is of a class that no outline tells enough of.
-    """
+    """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order."""
     kind = type(value)
     if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
         tensors.append(value)

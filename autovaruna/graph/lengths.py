@@ -210,9 +210,6 @@ def find_lengths(
     """Finds the lengths that are symbols in a graph of torch.export, and puts numbers in their place.
 
     Returns None if the model has fixed them all.
-
-    Raises:
-        TraceError: it cannot be told which they may be.
     """
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     batch = None

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
@@ -25,14 +25,9 @@ class RandomStream:
     """Seeds the device's default generator before each random node of one micro-batch."""
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
-        self._place = seed, step, micro_batch
-        self._device = device
-
-    @cached_property
-    def _base(self) -> int:
-        seed, step, micro_batch = self._place
         digest = hashlib.blake2b(f"{seed},{step},{micro_batch}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+        self._base = int.from_bytes(digest, "little")
+        self._device = device
 
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a random operation with the numbers that belong to `node`."""

@@ -1,6 +1,6 @@
 """Lists every model that the library is tested with, by name."""
 
-from tests.catalogue.case import DEVICE, Batch, Case, batch_size, loss_in, tensors
+from tests.catalogue.case import DEVICE, Batch, Case, batch_size
 from tests.catalogue.hugging_face import HUGGING_FACE, MORE, REFUSED
 from tests.catalogue.small import SMALL
 from tests.catalogue.structure import CONTAINERS, FUNCTIONS, STRUCTURE
@@ -23,6 +23,4 @@ __all__ = [
     "Batch",
     "Case",
     "batch_size",
-    "loss_in",
-    "tensors",
 ]

@@ -86,8 +86,7 @@ class Embedding(nn.Module):
         self.head = hidden(nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.words(x).mean(dim=1))
-        return found
+        return self.head(self.words(x).mean(dim=1))
 
 
 class Residual(nn.Module):
@@ -101,8 +100,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x)
         out += x
-        relu: Tensor = self.relu(out)
-        return relu
+        return self.relu(out)
 
 
 def conv_net(*norms: nn.Module) -> nn.Module:
@@ -127,8 +125,7 @@ class Constant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shift = torch.arange(WIDTH, dtype=x.dtype, device=x.device) / WIDTH
-        out: Tensor = self.last(torch.tanh(self.first(x * self.scale) + shift) * self.scale)
-        return out
+        return self.last(torch.tanh(self.first(x * self.scale) + shift) * self.scale)
 
 
 class Unused(nn.Module):
@@ -142,8 +139,7 @@ class Unused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.thrown(x)
-        out: Tensor = self.body(x)
-        return out
+        return self.body(x)
 
 
 def frozen() -> nn.Module:
@@ -165,8 +161,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.lstm(self.words(x))
-        out: Tensor = self.head(states[:, -1])
-        return out
+        return self.head(states[:, -1])
 
 
 class Twice(nn.Module):
@@ -180,8 +175,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.tanh(self.between(torch.tanh(self.shared(x))))
-        last: Tensor = self.last(torch.tanh(self.shared(out)))
-        return last
+        return self.last(torch.tanh(self.shared(out)))
 
 
 class MovingAverage(nn.Module):
@@ -202,8 +196,7 @@ class MovingAverage(nn.Module):
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
             self.calls += 1
-        last: Tensor = self.last(out - self.mean)
-        return last
+        return self.last(out - self.mean)
 
 
 class NoGrad(nn.Module):

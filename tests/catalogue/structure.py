@@ -42,8 +42,7 @@ class ForkJoin(Layered):
         root = self.layer(0, x)
         left = self.layer(2, self.layer(1, root))
         right = self.layer(4, self.layer(3, root))
-        joined: Tensor = self.head(left * right + left)
-        return joined
+        return self.head(left * right + left)
 
 
 class ThreeUsers(Layered):
@@ -53,8 +52,7 @@ class ThreeUsers(Layered):
         root = out = self.layer(0, x)
         for index in (1, 2, 3):
             out = self.layer(index, out) + 0.3 * index * root
-        head: Tensor = self.head(out)
-        return head
+        return self.head(out)
 
 
 class NoElements(Layered):
@@ -65,8 +63,7 @@ class NoElements(Layered):
         nothing = torch.exp(out[:, :0])
         for index in (1, 2, 3):
             out = self.layer(index, out)
-        head: Tensor = self.head(torch.cat([out, nothing], 1))
-        return head
+        return self.head(torch.cat([out, nothing], 1))
 
 
 class Skip(Layered):
@@ -79,8 +76,7 @@ class Skip(Layered):
     def forward(self, x: Tensor) -> Tensor:
         first = self.layer(0, x)
         out = self.layer(3, self.layer(2, self.layer(1, first)))
-        joined: Tensor = self.head(torch.tanh(self.join(torch.cat((first, out), dim=1))))
-        return joined
+        return self.head(torch.tanh(self.join(torch.cat((first, out), dim=1))))
 
 
 class SharedInput(Layered):
@@ -123,8 +119,7 @@ class Anchored(Layered):
             out = self.layer(index, out)
         with torch.no_grad():
             anchor = self.layer(0, self.layer(1, x))
-        scores: Tensor = self.head(out * anchor)
-        return scores
+        return self.head(out * anchor)
 
 
 @dataclass
@@ -241,8 +236,7 @@ def all_outputs(output: Any, batch: Batch) -> Tensor:
 
 def two_losses(output: Any, batch: Batch) -> Tensor:
     """Returns the sum of two losses, one of them at half weight."""
-    loss: Tensor = output[0] + 0.5 * output[1]
-    return loss
+    return output[0] + 0.5 * output[1]
 
 
 def outputs(kind: str) -> Case:
@@ -320,9 +314,9 @@ class Straight(nn.Module):
         self.body = hidden(nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = StraightThrough.apply(x * self.scale, 3.0) + x  # type: ignore[no-untyped-call]
+        x = StraightThrough.apply(x * self.scale, 3.0) + x
         out: Tensor = self.body(x)
-        return out + StraightThrough.apply(out, 2.0)  # type: ignore[no-untyped-call]
+        return out + StraightThrough.apply(out, 2.0)
 
 
 class Mixed(nn.Module):
@@ -334,11 +328,10 @@ class Mixed(nn.Module):
         self.first, self.body = nn.Linear(WIDTH, WIDTH), hidden(nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Reversed.apply(self.first(x))  # type: ignore[no-untyped-call]
-        found, word, (mean,) = Parts.apply(x, self.scale, ("a", 1))  # type: ignore[no-untyped-call]
+        x = Reversed.apply(self.first(x))
+        found, word, (mean,) = Parts.apply(x, self.scale, ("a", 1))
         assert word == "a"
-        out: Tensor = checkpoint(self.body, found + mean, use_reentrant=True)
-        return out
+        return checkpoint(self.body, found + mean, use_reentrant=True)
 
 
 FUNCTIONS = (

@@ -136,8 +136,7 @@ class Marking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(1)
         self.last = x.detach()
-        out: Tensor = self.drop(self.norm(x))
-        return out
+        return self.drop(self.norm(x))
 
 
 def test_it_leaves_nothing_behind() -> None:
@@ -146,12 +145,12 @@ def test_it_leaves_nothing_behind() -> None:
     marking: Any = model[2]
     marking.seen.clear()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     look(model, trace)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(generators[0], torch.get_rng_state())
-    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[union-attr]
+    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
     assert (len(marking.seen), marking.last) == (0, None)
 
 

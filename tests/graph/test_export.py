@@ -76,7 +76,7 @@ def own_way(self: Any, x: Tensor) -> Tensor:
     """Has a way of its own for traces, as libraries do, which fails."""
     if torch.compiler.is_compiling():
         raise NotImplementedError("no trace")
-    return self.branching(self.layer(x)).square().mean()  # type: ignore[no-any-return]
+    return self.branching(self.layer(x)).square().mean()
 
 
 def test_what_stops_a_librarys_own_way_is_not_kept_whole() -> None:
@@ -137,7 +137,7 @@ def test_placeholders_and_attributes_have_the_users_names() -> None:
     model = nn.Module()
     model.first, model.second = nn.Linear(4, 4), nn.Linear(4, 4)
     model.second.weight = model.first.weight
-    model.forward = lambda sample: model.second(model.first(sample))  # type: ignore[assignment]
+    model.forward = lambda sample: model.second(model.first(sample))
     found = traced(model, sample=X)
     assert [node.name for node in found.module.graph.find_nodes(op="placeholder")] == ["sample"]
     attributes = {str(node.target) for node in found.module.graph.find_nodes(op="get_attr")}
@@ -181,7 +181,7 @@ def scaled(order: tuple[str, ...]) -> Function:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         scales = {name: torch.arange(4) * float(len(name)) for name in order}
-        return self.layer(x) * scales["short"].cos() + x * scales["longer"].sin()  # type: ignore[no-any-return]
+        return self.layer(x) * scales["short"].cos() + x * scales["longer"].sin()
 
     return Function(forward, layer=nn.Linear(4, 4))
 
@@ -319,23 +319,23 @@ class Carrying(nn.Module):
 
 def carry(self: Any, out: Tensor) -> Tensor:
     last, self.prev = self.prev, out.detach().mean()
-    return out + last  # type: ignore[no-any-return]
+    return out + last
 
 
 def write(self: Any, out: Tensor) -> Tensor:
     self.prev.mul_(0.5).add_(out.detach().mean())
-    return out + self.prev  # type: ignore[no-any-return]
+    return out + self.prev
 
 
 def write_first(self: Any, out: Tensor) -> Tensor:
     self.prev = out.detach()
-    return out + self.prev  # type: ignore[no-any-return]
+    return out + self.prev
 
 
 def fill(self: Any, out: Tensor) -> Tensor:
     if not hasattr(self, "places"):
         self.places = torch.arange(4)
-    return out + self.places  # type: ignore[no-any-return]
+    return out + self.places
 
 
 def own(self: Any, out: Tensor) -> Tensor:

@@ -108,7 +108,6 @@ class InModuleError(Exception):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
         self.path = path
-        self.reason = reason
 
 
 class BatchSizeError(TraceError):
@@ -143,11 +142,7 @@ def check_operations(module: fx.GraphModule) -> None:
 
 
 def check_layouts(model: nn.Module) -> None:
-    """Refuses parameters and buffers that are not plain tensors in memory.
-
-    Raises:
-        TraceError: one is not.
-    """
+    """Refuses parameters and buffers that are not plain tensors in memory."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout is not torch.strided:
             raise TraceError(
@@ -250,7 +245,7 @@ def explain(
             "torch, such as torch.sign(x) for np.sign(x); or move the line into a submodule, which is then kept whole "
             "as one operation."
         )
-    elif isinstance(error, InModuleError) and error.reason == DRAWN:
+    elif isinstance(error, InModuleError) and str(error) == DRAWN:
         where = ""
         text = (
             f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "

@@ -264,11 +264,6 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
         return True
     if isinstance(node.target, OpOverload):  # wraps nothing
         return False
-    regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [region for arg in regions if isinstance(region := attrgetter(str(arg.target))(module), fx.GraphModule)]
-    return any(
-        has_effect(region, child)
-        for region in inner
-        for child in region.graph.nodes
-        if child.op not in ("placeholder", "output")
-    )
+    held = [attrgetter(str(arg.target))(module) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    children = [(each, child) for each in held if isinstance(each, fx.GraphModule) for child in each.graph.nodes]
+    return any(child.op not in ("placeholder", "output") and has_effect(region, child) for region, child in children)

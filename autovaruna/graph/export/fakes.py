@@ -60,9 +60,6 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
     """Makes every parameter and buffer of `model` fake while the context lasts; tied ones stay tied.
 
     Parameters that this rank does not hold (they are on ``meta``) are traced like the others.
-
-    Raises:
-        TraceError: a lazy parameter has no shape yet.
     """
     memo: dict[int, Tensor] = {}
     tables = [table for module in model.modules() for table in (vars(module), module._parameters, module._buffers)]

@@ -132,11 +132,7 @@ def _fake(condition: Tensor, wanted: bool, place: str) -> None:
 
 
 def check(condition: Tensor, wanted: bool, place: str) -> None:
-    """Looks at a condition of the model, where its numbers are those of a step.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Looks at a condition of the model, where its numbers are those of a step."""
     if not isinstance(condition, FakeTensor) and not is_profiling() and bool(condition) is not wanted:
         raise InputError(
             f"The model raises at {place}: got numbers that do not pass this check of its own. Expected inputs that "

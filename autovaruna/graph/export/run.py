@@ -189,7 +189,7 @@ class RetryError(Exception):
         self.kept = kept
 
 
-def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str] = ()) -> None:
+def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str]) -> None:
     """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
     if kept.can_tell and not isinstance(error, InModuleError):
         raise RetryError(replace(kept, is_told=True, can_tell=False, untold=str(error))) from error

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import methodcaller
 from typing import Any
 
 import sympy
@@ -27,7 +28,6 @@ from autovaruna.graph.opaque.functions import (
     check_modules,
     check_state,
     plain_state,
-    refuse_weights,
 )
 from autovaruna.graph.opaque.run import (
     OutputShape,
@@ -105,11 +105,7 @@ class Trial:
     is_differentiated: bool
 
     def returned(self) -> Returned:
-        """Returns what the module returns.
-
-        Raises:
-            CannotKeepError: it cannot be said for every batch size, or the module does what a node may not.
-        """
+        """Returns what the module returns."""
         sizes = _SIZES if isinstance(self.batch[0], torch.SymInt) else (int(self.batch[0]),)
         found = self._tried(sizes)
         trees = [tree for _, tree in found]
@@ -143,12 +139,7 @@ class Trial:
         return outputs, tree
 
     def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0) -> tuple[list[Tensor], Tree, bool]:
-        """Runs the module; returns its tensors, what they are in, and whether it has changed its state.
-
-        Raises:
-            CannotKeepError: it changes its parameters.
-            TraceError: it changes its numbers, or replaces its submodules.
-        """
+        """Runs the module; returns its tensors, what they are in, and whether it has changed its state."""
         args, kwargs = self.call.unflatten(tensors)
         numbers, modules = plain_state(self.module), dict(self.module.named_modules())
         with (
@@ -157,7 +148,7 @@ class Trial:
             hide_tracing(),
             python_generators(seed),
             with_state(places_of(self.module), state),
-            applied_by(refuse_weights),
+            applied_by(methodcaller("run")),
         ):
             before = [(place, _bits(getattr(*place)).clone()) for place, *_ in places_of(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
@@ -192,11 +183,7 @@ class Trial:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose tensors are on ``meta``, without hooks of backward: they change no result.
-
-    Raises:
-        CannotKeepError: it cannot be copied.
-    """
+    """Returns a copy of a module whose tensors are on ``meta``, without hooks of backward: they change no result."""
     try:
         made = copy.deepcopy(module, {id(each): each for each in (*own_tensors(module), *hooks_of(module))})
     except Exception as error:
@@ -262,11 +249,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def infer_reductions(trial: Trial) -> Returned:
-    """Tries a module out, on a thread of its own; returns what it returns, with how that is joined.
-
-    Raises:
-        CannotKeepError: the module cannot be kept whole.
-    """
+    """Tries a module out, on a thread of its own; returns what it returns, with how that is joined."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_inferred, trial).result()
 

@@ -97,11 +97,7 @@ class Keeper:
         return self.call(module.name, module, spare_of(module), *args)
 
     def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
-        """Leaves a node for a call of a module.
-
-        Raises:
-            TraceError: the module cannot be kept whole.
-        """
+        """Leaves a node for a call of a module."""
         try:
             return self._leave_node(path, module, spare, args, kwargs)
         except TraceError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -153,11 +153,7 @@ class OpaqueModule:
         return f"KeptModule({type(module).__qualname__}, {module!r}, {self._call.key()}, {self.returned.tree.key()})"
 
     def __call__(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the module; `state` is its parameters, then its buffers, which it may change.
-
-        Raises:
-            InputError: it returns something else than when it was traced.
-        """
+        """Runs the module; `state` is its parameters, then its buffers, which it may change."""
         if any(isinstance(each, FakeTensor) for each in (*tensors, *state)):
             return self._pretend(batch, tensors, state)
         is_stand_in = is_profiling()
@@ -166,7 +162,10 @@ class OpaqueModule:
         args, kwargs = self._call.unflatten(tensors)
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
-        with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
+        saving: AbstractContextManager[Any] = nullcontext()
+        if top_saved_tensors_hooks(True) is not None:  # where nothing is saved, a forward may go backward itself
+            saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), saving:
             outputs, tree = flatten(_called(module, args, kwargs), "output")
             with torch.no_grad():  # what it has changed or assigned
                 for ((owner, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
@@ -241,13 +240,6 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return pool.submit(run).result()
 
 
-@contextmanager
-def _saving() -> Iterator[None]:
-    """Lets a forward that goes backward itself do so where nothing is saved for a backward."""
-    with saved_tensors_hooks(_same, _same) if top_saved_tensors_hooks(True) is not None else nullcontext():
-        yield
-
-
 def forgetting() -> saved_tensors_hooks:
     """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
     return saved_tensors_hooks(lambda tensor: None, _refuse_backward)
@@ -259,10 +251,6 @@ def _refuse_backward(nothing: None) -> Tensor:
         "global), while its trace was tried out. Expected a loss made of what the model returns; return that tensor, "
         "too."
     )
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _apart(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
