@@ -9,7 +9,6 @@ import traceback
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from threading import get_ident
 from typing import Any
@@ -30,33 +29,22 @@ class TransformError(Exception):
     """Stops a trace in a function transform, whose result would hold for one batch size alone."""
 
 
-@dataclass(frozen=True)
-class FixedSize:
-    """A size was fixed while a trace ran.
-
-    Attributes:
-        line: ``at file:line (code)`` of the user's line.
-        running: the modules that ran then, the innermost first.
-    """
-
-    line: str
-    running: tuple[nn.Module, ...]
-
-
 class SizeWatch:
     """Notes what a trace on this thread goes by in sizes, and stops it where the batch size becomes a number of Python.
 
     Attributes:
-        fixed: where each size was fixed.
-        lone: ``at file:line (code)`` of the user's branches that one sample would not take; torch takes it for granted
+        fixed_at: ``at file:line (code)`` of the user's line that fixed a size first; empty: there is none.
+        fixed_in: the modules that ran then, the innermost first.
+        asks_for_one: the same of the user's first branch that one sample would not take; torch takes it for granted
             that a size that is kept free is at least two, and says nothing of it.
         greatest: sizes up to which alone a condition holds, each with the user's line where that is known.
         conditions: those on free lengths.
     """
 
     def __init__(self) -> None:
-        self.fixed: list[FixedSize] = []
-        self.lone: list[str] = []
+        self.fixed_at = ""
+        self.fixed_in: tuple[nn.Module, ...] = ()
+        self.asks_for_one = ""
         self.greatest: list[tuple[int, str]] = []
         self.conditions: dict[sympy.Basic, None] = {}
         self._thread = get_ident()
@@ -86,11 +74,6 @@ class SizeWatch:
 
         return called
 
-    @property
-    def line(self) -> str:
-        """The user's line that fixed a size first; empty: there is none."""
-        return self.fixed[0].line if self.fixed else ""
-
     def note_free(self, lengths: Sequence[Any]) -> None:
         """Notes the free lengths as the trace starts."""
         self._lengths = [each.node for each in lengths if isinstance(each, torch.SymInt)]
@@ -114,7 +97,7 @@ class SizeWatch:
         answer: bool = plain(condition)
         is_free = self._free() & condition.node.expr.free_symbols
         if not is_free and _differs_for_one(condition, answer) and _is_users_line():
-            self.lone.append(users_line())
+            self.asks_for_one = self.asks_for_one or users_line()
         return answer
 
     def _fix(
@@ -123,8 +106,8 @@ class SizeWatch:
         if isinstance(value, sympy.Integer):
             if in_transform(traceback.extract_stack()):
                 raise TransformError("it uses a function transform of torch.func, which fixes the size of a batch")
-            if line := users_line():
-                self.fixed.append(FixedSize(line, running_modules()))
+            if not self.fixed_at and (line := users_line()):
+                self.fixed_at, self.fixed_in = line, running_modules()
         return plain(shapes, symbol, value, *args, **more)
 
     def _relate(self, plain: Any, shapes: ShapeEnv, condition: Any, *args: Any) -> None:

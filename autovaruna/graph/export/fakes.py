@@ -138,13 +138,6 @@ class _UnknownError(Exception):
     """Says that numbers follow from inputs or weights, were drawn, or were written into memory."""
 
 
-@contextmanager
-def for_real() -> Iterator[None]:
-    """Computes with numbers, and traces nothing, while the context lasts."""
-    with torch.no_grad(), disable_current_modes(), DisableTorchFunction():
-        yield
-
-
 def truth_of(tensor: Tensor) -> bool | None:
     """Returns the truth of a fake tensor while a model is traced; None: it follows from more than constants."""
     truths = set(_truths(tensor))
@@ -164,7 +157,7 @@ def _truths(tensor: Tensor) -> list[bool | None]:
     try:
         cone = _cone(node)
         _refuse_writes(cone)
-        with for_real():
+        with torch.no_grad(), disable_current_modes(), DisableTorchFunction():  # with numbers, and untraced
             numbers = [_computed(cone, size) for size in _SIZES]
             return [bool(each) if each.numel() == 1 else None for each in numbers]
     except _UnknownError:

@@ -21,7 +21,7 @@ from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
-from autovaruna.graph.export.batch_size import FixedSize, SizeWatch
+from autovaruna.graph.export.batch_size import SizeWatch
 from autovaruna.graph.export.errors import (
     DRAWN,
     TRANSFORMS,
@@ -107,12 +107,12 @@ def _paths_of(model: nn.Module) -> dict[int, str]:
     return {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
 
 
-def fixing_module(fixing: Sequence[FixedSize], model: nn.Module, kept: Collection[str]) -> InModuleError | None:
+def fixing_module(sizes: SizeWatch, model: nn.Module, kept: Collection[str]) -> InModuleError | None:
     """Returns the error of the innermost module that fixes the batch size and is not kept; None: the model does."""
     paths = _paths_of(model)
-    running = [paths.get(id(module.__dict__)) for fixed in fixing[:1] for module in fixed.running]
+    running = [paths.get(id(module.__dict__)) for module in sizes.fixed_in]
     path = next((path for path in running if path is not None and path not in kept), "")
-    return InModuleError(path, f"it fixes the batch size{fixing[0].line}") if path else None
+    return InModuleError(path, f"it fixes the batch size{sizes.fixed_at}") if path else None
 
 
 def failing_function(error: BaseException) -> str:
@@ -366,9 +366,9 @@ class Attempt:
             watched=watched_calls,
             left=tuple(left),
             greatest=self._greatest() if is_dynamic else None,
-            asks_for_one=next(iter(sizes.lone), ""),
+            asks_for_one=sizes.asks_for_one,
             lengths=lengths,
-            fixes_lengths=sizes.line,
+            fixes_lengths=sizes.fixed_at,
         )
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
@@ -400,14 +400,14 @@ class Attempt:
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
         if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
-            cause = fixing_module(self.sizes.fixed, self.model, kept.modules) if self.options.is_parted else None
+            cause = fixing_module(self.sizes, self.model, kept.modules) if self.options.is_parted else None
         if kept.can_grow and cause is not None:
             retry(cause, self.model, kept, stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        raise explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.line, refusal) from error
+        raise explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, refusal) from error
 
     def _greatest(self) -> int | None:
         """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
