@@ -189,7 +189,7 @@ def take_checks(module: fx.GraphModule) -> None:
 
 @contextmanager
 def padded_encoders() -> Iterator[None]:
-    """Traces such encoders so on this thread, while the context lasts."""
+    """Traces encoders that plain PyTorch would give nested tensors by their formula, on this thread, while it lasts."""
     tracing, plain = get_ident(), nn.TransformerEncoder.forward
 
     def forward(

@@ -146,7 +146,7 @@ def is_of_keeper(error: BaseException) -> bool:
 
 
 def take_modules(module: fx.GraphModule) -> None:
-    """Has a graph, and the regions in it, call `run_kept` where a module was kept."""
+    """Has a graph, and the regions in it, call `run_opaque` where a module was kept."""
     for each in regions(module):
         _take_from(each)
         if each is not module:  # a name in the model may be a word of Python, which cannot be compiled
