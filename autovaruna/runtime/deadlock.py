@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import Transport
-from autovaruna.runtime.values import pack, unpack
+from autovaruna.runtime.transport.base import Transport, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +321,7 @@ class Watch:
         """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
         Args:
-            value: A small value (see `values.py`).
+            value: A small value that can be packed.
             label: What the ranks do here, the same on each.
             give_up: Is called if the others do not come soon; None: they may take as long as they want.
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
-from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import Sums, World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 

@@ -31,9 +31,20 @@ from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.traced import OutputKind, OutputSpec
 from autovaruna.runtime.autograd import Finish, Gradients, arrive, follows_a_call, go_backward, publish, while_unchanged
-from autovaruna.runtime.batch import Act, GlobalBatch, Job, MicroBatch, Traffic
+from autovaruna.runtime.batch import (
+    NOTHING,
+    Act,
+    ChangedState,
+    GlobalBatch,
+    InFlight,
+    Job,
+    MicroBatch,
+    OwnSamples,
+    Stash,
+    Traffic,
+    share_state,
+)
 from autovaruna.runtime.gradients import Backwards, GradientBook
-from autovaruna.runtime.in_flight import NOTHING, ChangedState, InFlight, OwnSamples, Stash, share_state
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.reduction import WIDER

@@ -24,9 +24,8 @@ from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan
 from autovaruna.planner.sharing import share_out
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
-from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import distinct
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import Sums, World
 from autovaruna.stage.split import Assignment
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autovaruna.runtime.in_flight import Stash
+from autovaruna.runtime.batch import Stash
 from tests.catalogue import PLAIN
 from tests.reference import compare, plain_steps, sgd
 from tests.session.training import Setup, train

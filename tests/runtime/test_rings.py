@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport import rings
+from autovaruna.runtime.transport import processes
 from autovaruna.runtime.transport.base import DONE, Arrival, Layout, Part
-from autovaruna.runtime.transport.rings import (
+from autovaruna.runtime.transport.processes import (
     HEADER_BYTES,
     MAX_BYTES,
     NUM_BYTES,
@@ -283,10 +283,10 @@ def test_there_are_no_rings_where_memory_cannot_be_shared(monkeypatch: pytest.Mo
     none = ["to [] from []"] * 2
     pairs = [(0, 1), (1, 0)]
     with monkeypatch.context() as patch:
-        patch.setattr(rings, "_path", lambda file: "/proc/self/nothing")
+        patch.setattr(processes, "_path", lambda file: "/proc/self/nothing")
         assert rings_between(2, pairs, lambda rank: True) == none
     with monkeypatch.context() as patch:
-        patch.setattr(rings, "_path", lambda file: __file__)  # something else lies there
+        patch.setattr(processes, "_path", lambda file: __file__)  # something else lies there
         assert rings_between(2, pairs, lambda rank: True) == none
     with monkeypatch.context() as patch:
         patch.setattr(platform, "machine", lambda: "aarch64")

@@ -11,8 +11,7 @@ import torch
 
 from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
-from autovaruna.runtime.trace import account
-from autovaruna.runtime.world import offset_to_first
+from autovaruna.runtime.trace import account, offset_to_first
 from tests.catalogue import PLAIN
 from tests.ranks import run_ranks
 from tests.reference import sgd
