@@ -16,8 +16,7 @@ from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
-from autovaruna.schedule.instruction import Instruction, Kind
-from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
+from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth
 from autovaruna.schedule.simulation import Simulation
 
 _ACTS_OF_A_CANDIDATE = 100

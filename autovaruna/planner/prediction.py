@@ -15,8 +15,7 @@ from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import Bounds, lower_bound
 from autovaruna.schedule.check import check
-from autovaruna.schedule.instruction import Instruction, Schedule
-from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
+from autovaruna.schedule.pipeline import Edge, Instruction, Pipeline, Schedule, StageTimes
 from autovaruna.schedule.registry import POLICIES, Policy
 from autovaruna.schedule.simulation import Simulation
 from autovaruna.schedule.simulator import simulate, simulate_below

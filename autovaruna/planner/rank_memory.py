@@ -9,8 +9,7 @@ from typing import NamedTuple
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.records import Peak, Plan, StagePlan, together
 from autovaruna.planner.stage_memory import Holdings, MemoryModel, StageBytes
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, Schedule
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, WEIGHT, Instruction, Pipeline, Schedule
 
 
 def bytes_of_ranks(

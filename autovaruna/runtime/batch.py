@@ -23,9 +23,8 @@ from autovaruna.runtime.mail import Kind, Mail, Parcel, Route
 from autovaruna.runtime.transport.base import empty_on_host, is_dense
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Instruction
-from autovaruna.schedule.instruction import Kind as Work
-from autovaruna.schedule.pipeline import slices
+from autovaruna.schedule.pipeline import Instruction, slices
+from autovaruna.schedule.pipeline import Kind as Work
 from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Edge, Split, StagePart
 

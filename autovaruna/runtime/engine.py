@@ -29,7 +29,7 @@ from autovaruna.runtime.step_runner import RankParts, StepRunner
 from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Kind, Schedule
+from autovaruna.schedule.pipeline import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece
 from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Assignment, Split, carry_over, split

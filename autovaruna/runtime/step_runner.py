@@ -52,7 +52,7 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import ParameterUse, StageModule
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from autovaruna.errors import ConfigError
 from autovaruna.runtime.world import World, on_all
-from autovaruna.schedule.instruction import Instruction, Kind
-from autovaruna.schedule.pipeline import Edge
+from autovaruna.schedule.pipeline import Edge, Instruction, Kind
 from autovaruna.schedule.simulation import LostTime, Simulation
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,17 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
-from autovaruna.schedule.pipeline import Pipeline, StageTimes, exact, seconds_of, work_seconds
+from autovaruna.schedule.pipeline import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    WEIGHT,
+    Pipeline,
+    StageTimes,
+    exact,
+    seconds_of,
+    work_seconds,
+)
 
 
 def lower_bound(pipeline: Pipeline) -> float:

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.instruction import Instruction, Kind, Schedule, grid
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, Schedule, grid
 from autovaruna.schedule.simulator import replay
 
 Broken = Iterator[tuple[str, int, int]]

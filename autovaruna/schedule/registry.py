@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind
-from autovaruna.schedule.pipeline import Pipeline, deepest_in_flight
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind, Pipeline, deepest_in_flight
 from autovaruna.schedule.replica import Replica
 
 Choice = tuple[Replica, Kind]

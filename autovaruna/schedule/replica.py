@@ -10,8 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind
-from autovaruna.schedule.pipeline import Pipeline, seconds_of
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind, Pipeline, seconds_of
 
 
 class Inbox:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from autovaruna.schedule.instruction import FORWARD, WEIGHT, Instruction, Kind, Schedule
+from autovaruna.schedule.pipeline import FORWARD, WEIGHT, Instruction, Kind, Schedule
 from autovaruna.schedule.replica import Replica
 
 Act = tuple[float, float, Replica, Kind, int]

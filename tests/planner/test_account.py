@@ -12,7 +12,7 @@ from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, Instruction
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, Instruction
 from autovaruna.schedule.simulator import simulate
 from tests.planner.draws import draw
 from tests.products import some

@@ -20,7 +20,7 @@ from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.schedule.check import check
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Kind
 from tests.planner.brute import every_plan, small_problem
 from tests.planner.cases import make_problem, make_split, make_uneven
 

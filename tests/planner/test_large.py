@@ -17,8 +17,7 @@ from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.check import check
-from autovaruna.schedule.instruction import Schedule
-from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
+from autovaruna.schedule.pipeline import Edge, Pipeline, Schedule, StageTimes
 from autovaruna.schedule.simulator import simulate
 from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem

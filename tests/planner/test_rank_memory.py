@@ -14,7 +14,7 @@ from autovaruna.planner.records import Peak, Plan, together
 from autovaruna.planner.search import make_plan, plan_and_choices
 from autovaruna.planner.stage_memory import StageBytes
 from autovaruna.planner.table import explain, plan_table
-from autovaruna.schedule.instruction import Instruction, Kind
+from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_problem, make_split

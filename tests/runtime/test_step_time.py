@@ -15,7 +15,7 @@ import torch
 
 from autovaruna.runtime.deadlock import Watch
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Instruction, Kind
+from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
 from tests.ranks import make_worlds

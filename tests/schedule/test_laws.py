@@ -16,8 +16,17 @@ from autovaruna.errors import ScheduleError
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import lower_bound
 from autovaruna.schedule.check import check
-from autovaruna.schedule.instruction import Instruction, Kind, Schedule
-from autovaruna.schedule.pipeline import Pipeline, StageTimes, deepest_in_flight, latency_depth, slices, textbook_depth
+from autovaruna.schedule.pipeline import (
+    Instruction,
+    Kind,
+    Pipeline,
+    Schedule,
+    StageTimes,
+    deepest_in_flight,
+    latency_depth,
+    slices,
+    textbook_depth,
+)
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulation import Simulation
 from autovaruna.schedule.simulator import replay, simulate

@@ -12,8 +12,7 @@ import pytest
 
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import lower_bound
-from autovaruna.schedule.instruction import Kind
-from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes, latency_depth
+from autovaruna.schedule.pipeline import Edge, Kind, Pipeline, StageTimes, latency_depth
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulation import Simulation, render
 from autovaruna.schedule.simulator import simulate
