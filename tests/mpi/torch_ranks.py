@@ -50,10 +50,15 @@ def train_gloo(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def error(folder: Path) -> None:
-    """Fails on rank 1 while the others compute."""
+def begin(folder: Path) -> None:
+    """Meets the other ranks, and notes the time."""
     barrier()
     (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+
+
+def error(folder: Path) -> None:
+    """Fails on rank 1 while the others compute."""
+    begin(folder)
     if get_rank() == 1:
         raise ValueError("the story's error")
     time.sleep(60)
@@ -61,8 +66,7 @@ def error(folder: Path) -> None:
 
 def vanish(folder: Path) -> None:
     """Kills rank 1 while the others compute."""
-    barrier()
-    (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+    begin(folder)
     if get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -70,8 +74,7 @@ def vanish(folder: Path) -> None:
 
 def ends_early(folder: Path) -> None:
     """Ends rank 1 while the others wait for it."""
-    barrier()
-    (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+    begin(folder)
     if get_rank() != 1:
         barrier()
 
