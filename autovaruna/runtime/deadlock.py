@@ -131,7 +131,6 @@ class DeadlockDetector:
 
     num_ranks: int
     answer_all: Callable[[Answer], None]
-    clock: Callable[[], float] = time.monotonic
     failure: Failure | None = None
     joined: dict[int, Join] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
@@ -144,22 +143,19 @@ class DeadlockDetector:
         """Takes a notice of a rank and answers if it can."""
         if self.failure is not None:
             return
-        if isinstance(notice, Report):
-            self.reports.pop(rank, None)
-            if notice.words and rank not in self.ended:
-                self.reports[rank] = notice
-        else:
-            self.reports.pop(rank, None)
-            if isinstance(notice, Join):
-                self.joined[rank] = Join(notice.label, self.known.setdefault(notice.value, notice.value))
-                self.labels.add(notice.label)
-            else:
-                self.ended[rank] = notice
+        self.reports.pop(rank, None)
+        if isinstance(notice, Join):
+            self.joined[rank] = Join(notice.label, self.known.setdefault(notice.value, notice.value))
+            self.labels.add(notice.label)
+        elif isinstance(notice, Leave):
+            self.ended[rank] = notice
+        elif notice.words and rank not in self.ended:
+            self.reports[rank] = notice
         self._settle()
 
     def tick(self) -> None:
         """Ends the grace of ranks that did not come after others had disagreed."""
-        if self.mismatch_since is not None and self.clock() - self.mismatch_since > GRACE_SECONDS:
+        if self.mismatch_since is not None and time.monotonic() - self.mismatch_since > GRACE_SECONDS:
             self.fail(self._mismatch_text())
 
     def _settle(self) -> None:
@@ -182,7 +178,7 @@ class DeadlockDetector:
             self._forget_joins()
             self.answer_all(Failure(text, is_final=False))
         elif self.mismatch_since is None:
-            self.mismatch_since = self.clock()
+            self.mismatch_since = time.monotonic()
 
     def _forget_joins(self) -> None:
         self.joined.clear()

@@ -69,21 +69,6 @@ def own_part(optimizer: Optimizer) -> Iterator[None]:
         give_back(optimizer, whole)
 
 
-@contextmanager
-def own_state(optimizer: Optimizer) -> Iterator[None]:
-    """Takes what other ranks step over out of groups and state for a while."""
-    away: dict[Tensor, Any] = {
-        each: optimizer.state[each] for each in optimizer.state if isinstance(each, Tensor) and not steps_here(each)
-    }
-    for each in away:
-        del optimizer.state[each]
-    try:
-        with own_part(optimizer):
-            yield
-    finally:
-        optimizer.state.update(away)
-
-
 def with_hooks(optimizer: Optimizer) -> Optimizer:
     """Returns an optimizer, which calls hooks from now on if its class, which steps with another, has left them out."""
     vars(optimizer).setdefault("defaults", {})
@@ -267,8 +252,16 @@ class CutOptimizer:
         self._is_cut = True
 
     def own_state(self) -> dict[str, Any]:
-        with own_state(self.optimizer):
-            return type(self.optimizer).state_dict(self.optimizer)
+        """Returns the state of this rank's part; what other ranks step over is out of groups and state meanwhile."""
+        state = self.optimizer.state
+        away = {each: state[each] for each in state if isinstance(each, Tensor) and not steps_here(each)}
+        for each in away:
+            del state[each]
+        try:
+            with own_part(self.optimizer):
+                return type(self.optimizer).state_dict(self.optimizer)
+        finally:
+            state.update(away)
 
     def load_own(self, state: dict[str, Any]) -> None:
         with own_part(self.optimizer):

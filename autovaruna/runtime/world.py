@@ -179,7 +179,7 @@ class World:
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
         """Starts to send dense tensors; never blocks. They must not change until they have left."""
         carrier = self.carrier
-        if len(tensors) == 1 and tensors[0].is_cpu and carrier is None:
+        if len(tensors) == 1 and carrier is None and tensors[0].is_cpu and tensors[0].nbytes <= MAX_PART_BYTES:
             return self._send_one(tensors[0], destination, tag)
         if carrier is not None and carrier.sends_to(destination):
             there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
@@ -190,9 +190,6 @@ class World:
 
     def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
         """Does the same for one tensor of the host: what most messages are, and small stages wait for each line."""
-        if tensor.nbytes > MAX_PART_BYTES:
-            parts = self.transport.post_sends([tensor], destination, TENSOR_CHANNEL, tag)
-            return self._sent(parts, destination, TENSOR_CHANNEL, tag)
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             check_dense(tensor)
         part = self.transport.post_send(tensor, destination, TENSOR_CHANNEL, tag)

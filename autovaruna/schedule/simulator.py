@@ -135,7 +135,11 @@ def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
     Raises:
         ScheduleError: the schedule cannot run to its end.
     """
-    return _Simulator(pipeline, FixedOrder(schedule)).run()
+    policy = FixedOrder(schedule)
+    simulation = _Simulator(pipeline, policy).run()
+    if policy.positions != list(map(len, schedule)):
+        raise ScheduleError(policy.explain())
+    return simulation
 
 
 class _TooLongError(Exception):
