@@ -87,16 +87,6 @@ class OutputNet(Net):
         return self.output(x)
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4)
-        self.last = nn.Linear(4, 1)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.last(self.embedding(words)).mean()
-
-
 def batch(size: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4), torch.randn(size, 2)
 
@@ -140,14 +130,6 @@ def forward_fails() -> None:
 
 def backward_from_outputs_fails() -> None:
     train(*wrap(OutputNet()), on_rank_1(set_trap("backward")))
-
-
-def word_is_unknown() -> None:
-    """Rank 1's words are looked up at stage 0, which may be another rank's."""
-    model, _ = wrap(Words(), cuts=["last"])
-    model(torch.tensor([[1], [2], [3], [4]])).backward()
-    fault()
-    model(torch.tensor([[1], [2], [3], [40 if get_rank() == 1 else 4]])).backward()
 
 
 def hook_fails() -> None:

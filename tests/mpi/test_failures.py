@@ -29,7 +29,6 @@ ENDINGS: dict[str, str] = {
     "forward_fails": rf"rank 1, stage 1, micro-batch 0 \(samples 0 to 3 of rank 0\), at .*{MODEL}:\n"
     r"Traceback(?s:.*)ValueError: the story's error",
     "backward_from_outputs_fails": r"rank 1, stage 1, micro-batch 0 (?s:.*)in _trap_backward(?s:.*)the story's error",
-    "word_is_unknown": r"micro-batch 1 \(samples 0 to 3 of rank 1\), at .*self\.embedding\(words\)(?s:.*)Index",
     "hook_fails": r"rank 1 failed:(?s:.*)in hook_fails(?s:.*)ValueError: the story's error",
     "script_fails": r"rank 1 failed:(?s:.*)in script_fails(?s:.*)ValueError: the story's error",
     "script_fails_behind_a_hook": r"rank 1 failed:(?s:.*)in barrier_fails(?s:.*)ValueError: the story's error",
