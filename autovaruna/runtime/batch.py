@@ -86,10 +86,7 @@ def cut_batch(
 ) -> GlobalBatch:
     """Cuts the mini-batches of all groups into micro-batches of as equal a size as can be, which count by samples.
 
-    Args:
-        mini_batch_sizes: Samples that each rank passed.
-        num_micro_batches: M, of the whole global batch; micro-batch m is a slice of the mini-batch of group m mod G.
-        groups: Ranks that passed the same mini-batch.
+    Micro-batch m is a slice of the mini-batch of group m mod G, whose ranks all passed it.
 
     Raises:
         InputError: no rank passed a sample, or there are fewer micro-batches than groups that passed some.
@@ -136,7 +133,6 @@ class Job:
     Attributes:
         seed, step: what random nodes depend on.
         graph_key: digest of the graph and of the lengths that vary, in this call.
-        is_sum: whether losses are added rather than averaged.
         recomputing: stages that run forward again before backward; `offload`: what they keep is on the host meanwhile.
         splitting: stages whose backward leaves weight gradients for later.
         of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
@@ -193,7 +189,6 @@ class Traffic:
     """The messages of one kind of call, as one rank sees them.
 
     Attributes:
-        instructions: all that this rank may do, in order.
         wanted: what each stage receives whose gradient is wanted.
         handed_out: this rank's own samples that other ranks compute with, and whose samples they are.
     """

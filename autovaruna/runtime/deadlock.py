@@ -292,9 +292,6 @@ class Watch:
     The rank counts what it does that others may wait for. If it waits for long it tells the detector for what, with
     these counts, and hears once no rank can go on. Collectives go through the detector, too.
 
-    Args:
-        advance: Lets what goes on by itself while this rank waits, such as sums, advance; never blocks.
-
     Attributes:
         counts: how often each act of this rank has happened.
         stalls: what is a long wait.
@@ -316,10 +313,8 @@ class Watch:
     def gather(self, value: object, label: str, give_up: Callable[[], NoReturn] | None = None) -> list[Any]:
         """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
-        Args:
-            value: A small value that can be packed.
-            label: What the ranks do here, the same on each.
-            give_up: Is called if the others do not come soon; None: they may take as long as they want.
+        A small value, that can be packed. `label` is what the ranks do here, the same on each; `give_up` is called if
+        the others do not come soon.
 
         Raises:
             RankError: ranks came with different labels, or a rank ended its script.
@@ -474,11 +469,7 @@ class LongWait:
         watch.tell(Report(self._words, needs, dict(watch.counts)))
 
     def go_on(self, waited: float) -> None:
-        """Asks where the others are, tells the log, and ends the wait, each at its time; never blocks.
-
-        Args:
-            waited: Seconds since it began.
-        """
+        """Asks where the others are, tells the log, and ends the wait, each at its time in seconds; never blocks."""
         watch, stalls = self._watch, self._watch.stalls
         limit = stalls.limit_seconds and max(stalls.limit_seconds, REPORT_SECONDS)
         asks_at = max(stalls.first_seconds, 2 * self._told_at)

@@ -84,11 +84,8 @@ class Progress:
     """How far a rank is.
 
     Attributes:
-        process: its number on its host.
-        calls: calls of the model that it has begun.
-        is_inside: whether it is in one of them now.
+        calls, is_inside: calls of the model that it has begun, and whether it is in one of them now.
         steps: steps of the optimizer, of all attempts.
-        hears_end: whether it has been asked to end.
         work_seconds: seconds that its stages have computed, waits left out.
         is_kept: whether it takes snapshots, so that it can leave at a border between two steps.
         snapshots: the step of what is whole in each of its two places for snapshots; -1: nothing is.

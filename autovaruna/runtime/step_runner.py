@@ -94,9 +94,6 @@ class StepRunner:
     """One call on its way.
 
     Attributes:
-        stages: those that this rank holds, by index.
-        placement: who holds what the call changes.
-        inputs: this rank's mini-batch, by input name.
         asks_for_sums: whether gradients are to be summed over ranks; what it says when a backward comes counts.
         factor: what comes into the loss is expected to be this, so backwards start from it; None: the caller's
             backward says what they start from.

@@ -137,9 +137,6 @@ class EventTrace:
     a trace of the steps before. Of steps that are written together only one has predicted rows and arrows: these take
     most of the time. After steps 2, 4, 8, ... a table in the log says where the time of the step went.
 
-    Args:
-        edges: What stages send each other.
-
     Attributes:
         noted: what has run in this step, by readings of `perf_counter`; only later is anything made of it.
 

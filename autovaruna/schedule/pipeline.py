@@ -166,9 +166,8 @@ class Pipeline:
     """What the simulator needs of a plan.
 
     Attributes:
-        stages: the stages, in order. A rank may hold none, one or several.
+        stages: in order; a rank may hold none, one or several.
         edges: messages between stages; ``source < destination``, one edge for a pair.
-        num_ranks, num_micro_batches: N and M.
         links: the cost of a message between two ranks (`Cluster.link` is one). A rank's message to itself is free.
         needs_gradients: False for evaluation: forwards alone.
         overhead_seconds: what the executor adds to each instruction.

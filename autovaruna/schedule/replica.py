@@ -34,8 +34,7 @@ class Replica:
 
     Attributes:
         index, stride: which of how many replicas of the stage; its k-th micro-batch is ``k * stride + index``.
-        num_micro_batches: how many are its own.
-        num_later: how many stages follow its own.
+        num_micro_batches, num_later: how many are its own, and how many stages follow its own.
         depth: most forwards not yet backwarded; `peak` the most there were.
         is_split: whether weight gradients are computed apart from backward.
         most_deferred: most backwards whose weight gradients are not yet computed, if so.
