@@ -31,8 +31,10 @@ def test_law(law: str, num_ranks: int) -> None:
             assert law not in broken, f"rank {rank}: {broken[law]}"
 
 
-def test_a_normal_end_has_status_0() -> None:
-    assert mpirun(2, HERE).stderr == ""
+def test_a_normal_end_has_status_0_and_ranks_of_a_host_share_its_cores() -> None:
+    done = mpirun(2, HERE, env={"OMP_NUM_THREADS": ""})
+    assert done.stderr == ""
+    assert done.stdout.split() == [str(max(1, len(os.sched_getaffinity(0)) // 2))] * 2
 
 
 def test_messages_larger_than_an_int_counts() -> None:
@@ -45,8 +47,3 @@ def test_messages_larger_than_an_int_counts() -> None:
 def test_lists_that_rings_bring_come_before_those_that_are_posted_ahead() -> None:
     """Micro-batches of uneven sizes: a small tensor was taken for one of a later list, whose receive was posted."""
     assert run_on_ranks(2, f"{HERE}:mixed_lists") == [True, True]
-
-
-def test_ranks_of_a_host_share_its_cores() -> None:
-    found = run_on_ranks(2, "torch:get_num_threads", env={"OMP_NUM_THREADS": ""})
-    assert found == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2

@@ -37,11 +37,12 @@ def train(folder: Path, channel: str = "auto") -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    (folder / f"losses{get_rank()}").write_text(json.dumps(losses))
+    (folder / f"{channel}{get_rank()}").write_text(json.dumps(losses))
 
 
-def train_gloo(folder: Path) -> None:
-    """Does the same with the script's own group of torch.distributed, and tensors through gloo."""
+def train_both_ways(folder: Path) -> None:
+    """Does so, and once more with the script's own group of torch.distributed, and tensors through gloo."""
+    train(folder)
     dist.init_process_group("gloo")
     train(folder, "gloo")
     total = torch.ones(())

@@ -1,6 +1,7 @@
 """What `test_world.py` runs on ranks: the laws of worlds, and messages of many sizes.
 
-As a script it ends well, at different times, with messages that nobody receives and a caught `sys.exit`.
+As a script it shows its number of threads, and ends well, at different times, with messages that nobody receives and a
+caught `sys.exit`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def huge_message(num_bytes: int) -> bool:
 
 if __name__ == "__main__":
     world = get_world()
+    print(torch.get_num_threads(), flush=True)
     world.send([torch.ones(1_000_000)], 1 - world.rank, 0)
     world.start_all_reduce(torch.ones(1_000_000), (0, 1))
     time.sleep(world.rank)

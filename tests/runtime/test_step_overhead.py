@@ -142,11 +142,6 @@ def each_step(
     return found
 
 
-def calls_of_a_step(monkeypatch: pytest.MonkeyPatch, setup: Setup) -> float:
-    """Returns how many functions of Python a step calls."""
-    return each_step(monkeypatch, setup, calls_of_python)[-1]
-
-
 def cpu_seconds(act: Callable[[], object]) -> float:
     before = time.process_time()
     act()
@@ -155,12 +150,12 @@ def cpu_seconds(act: Callable[[], object]) -> float:
 
 def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 261, and then 235; what does not change is not worked out again, no generator saved if none is used."""
-    assert calls_of_a_step(monkeypatch, Setup(((0,),), 1)) <= 170
+    assert each_step(monkeypatch, Setup(((0,),), 1), calls_of_python)[-1] <= 170
 
 
 def test_a_micro_batch_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 59 for a forward and a backward of two stages; at a millisecond of arithmetic each call counts."""
-    few, many = (calls_of_a_step(monkeypatch, Setup(((0,), (0,)), num)) for num in (4, 8))
+    few, many = (each_step(monkeypatch, Setup(((0,), (0,)), num), calls_of_python)[-1] for num in (4, 8))
     assert (many - few) / 4 <= 48
 
 
