@@ -19,7 +19,6 @@ from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.batch import Traffic
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Kind, Mail, Route
-from autovaruna.runtime.outputs import OutputCollector
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.transport.base import SMALL_BYTES
 from autovaruna.runtime.world import Message, World
@@ -60,14 +59,6 @@ def test_a_message_takes_few_calls() -> None:
 
     message()
     assert calls_of_python(message) <= 32
-
-
-def test_what_arrives_joins_autograd_in_few_calls() -> None:
-    """It took 12, and then 4 and as many in the backward: an autograd function of Python."""
-    tensor, gradients, found = torch.randn(4, 3), dict[str, torch.Tensor](), list[torch.Tensor]()
-    assert calls_of_python(lambda: found.append(arrive(tensor, gradients, "x"))) <= 2
-    assert calls_of_python(lambda: go_backward(found, [tensor])) <= 2
-    assert gradients["x"] is tensor
 
 
 def test_the_gradient_of_what_arrives_is_no_copy_and_keeps_its_strides() -> None:
@@ -163,20 +154,6 @@ def test_each_of_thousands_of_micro_batches_takes_as_long(monkeypatch: pytest.Mo
     """Ten thousand took 78 s a step, fifty times as long each as one of a hundred."""
     few, many = (min(each_step(monkeypatch, Setup(((0,), (0,)), num), cpu_seconds)) / num for num in (100, 2000))
     assert many <= 2 * few
-
-
-def test_a_rank_that_computes_all_losses_sends_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank put the losses of all micro-batches together, at the end of a step, where others wait for it."""
-    put_together: list[int] = []
-    combine = OutputCollector._combine
-
-    def noted(self: OutputCollector, *args: Any) -> torch.Tensor:
-        put_together.append(self.world.rank)
-        return combine(self, *args)
-
-    monkeypatch.setattr(OutputCollector, "_combine", noted)
-    train(CASE, Setup(((0,), (1,)), 4), [CASE.batch(8, 0)], sgd)
-    assert put_together == [1]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
