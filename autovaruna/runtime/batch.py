@@ -59,7 +59,6 @@ class GlobalBatch:
         return self._owned[rank]
 
     def has(self, rank: int, micro_batch: MicroBatch) -> bool:
-        """Whether a micro-batch is a part of what a rank passed."""
         return rank in self.receivers(micro_batch)
 
     def receivers(self, micro_batch: MicroBatch) -> tuple[int, ...]:

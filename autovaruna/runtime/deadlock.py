@@ -120,7 +120,6 @@ def encoded(news: Notice | Answer | Ask | Places) -> bytes:
 
 
 def decoded(data: bytes | bytearray) -> Any:
-    """Returns what was `encoded`."""
     kind, *parts = unpack(data)
     return _NEWS[kind](*parts)
 
@@ -410,7 +409,6 @@ class Watch:
             self._detector.tick()
 
     def tell(self, notice: Notice) -> None:
-        """Tells the detector."""
         if self._detector is None:
             self.transport.send_notice(encoded(notice), 0)
         else:

@@ -258,7 +258,6 @@ class Backwards:
         self._totals: dict[str, Tensor] = {}
 
     def note(self, gradient: str) -> None:
-        """Counts a backward of the caller, and the gradient that comes into it."""
         self.num += 1
         self.last_gradient = gradient
 

@@ -36,7 +36,6 @@ _HOOKS = tuple(
 
 
 def own_of(parameters: list[Tensor]) -> list[Tensor]:
-    """Returns those parameters that this rank steps over."""
     return [each for each in parameters if steps_here(each)]
 
 
@@ -53,7 +52,6 @@ def cut_down(optimizer: Optimizer) -> Whole:
 
 
 def give_back(optimizer: Optimizer, whole: Whole) -> None:
-    """Puts back into the groups what `cut_down` has taken out of them."""
     for group, (parameters, every) in zip(optimizer.param_groups, whole, strict=False):
         parameters[:] = every
         group["params"] = parameters

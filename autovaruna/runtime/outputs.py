@@ -32,7 +32,6 @@ class OutputCollector:
     _known_makers: dict[int, list[int]] = field(default_factory=dict)
 
     def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
-        """Returns the outputs of `places` for this rank's mini-batch."""
         self.send(places)
         return self.take(places)
 

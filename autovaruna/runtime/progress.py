@@ -53,7 +53,6 @@ class JobPlace:
         return Path(self.folder, "restore")
 
     def of_rank(self, rank: int) -> Path:
-        """Returns the folder of a rank in this attempt."""
         return attempt_folder(Path(self.folder), self.attempt) / f"rank-{rank:05d}"
 
 
@@ -66,7 +65,6 @@ def folders_in(folder: Path, prefix: str) -> list[Path]:
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
-    """Returns where the ranks of an attempt have their folders."""
     return folder / f"attempt-{attempt:05d}"
 
 

@@ -107,7 +107,6 @@ class Placement:
         return any(len(self.steppers_of(name)) < self.num_ranks for name in names)
 
     def splits(self, names: Iterable[str]) -> bool:
-        """Says whether any of some parameters is missing on a rank."""
         return any(len(self.ranks_of(name)) < self.num_ranks for name in names)
 
 
@@ -207,7 +206,6 @@ class OwnedState:
                 )
 
     def replace(self, name: str, tensor: Tensor) -> None:
-        """Puts another tensor in every place of a parameter or buffer."""
         for module, attribute in self.places[name]:
             put(module, attribute, tensor)
 

@@ -96,7 +96,6 @@ Links = Callable[[int, int], LinkCost]
 
 
 def free_link(source: int, destination: int) -> LinkCost:
-    """Returns a link on which messages take no time, whatever the two ranks."""
     return LinkCost(0.0, math.inf)
 
 
@@ -196,7 +195,6 @@ class Pipeline:
         return len(self.stages)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
-        """Returns the rank that runs a micro-batch at a stage."""
         ranks = self.stages[stage].ranks
         return ranks[micro_batch % len(ranks)]
 

@@ -49,7 +49,6 @@ class Policy(ABC):
         return False
 
     def num_instructions(self, pipeline: Pipeline) -> int:
-        """Returns how many instructions the ranks run in a step."""
         stages = range(pipeline.num_stages)
         backward = (1 + self.recomputes(pipeline, s) + self.splits(pipeline, s) for s in stages)
         return pipeline.num_micro_batches * (len(stages) + (sum(backward) if pipeline.needs_gradients else 0))

@@ -82,7 +82,6 @@ class Replica:
 
     @property
     def work_seconds(self) -> float:
-        """The seconds of all its instructions."""
         kinds = [FORWARD]
         if self.needs_gradients:
             kinds += [BACKWARD, *[RECOMPUTE] * self.needs_recompute, *[WEIGHT] * self.is_split]

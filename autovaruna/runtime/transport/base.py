@@ -154,7 +154,6 @@ class Layout:
         return tuple(min(length, 1) if stride == 0 else length for length, stride in pairs)
 
     def fits(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
-        """Says whether a tensor has this layout."""
         return (
             tensor is not None
             and tensor.dtype is self.dtype
@@ -195,7 +194,6 @@ class Arrival(Part):
         self.tensor, self.needs_calls = tensor, needs_calls
 
     def has_come(self, num_bytes: int) -> None:
-        """Notes that the message is there, of so many bytes."""
         self._num_bytes = num_bytes
 
     def is_done(self) -> bool:
