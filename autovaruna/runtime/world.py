@@ -232,7 +232,8 @@ class World:
 
     def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
-        return self.transport.brings(source, layouts)
+        is_carried = self.carrier is not None and self.carrier.receives_from(source)
+        return not is_carried and self.transport.brings(source, layouts)
 
     def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
         """Waits for the next message of `source`, without memory posted for it; where `brings` says so."""
