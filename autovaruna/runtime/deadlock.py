@@ -191,7 +191,8 @@ class DeadlockDetector:
         waiting = sorted(stuck - set(self.ended))
         gone = sorted(stuck & set(self.ended))
         if waiting and gone:
-            self.fail(self._ended_text(gone[0], self._first_waiting_for(gone[0], waiting)))
+            first = next((rank for rank in waiting if gone[0] in self._blockers(rank)), waiting[0])
+            self.fail(self._ended_text(gone[0], first))
         elif waiting:
             places = "; ".join(f"rank {rank} waits {self._place(rank)}" for rank in waiting)
             self.fail(f"ranks wait for each other and can never go on: {places}. Every rank must make the same calls.")
@@ -215,9 +216,6 @@ class DeadlockDetector:
     def _is_missing(self, need: Need) -> bool:
         source = self.ended.get(need.rank) or self.reports.get(need.rank)
         return source is not None and source.counts.get(need.event, 0) < need.count
-
-    def _first_waiting_for(self, gone: int, waiting: list[int]) -> int:
-        return next((rank for rank in waiting if gone in self._blockers(rank)), waiting[0])
 
     def _place(self, rank: int) -> str:
         if rank in self.joined:

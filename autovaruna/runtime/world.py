@@ -464,14 +464,6 @@ class Lot:
     packed: list[Tensor | None] = field(default_factory=list)
     pending: Pending = DONE
 
-    def has_room(self, tensor: Tensor) -> bool:
-        most = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
-        return not self.is_copy or not self.num_bytes or self.num_bytes + tensor.nbytes <= most
-
-    def add(self, tensor: Tensor, place: int) -> None:
-        self.shares[place].append(tensor)
-        self.num_bytes += tensor.nbytes
-
     def start(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
         shares = self.shares
         if self.is_copy:
@@ -507,10 +499,12 @@ class Queue:
         is_copy, is_shared = not is_contiguous or tensor.nbytes < LARGE_BYTES, owner is not None
         key = tensor.dtype, is_copy, is_shared
         lot = self._open.get(key) if is_copy or is_shared else None
-        if lot is None or not lot.has_room(tensor):
+        most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
+        if lot is None or (is_copy and lot.num_bytes and lot.num_bytes + tensor.nbytes > most_bytes):
             lot = self._open[key] = Lot([[] for _ in range(len(self._ranks) if is_shared else 1)], is_copy)
             self._coming.append(lot)
-        lot.add(tensor, 0 if owner is None else self._ranks.index(owner))
+        lot.shares[0 if owner is None else self._ranks.index(owner)].append(tensor)
+        lot.num_bytes += tensor.nbytes
 
     def start(self) -> None:
         """Starts what has been added, as far as few copies are under way."""

@@ -108,10 +108,6 @@ def calls_differ(model: AutoVaruna) -> None:
     model.state_dict() if get_rank() == 1 else model(*batch())
 
 
-def clips_on_one(model: AutoVaruna) -> None:
-    model.clip_grad_norm_(1.0) if get_rank() == 1 else model(*batch())
-
-
 def step_and_call(act: Callable[[Tensor], object]) -> Callable[[AutoVaruna], object]:
     """Returns a step whose loss is used in another way on rank 1, and the call after it."""
 
@@ -142,7 +138,6 @@ DURING: dict[str, Callable[[AutoVaruna], object]] = {
     "shape_does_not_fit": lambda model: model(batch()[0][:, :3], batch()[1]),
     "backward_twice": backward_twice,
     "calls_differ": calls_differ,
-    "clips_on_one": clips_on_one,
     "moved": lambda model: model.to(torch.float64),
 }
 """What is done to a model that is training."""

@@ -80,15 +80,6 @@ def test_gradients_are_summed_after_the_last_of_them() -> None:
         assert simulation.acts[reduction.stage][-1][3] is Kind.WEIGHT
 
 
-def test_interleaving_halves_the_bubble() -> None:
-    """Four ranks with two half stages each lose half of what four whole stages lose."""
-    whole = chain(4, 8, 2 * F, 2 * B)
-    halves = chain(8, 8, F, B, depth=lambda n, s: 2 * (n - s))
-    interleaved = placed(halves, [(s % 4,) for s in range(8)], 4)
-    assert seconds(whole) == (8 + 3) * 2 * (F + B)
-    assert seconds(interleaved) == (8 + 3 / 2) * 2 * (F + B) == lower_bound(interleaved)
-
-
 def test_replicas_share_the_micro_batches() -> None:
     """A stage twice as slow as its neighbours, with two replicas, keeps up with them."""
     stages = (StageTimes((0,), 1.0, 1.0, 5), StageTimes((1, 2), 2.0, 2.0, 3), StageTimes((3,), 1.0, 1.0, 1))
