@@ -159,28 +159,28 @@ def test_good_schedules_pass() -> None:
     ("rule", "pipeline", "broken", "place"),
     [
         (1, TWO, "0F0 0F1 0B0 0B1", "1 rows for 2 ranks"),
-        (1, TWO, GOOD.replace("1F1", "0F1"), "rank 1, instruction 2"),
-        (1, TWO, GOOD.replace("1F1", "1F7"), "rank 1, instruction 2"),
-        (1, TWO, GOOD.replace("1F1", "5F1"), ">5F1<"),
-        (2, ALONE, "0F0 0R0 0B0 0F1 0B1", ">0R0<"),
-        (2, RECOMPUTING, "0F0 0F1 0B0 0B1", ">0B0<"),
-        (3, chain(2, 2, depth=lambda n, s: 1), GOOD, ">0F1<"),
-        (4, TWO, GOOD.replace("1B1", ""), "rank 1 | 1F0 1B0 1F1 >end<"),
-        (4, TWO, GOOD.replace("1B1", "1B0"), "1F1 >1B0<"),
-        (4, dataclasses.replace(ALONE, needs_gradients=False), "0F0 0F1 0B0", ">0B0<"),
-        (4, RECOMPUTING, "0F0 0R0 0B0 0F1 0B1", ">0B1<"),
-        (4, ALONE, "0B0 0F0 0F1 0B1", ">0B0<"),
-        (4, RECOMPUTING, "0F0 0B0 0R0 0F1 0R1 0B1", ">0B0<"),
-        (4, ALONE, "0F1 0F0 0B0 0B1", ">0F1<"),
-        (4, ALONE, "0F0 0F1 0B1 0B0", ">0B1<"),
-        (4, chain(1, 2, depth=lambda n, s: 2, recompute=1.0), "0F0 0R0 0F1 0R1 0B0 0B1", ">0R1<"),
-        (4, SPLIT, "0F0 0B0 0W0 0F1 0B1 0W1 0W1", "0W1 >0W1< end"),
-        (4, SPLIT, "0F0 0F1 0B0 0B1 0W1 0W0", ">0B1<"),
-        (4, SPLIT, "0F0 0B0 0F1 0B1 0W1", ">0B1<"),
-        (4, SPLIT, "0F0 0W0 0B0 0F1 0B1 0W1", ">0W0<"),
-        (4, ALONE, "0F0 0B0 0W0 0F1 0B1 0W1", ">0B0<"),
-        (4, placed(TWO, [(0,), (0,)], 1), "0F0 0B0 1F0 1B0 0F1 1F1 1B1 0B1", "rank 0 | 0F0 >0B0< 1F0"),
-        (4, CROSSED, "2F0 0F0 2B0 0B0\n1F0 1B0", "rank 0 | >2F0< 0F0 2B0 0B0 end\nrank 1 | >1F0< 1B0 end"),
+        (2, TWO, GOOD.replace("1F1", "0F1"), ">0F1<"),
+        (2, TWO, GOOD.replace("1F1", "1F7"), ">1F7<"),
+        (2, TWO, GOOD.replace("1F1", "5F1"), ">5F1<"),
+        (3, ALONE, "0F0 0R0 0B0 0F1 0R1 0B1", ">0R0<"),
+        (3, chain(1, 2, depth=lambda n, s: 2, recompute=1.0), "0F0 0F1 0B0 0B1", ">0B0<"),
+        (4, chain(2, 2, depth=lambda n, s: 1), GOOD, ">0F1<"),
+        (2, TWO, GOOD.replace("1B1", ""), "rank 1 | 1F0 1B0 1F1 >end<"),
+        (2, TWO, GOOD.replace("1B1", "1B0"), "1F1 >1B0<"),
+        (2, dataclasses.replace(ALONE, needs_gradients=False), "0F0 0F1 0B0", ">0B0<"),
+        (2, RECOMPUTING, "0F0 0R0 0B0 0F1 0B1", ">0B1<"),
+        (2, ALONE, "0B0 0F0 0F1 0B1", ">0B0<"),
+        (2, RECOMPUTING, "0F0 0B0 0R0 0F1 0R1 0B1", ">0B0<"),
+        (2, ALONE, "0F1 0F0 0B0 0B1", ">0F1<"),
+        (2, ALONE, "0F0 0F1 0B1 0B0", ">0B1<"),
+        (2, chain(1, 2, depth=lambda n, s: 2, recompute=1.0), "0F0 0R0 0F1 0R1 0B0 0B1", ">0R1<"),
+        (2, SPLIT, "0F0 0B0 0W0 0F1 0B1 0W1 0W1", "0W1 >0W1< end"),
+        (2, SPLIT, "0F0 0F1 0B0 0B1 0W1 0W0", ">0B1<"),
+        (2, SPLIT, "0F0 0B0 0F1 0B1 0W1", ">0B1<"),
+        (2, SPLIT, "0F0 0W0 0B0 0F1 0B1 0W1", ">0W0<"),
+        (2, ALONE, "0F0 0B0 0W0 0F1 0B1 0W1", ">0B0<"),
+        (2, placed(TWO, [(0,), (0,)], 1), "0F0 0B0 1F0 1B0 0F1 1F1 1B1 0B1", "rank 0 | 0F0 >0B0< 1F0"),
+        (2, CROSSED, "2F0 0F0 2B0 0B0\n1F0 1B0", "rank 0 | >2F0< 0F0 2B0 0B0 end\nrank 1 | >1F0< 1B0 end"),
     ],
 )  # fmt: skip
 def test_each_rule(rule: int, pipeline: Pipeline, broken: str, place: str) -> None:
@@ -193,7 +193,7 @@ def test_error_of_a_long_schedule_shows_the_place_alone() -> None:
     pipeline = chain(1, 1000)
     row = list(simulate(pipeline, POLICIES["1f1b"]).schedule[0])
     row[1000], row[1002] = row[1002], row[1000]
-    with pytest.raises(ScheduleError, match="rule 4") as error:
+    with pytest.raises(ScheduleError, match="rule 2") as error:
         check((tuple(row),), pipeline)
     assert "... " in str(error.value) and len(str(error.value)) < 300
 
