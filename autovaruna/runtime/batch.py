@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -19,7 +19,7 @@ from autovaruna.errors import InputError
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.mail import Kind, Mail, Parcel, Route
+from autovaruna.runtime.mail import Kind, Parcel, Route
 from autovaruna.runtime.transport.base import empty_on_host, is_dense
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
@@ -285,8 +285,8 @@ class Traffic:
 class OwnSamples:
     """The mini-batch of this rank, by input name."""
 
-    def __init__(self, inputs: Mapping[str, Tensor], job: Job, rank: int, mail: Mail) -> None:
-        self._inputs, self._job, self._rank, self._mail = inputs, job, rank, mail
+    def __init__(self, inputs: Mapping[str, Tensor], job: Job, rank: int) -> None:
+        self._inputs, self._job, self._rank = inputs, job, rank
         self._slices: dict[str, Mapping[int, Tensor]] = {}
 
     def of(self, part: MicroBatch, name: str) -> Tensor:
@@ -303,11 +303,6 @@ class OwnSamples:
                 for each, piece in zip(parts, pieces, strict=True)
             }
         return slices[part.index].contiguous()
-
-    def send(self, parcels: Iterable[tuple[MicroBatch, Parcel]]) -> None:
-        """Starts to send micro-batches to the stages that use them."""
-        for part, parcel in parcels:
-            self._mail.send([self.of(part, name) for name in parcel.names], parcel.kind)
 
 
 class Stash:

@@ -113,7 +113,7 @@ class StepRunner:
         self._world, self._mail, self._device = self.rank.world, self.rank.mail, self.rank.device
         self._is_synchronising = self.asks_for_sums()
         self._keeps_graphs = False  # whether the same backwards may run again
-        self._samples = OwnSamples(self.inputs, self.job, self._world.rank, self._mail)
+        self._samples = OwnSamples(self.inputs, self.job, self._world.rank)
         self._state = ChangedState(self.job.split.traced, len(self.job.batch.micro_batches))
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as what follows
         self._deferred: dict[tuple[int, int], Deferred] = {}
@@ -152,7 +152,8 @@ class StepRunner:
     def _forwards(self) -> list[Tensor | None]:
         """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
         self._run(self._prepare(_FORWARDS))
-        outputs = self._collector.collect(self._specs)
+        self._collector.send(self._specs)
+        outputs = self._collector.take(self._specs)
         if not self.job.needs_gradient:
             return list(outputs.values())
         zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
@@ -188,7 +189,8 @@ class StepRunner:
     def _prepare(self, kinds: tuple[Kind, ...]) -> Sequence[Act]:
         """Sends samples to where they are used, posts receives, and begins the sums; returns what is to be run."""
         if Kind.FORWARD in kinds:
-            self._samples.send(self.traffic.handed_out)
+            for part, parcel in self.traffic.handed_out:
+                self._mail.send([self._samples.of(part, name) for name in parcel.names], parcel.kind)
         program = self.traffic.program(kinds, self._exchange.origin)
         self._mail.follow(program)
         if Kind.BACKWARD in kinds and self._is_synchronising:
