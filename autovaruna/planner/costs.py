@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,12 +75,20 @@ class RangeSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class SizedProblem:
-    """A problem at M micro-batches; `is_split`: with weight gradients computed apart from backward."""
+    """A problem at M micro-batches; `is_split`: with weight gradients computed apart from backward.
+
+    `peaks` and `made_stages` keep what was made of stages, by all that it follows from (what they hold by identity),
+    since plans of a search share most of it.
+    """
 
     problem: Problem
     tables: RangeTables
     num_micro_batches: int
     is_split: bool = False
+    peaks: dict[tuple[int, bool, int, int, int, bool], Peak] = field(default_factory=dict, init=False)
+    made_stages: dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def micro_batch_size(self) -> float:
@@ -180,16 +188,6 @@ class SizedProblem:
         return 1.0 / min(num_replicas, self.problem.most_owners)
 
     @cached_property
-    def peaks(self) -> dict[tuple[int, bool, int, int, int, bool], Peak]:
-        """The peaks of stages that were asked for, by the identity of what they hold and all that they follow from."""
-        return {}
-
-    @cached_property
-    def made_stages(self) -> dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan]:
-        """The stages of plans that were made, by all that they follow from; plans of a search share most of them."""
-        return {}
-
-    @cached_property
     def all_reduces(self) -> AllReduces:
         """What all-reduces take."""
         return AllReduces(self.problem.cluster)
@@ -208,41 +206,33 @@ class SizedProblem:
     @cached_property
     def optimizer_seconds(self) -> Array:
         """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
-        if not self.problem.needs_gradient:
-            return np.zeros_like(self.tables.trained_bytes)
-        cost = self.problem.optimizer_cost
-        return np.asarray(
-            cost.seconds_per_parameter * self.tables.num_trained + cost.seconds_per_byte * self.tables.trained_bytes,
-            dtype=np.float64,
-        )
+        return np.asarray(self._optimizer_seconds_at(), dtype=np.float64)
 
     @property
     def whole_optimizer_seconds(self) -> float:
         """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
-        return self.optimizer_seconds_of(0, self.tables.num_segments)
+        return float(self._optimizer_seconds_at((0, self.tables.num_segments)))
 
-    def optimizer_seconds_of(self, i: int, j: int) -> float:
-        """Returns an entry of `optimizer_seconds`."""
+    def _optimizer_seconds_at(self, where: Any = ...) -> Any:
+        """Returns the table, or one entry of it, which is known much sooner."""
         cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes
-        each = cost.seconds_per_parameter * num_trained[i, j] + cost.seconds_per_byte * trained[i, j]
-        return float(each) if self.problem.needs_gradient else 0.0
+        each = cost.seconds_per_parameter * num_trained[where] + cost.seconds_per_byte * trained[where]
+        return each if self.problem.needs_gradient else each * 0.0
 
     @cached_property
-    def _seconds_of(self) -> dict[tuple[int, int], RangeSeconds]:
-        return {}
+    def seconds_of(self) -> Callable[[int, int], RangeSeconds]:
+        """Says the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+        return cache(self._seconds_of)
 
-    def seconds_of(self, i: int, j: int) -> RangeSeconds:
-        """Returns the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
-        if (i, j) not in self._seconds_of:
-            costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
-            self._seconds_of[i, j] = RangeSeconds(
-                forward=float(costs.forward_seconds[blocks].sum()),
-                backward=float(costs.backward_seconds[blocks].sum()),
-                input=float(costs.input_seconds[blocks].sum()),
-                weight=float(costs.weight_seconds[blocks].sum()),
-                optimizer=self.optimizer_seconds_of(i, j),
-            )
-        return self._seconds_of[i, j]
+    def _seconds_of(self, i: int, j: int) -> RangeSeconds:
+        costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
+        return RangeSeconds(
+            forward=float(costs.forward_seconds[blocks].sum()),
+            backward=float(costs.backward_seconds[blocks].sum()),
+            input=float(costs.input_seconds[blocks].sum()),
+            weight=float(costs.weight_seconds[blocks].sum()),
+            optimizer=float(self._optimizer_seconds_at((i, j))),
+        )
 
     @cached_property
     def overhead_seconds(self) -> float:

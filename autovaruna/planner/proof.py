@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.range_bounds import Demand, RangeSeconds, RangeWaits, is_exact, range_waits_of
+from autovaruna.planner.range_bounds import RangeSeconds, RangeWaits, is_exact, range_waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_memory import ROUNDING
@@ -23,66 +23,31 @@ _ENDLESS = 1e30
 """More seconds than any step takes."""
 
 
-def step_bounds(sized_of: Callable[[int], SizedProblem], counts: Sequence[int]) -> Iterator[StepBound]:
-    """Yields the bounds for some numbers of micro-batches; what they wait for is found for many of them at once.
+def step_bound(sized: SizedProblem, upper: float = math.inf, waits: RangeWaits | None = None) -> float:
+    """Returns seconds that no plan with one stage a rank beats, at one number of micro-batches.
 
-    The problem at each is let go of, since its tables are large.
+    `upper` at most: nothing is gained by proving more than the best plan takes. Where the user has ranks hold several
+    stages, it is all work over all ranks.
     """
-    for start in range(0, len(counts), _AT_ONCE):
-        some = counts[start : start + _AT_ONCE]
-        each = [sized_of(count) for count in some]
-        found = range_waits_of(each, is_exact=is_exact(each[0]))
-        del each
-        for count, waits in zip(some, found, strict=True):
-            yield StepBound(sized_of(count), waits=waits)
+    stage_ranks = sized.problem.constraints.stage_ranks
+    is_shared = len({rank for ranks in stage_ranks for rank in ranks}) < sum(map(len, stage_ranks))
+    low = min(_work(sized), upper)
+    if low < upper and not is_shared:
+        low = max(low, min(_stage_bound(RangeSeconds(sized, waits), low, upper), upper))
+    return low * (1.0 - ROUNDING)
 
 
-class StepBound:
-    """The bound for one number of micro-batches."""
-
-    def __init__(self, sized: SizedProblem, waits: RangeWaits | None = None) -> None:
-        self.sized = sized
-        self.constraints, self.cluster = sized.problem.constraints, sized.problem.cluster
-        self.num_ranks = self.cluster.num_ranks
-        self.num_micro_batches = sized.num_micro_batches
-        self.ranges = RangeSeconds(sized, waits=waits)
-        self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
-            len(ranks) for ranks in self.constraints.stage_ranks
-        )
-
-    def seconds(self, upper: float) -> float:
-        """Returns a proven bound, `upper` at most: nothing is gained by proving more than the best plan takes."""
-        low = min(self.work_bound(), upper)
-        if low < upper and not self.is_shared:
-            low = max(low, min(self._stage_bound(low, upper), upper))
-        return low * (1.0 - ROUNDING)
-
-    def work_bound(self) -> float:
-        """Returns the bound of total work: every micro-batch passes every block on some rank."""
-        ranks = {rank for ranks in self.constraints.stage_ranks for rank in ranks} or range(self.num_ranks)
-        speeds = [self.cluster.speeds[rank] for rank in ranks]
-        total, overhead = float(self.sized.step_seconds.sum()), self.sized.overhead_seconds
-        return (total + overhead * min(speeds)) * self.num_micro_batches / sum(speeds)
-
-    def _stage_bound(self, low: float, upper: float) -> float:
-        if self.constraints.stage_ranks:
-            replicas = [len(ranks) for ranks in self.constraints.stage_ranks]
-            split = partition_chain([self.ranges.stage_seconds(count) for count in replicas])
-            return split.objective if split else math.inf
-        demand = self._demand()
-        high = min(upper * (1.0 - _PRECISION), _ENDLESS)
-        if not demand.is_met(high):
-            return upper * (1.0 - _PRECISION)
-        while high - low > _PRECISION * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if demand.is_met(middle) else (middle, high)
-        return low
-
-    def _demand(self) -> Demand:
-        constraints, n = self.constraints, self.sized.tables.num_segments
-        num_stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
-        ranges = self.ranges
-        return Demand(ranges.needs(), ranges.places, n, num_stages if ranges.is_exact else 0, self.num_ranks)
+def _stage_bound(ranges: RangeSeconds, low: float, upper: float) -> float:
+    if ranges.constraints.stage_ranks:
+        split = partition_chain([ranges.stage_seconds(len(ranks)) for ranks in ranges.constraints.stage_ranks])
+        return split.objective if split else math.inf
+    high = min(upper * (1.0 - _PRECISION), _ENDLESS)
+    if not ranges.is_met(high):
+        return upper * (1.0 - _PRECISION)
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if ranges.is_met(middle) else (middle, high)
+    return low
 
 
 def bound_of_all(sized: SizedProblem) -> float:
@@ -96,7 +61,9 @@ def reason(sized: SizedProblem) -> str:
 
 
 def _work(sized: SizedProblem) -> float:
-    speeds, count = sized.problem.cluster.speeds, sized.num_micro_batches
+    cluster, count = sized.problem.cluster, sized.num_micro_batches
+    ranks = {rank for ranks in sized.problem.constraints.stage_ranks for rank in ranks} or range(cluster.num_ranks)
+    speeds = [cluster.speeds[rank] for rank in ranks]
     each = float(sized.step_seconds.sum()) + sized.overhead_seconds * min(speeds)
     return (count * each + sized.whole_optimizer_seconds) / sum(speeds)
 
@@ -191,10 +158,17 @@ class Proof:
         of_all = {count: self.of_all(count) for count in self.counts}
         counts = [count for count in self.counts if of_all[count] < lowest]
         counts.sort(key=lambda count: abs(count - single.num_micro_batches))
-        for count, bound in zip(counts, step_bounds(self.sized, counts), strict=True):
-            if of_all[count] < lowest:
-                lowest = min(lowest, max(bound.seconds(lowest), of_all[count]))
+        for first in range(0, len(counts), _AT_ONCE):
+            some = counts[first : first + _AT_ONCE]
+            for count, waits in zip(some, self._waits(some), strict=True):
+                if of_all[count] < lowest:
+                    lowest = min(lowest, max(step_bound(self.sized(count), lowest, waits), of_all[count]))
         return lowest
+
+    def _waits(self, counts: Sequence[int]) -> list[RangeWaits]:
+        """Returns what stages wait for, found at once; the large tables of each M are let go of."""
+        each = [self.sized(count) for count in counts]
+        return range_waits_of(each, is_exact=is_exact(each[0]))
 
 
 _PRICES = np.geomspace(0.1, 10.0, 41)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from autovaruna.graph.records import Value
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.problem import forced_stages
 from autovaruna.planner.ranges import Array, Flow
 from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest
 from autovaruna.profiler.records import Cluster, LinkCost
@@ -197,71 +198,6 @@ def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
     return trips
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """Needs by what each number of replicas takes, the greatest number first."""
-
-    seconds: Sequence[tuple[int, Array]]
-
-    def at(self, seconds: float) -> Array:
-        """Returns the fewest replicas that end in so many seconds."""
-        needed = np.full(len(self.seconds[0][1]), np.inf)
-        for replicas, each in self.seconds:
-            needed[each <= seconds] = replicas
-        return needed
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Needs by the share of the micro-batches that one replica finishes in time.
-
-    `alone` are seconds on one replica, `reserved` those before and after the work; `whole_reserved` and `whole_ways`
-    are another bound of the same kind, if there is one.
-    """
-
-    num_micro_batches: int
-    alone: Array
-    reserved: Array
-    ways: Sequence[RecomputeOption]
-    whole_reserved: Array | None = None
-    whole_ways: Sequence[RecomputeOption] = ()
-
-    def at(self, seconds: float) -> Array:
-        """Returns the fewest replicas that end in so many seconds."""
-        spare = seconds - self.reserved
-        share = np.maximum.reduce([way.greatest_share(spare) for way in self.ways])
-        if self.whole_reserved is not None:
-            spare = seconds - self.whole_reserved
-            share = np.minimum(share, np.maximum.reduce([way.busy_share(spare) for way in self.whole_ways]))
-        with np.errstate(divide="ignore"):
-            several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
-        needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
-        return np.where(self.alone <= seconds, 1.0, needed)
-
-
-Needs = Listed | Computed
-
-
-class Demand:
-    """Says whether ranks suffice for splits that end in time, into `num_stages` stages (0: any number).
-
-    `needs` are those of all ranges, row by row, and `places` say where: ``i * (n + 1) + j``.
-    """
-
-    def __init__(
-        self, needs: Needs, places: NDArray[np.int64], num_segments: int, num_stages: int, num_ranks: int
-    ) -> None:
-        self.needs, self.places, self.num_stages, self.num_ranks = needs, places, num_stages, num_ranks
-        self.table = np.full((num_segments + 1, num_segments + 1), np.inf)
-
-    def is_met(self, seconds: float) -> bool:
-        """Returns whether some split ends in so many seconds."""
-        needed = self.needs.at(seconds)
-        needed[needed > self.num_ranks] = np.inf
-        self.table.ravel()[self.places] = needed
-        return _fewest(self.table, self.num_stages) <= self.num_ranks
-
-
 def _fewest(need: Array, num_stages: int) -> float:
     """Returns the fewest ranks of a split into `num_stages` stages (0: any number)."""
     n = need.shape[0] - 1
@@ -281,20 +217,17 @@ _FEW_RANKS = 16
 
 
 class RangeSeconds:
-    """The least seconds of a stage for every range of segments; with `ranks`, for a stage on just these."""
+    """The least seconds of a stage for every range of segments, on the best ranks."""
 
-    def __init__(self, sized: SizedProblem, ranks: Sequence[int] = (), waits: RangeWaits | None = None) -> None:
+    def __init__(self, sized: SizedProblem, waits: RangeWaits | None = None) -> None:
         self.sized = sized
         self.constraints, self.cluster = sized.problem.constraints, sized.problem.cluster
         self.num_ranks = self.cluster.num_ranks
         self.num_micro_batches = sized.num_micro_batches
         self.is_exact = is_exact(sized)
-        # Replicas with most micro-batches may be on the ranks that have most memory; others need less.
-        num_full = self.num_micro_batches % len(ranks) or len(ranks) if ranks else 1
-        ranks = ranks or range(self.num_ranks)
-        self.speeds = sorted((self.cluster.speeds[rank] for rank in ranks), reverse=True)
-        self.limit_bytes = sorted((self.cluster.memory_bytes[rank] for rank in ranks), reverse=True)[num_full - 1]
-        self.hosts = Counter(self.cluster.hosts[rank] for rank in ranks)
+        self.speeds = sorted(self.cluster.speeds, reverse=True)
+        self.limit_bytes = max(self.cluster.memory_bytes)
+        self.most_of_a_host = max(Counter(self.cluster.hosts).values())
         self.waits = waits or range_waits_of([sized], is_exact=self.is_exact)[0]
         self._rows, self._columns = sized.tables.ranges
         first = self._rows if self.is_exact else self._rows + 1
@@ -302,26 +235,56 @@ class RangeSeconds:
         self._inside = first * (sized.tables.num_segments + 1) + self._columns
         self._is_empty = np.flatnonzero(first == self._columns)
 
-    @property
-    def places(self) -> NDArray[np.int64]:
-        """Where each range is in a matrix with a row and a column for each end of a segment, row after row."""
-        return np.asarray(self._rows * (self.sized.tables.num_segments + 1) + self._columns)
+    def is_met(self, seconds: float) -> bool:
+        """Returns whether there are ranks for a split of which every stage ends in so many seconds.
 
-    def needs(self) -> Needs:
-        """Returns how many ranks each range needs to end in time."""
+        Where cuts may lie inside of segments any number of stages will do, else it is the forced one.
+        """
+        needed = self._needed(seconds)
+        needed[needed > self.num_ranks] = np.inf
+        self._table[self.sized.tables.ranges] = needed
+        num_stages = forced_stages(self.sized.problem) if self.is_exact else 0
+        return _fewest(self._table, num_stages) <= self.num_ranks
+
+    @cached_property
+    def _table(self) -> Array:
+        n = self.sized.tables.num_segments
+        return np.full((n + 1, n + 1), np.inf)
+
+    def _needed(self, seconds: float) -> Array:
+        """Returns the fewest replicas with which each range ends in time."""
+        if not self._seconds_by_count:
+            return self._needed_of_many(seconds)
+        needed = np.full(len(self._rows), np.inf)
+        for replicas, each in self._seconds_by_count:
+            needed[each <= seconds] = replicas
+        return needed
+
+    @cached_property
+    def _seconds_by_count(self) -> list[tuple[int, Array]]:
+        """What each number of replicas takes, the greatest number first; of many ranks none."""
         forced = self.constraints.num_replicas
-        if forced or self.num_ranks <= _FEW_RANKS:
-            counts = [forced] if forced else range(self.num_ranks, 0, -1)
-            return Listed([(count, self._seconds_of(count)) for count in counts])
-        before = self._before
-        return Computed(
-            self.num_micro_batches,
-            self._seconds_of(1),
-            before + self._reduce_tail(2),
-            self._ways,
-            before + self._finish_seconds(2) if self.sized.is_split else None,
-            self._whole_ways if self.sized.is_split else (),
-        )
+        if not forced and self.num_ranks > _FEW_RANKS:
+            return []
+        return [(count, self._seconds_of(count)) for count in ([forced] if forced else range(self.num_ranks, 0, -1))]
+
+    def _needed_of_many(self, seconds: float) -> Array:
+        """Returns the same by the share of the micro-batches that one replica finishes in time."""
+        alone, reserved, whole_reserved = self._reserved
+        spare = seconds - reserved
+        share = np.maximum.reduce([way.greatest_share(spare) for way in self._ways])
+        if self.sized.is_split:
+            spare = seconds - whole_reserved
+            share = np.minimum(share, np.maximum.reduce([way.busy_share(spare) for way in self._whole_ways]))
+        with np.errstate(divide="ignore"):
+            several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
+        needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
+        return np.where(alone <= seconds, 1.0, needed)
+
+    @cached_property
+    def _reserved(self) -> tuple[Array, Array, Array]:
+        """Seconds on one replica; of several those beside the work, until gradients have left and until all is done."""
+        return self._seconds_of(1), self._before + self._reduce_tail(2), self._before + self._finish_seconds(2)
 
     def stage_seconds(self, replicas: int) -> Array:
         """Returns the least seconds to the end of the step of each range on so many replicas, as a matrix."""
@@ -385,7 +348,7 @@ class RangeSeconds:
 
     def _finish_seconds(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
-        is_local = replicas <= max(self.hosts.values())
+        is_local = replicas <= self.most_of_a_host
         reduce = self.sized.reduce_seconds(replicas, self._trained_bytes, is_local=is_local)
         slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
         optimizer = self._optimizer * self.sized.owned_share(replicas)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -185,6 +186,24 @@ def predicted_seconds(plan: Plan) -> dict[int, float]:
             count = len(range(place, plan.num_micro_batches, len(stage.ranks)))
             seconds[rank] += count * each / (stage.speeds[place] if stage.speeds else 1.0)
     return seconds
+
+
+def share_out(num_bytes: Mapping[str, float], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the owner of each parameter, by its bytes and holders: the largest first, to who owns least so far.
+
+    A whole parameter has one owner, so that any optimizer may step that updates parameters by themselves. (Rajbhandari
+    et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1; theirs are equal
+    ranges of elements.)
+
+    The rank that owns most owns at most 4/3 of what it would in the best division, with equal holders. (Graham, "Bounds
+    on multiprocessing timing anomalies", 1969, theorem 3.)
+    """
+    owned: Counter[int] = Counter()
+    owners: dict[str, int] = {}
+    for name in sorted(num_bytes, key=lambda name: (len(holders[name]) > 1, -num_bytes[name], name)):
+        owners[name] = min(holders[name], key=lambda rank: (owned[rank], rank))
+        owned[owners[name]] += num_bytes[name]  # type: ignore[assignment]
+    return {name: owner for name, owner in owners.items() if len(holders[name]) > 1}
 
 
 _ROUNDING = 1e-9

@@ -63,30 +63,33 @@ def patterns(num_groups: int, most_stages: int) -> Iterator[tuple[int, ...]]:
     return extend(())
 
 
-def every_interleaved_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
-    """All plans in which some rank has two stages, and none more, with their predicted seconds."""
+def candidates(problem: Problem, *, is_ordered: bool, most_each: int = 1) -> Iterator[Candidate]:
+    """All cuts, ranks and micro-batches with one stage a rank; if `most_each` is 2, also those with two on some."""
     n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
-    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
-    for count in micro_batch_counts(problem):
-        for num_groups in range(2, num_ranks + 1):
-            for groups in orders(problem, num_groups, is_ordered=is_ordered):
-                for pattern in patterns(num_groups, n):
-                    ranks = tuple(groups[group] for group in pattern)
-                    for inner in combinations(range(1, n), len(pattern) - 1):
-                        yield from _variants(planner, Candidate((0, *inner), ranks, count), INTERLEAVED)
+    stage_ranks = [
+        ranks
+        for num_stages in range(1, min(n, num_ranks) + 1)
+        for ranks in orders(problem, num_stages, is_ordered=is_ordered)
+    ]
+    for num_groups in range(2, num_ranks + 1) if most_each > 1 else ():
+        for groups in orders(problem, num_groups, is_ordered=is_ordered):
+            stage_ranks += [tuple(groups[group] for group in pattern) for pattern in patterns(num_groups, n)]
+    for count, ranks in product(micro_batch_counts(problem), stage_ranks):
+        for inner in combinations(range(1, n), len(ranks) - 1):
+            yield Candidate((0, *inner), ranks, count)
 
 
 def every_plan(
-    problem: Problem, *, is_ordered: bool = True, schedules: Sequence[str] = ("1f1b", "varuna", "gpipe")
+    problem: Problem,
+    *,
+    is_ordered: bool = True,
+    schedules: Sequence[str] = ("1f1b", "varuna", "gpipe"),
+    most_each: int = 1,
 ) -> Iterator[Plan]:
-    """All plans with one stage a rank, on the ranks in their order or in any order, with their predicted seconds."""
-    n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
-    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
-    for count in micro_batch_counts(problem):
-        for num_stages in range(1, min(n, num_ranks) + 1):
-            for ranks in orders(problem, num_stages, is_ordered=is_ordered):
-                for inner in combinations(range(1, n), num_stages - 1):
-                    yield from _variants(planner, Candidate((0, *inner), ranks, count), schedules)
+    """All plans on the ranks in their order or in any order, with their predicted seconds."""
+    planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
+    for candidate in candidates(problem, is_ordered=is_ordered, most_each=most_each):
+        yield from _variants(planner, candidate, INTERLEAVED if candidate.is_interleaved else schedules)
 
 
 def _variants(planner: Planner, candidate: Candidate, schedules: Sequence[str]) -> Iterator[Plan]:

@@ -1,20 +1,15 @@
 """Lists plans of small problems with all depths, recompute, deferral and schedules, and simulates what may be faster.
 
-python -m tests.planner.every_depth single 0 300    # draws problems, and shows where the search has missed a plan
-python -m tests.planner.every_depth split 0 100     # backwards are split
-python -m tests.planner.every_depth shared 0 100    # ranks may hold two stages
-
 The order of a search has no part in it: only its building blocks are used, which have tests of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, islice, product
+from itertools import islice, product
 from math import inf
 
 from autovaruna.errors import PlanError
@@ -25,9 +20,8 @@ from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.rank_memory import Option, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost
-from tests.planner.brute import INTERLEAVED, orders, patterns
+from tests.planner.brute import INTERLEAVED, candidates
 from tests.planner.cases import make_problem, make_split, make_uneven
 from tests.planner.draws import with_memory
 from tests.schedule.pipelines import bound_at_depths
@@ -123,8 +117,8 @@ class EveryDepth:
     """
 
     def __init__(self, problem: Problem, most_plans: int = sys.maxsize) -> None:
-        self.problem, self.num_blocks, self.left = problem, len(problem.graph.blocks), most_plans
-        self.planner = Planner(problem, RangeTables(problem.graph, range(self.num_blocks + 1)))
+        self.problem, self.left = problem, most_plans
+        self.planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
 
     def better_than(self, seconds: float) -> Plan | None:
         """Returns the best plan that fits and takes less than that, None if there is none."""
@@ -144,7 +138,10 @@ class EveryDepth:
     def _open_candidates(self, seconds: float) -> list[tuple[float, Candidate, tuple[bool, ...]]]:
         """Returns candidates and recompute that may take less than some seconds, by their bounds, the least first."""
         found = []
-        for candidate in self._candidates():
+        constraints = self.problem.constraints
+        for candidate in candidates(self.problem, is_ordered=False, most_each=constraints.max_stages_per_rank):
+            if constraints.num_stages not in (0, len(candidate.starts)):
+                continue
             sized = self.planner.sized(candidate.num_micro_batches)
             for recompute in product(sized.recompute_choices, repeat=len(candidate.starts)):
                 variant = replace(candidate, schedule=self._schedules(candidate)[0])
@@ -197,26 +194,9 @@ class EveryDepth:
         free = [each for each in every if each != "gpipe" or not self.problem.constraints.in_flight]
         return free if forced == "auto" else [forced]
 
-    def _candidates(self) -> Iterator[Candidate]:
-        for count in micro_batch_counts(self.problem):
-            for ranks in self._rank_orders():
-                if self.problem.constraints.num_stages in (0, len(ranks)):
-                    for inner in combinations(range(1, self.num_blocks), len(ranks) - 1):
-                        yield Candidate((0, *inner), ranks, count)
 
-    def _rank_orders(self) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Yields the ranks of stages, in any order: one stage a rank, then, if that is allowed, two on some."""
-        num_ranks = self.problem.cluster.num_ranks
-        for num_stages in range(1, min(self.num_blocks, num_ranks) + 1):
-            yield from orders(self.problem, num_stages, is_ordered=False)
-        for num_groups in range(2, num_ranks + 1) if self.problem.constraints.max_stages_per_rank > 1 else ():
-            for groups in orders(self.problem, num_groups, is_ordered=False):
-                for pattern in patterns(num_groups, self.num_blocks):
-                    yield tuple(groups[group] for group in pattern)
-
-
-def compare(kind: str, seed: int, most_plans: int) -> tuple[float, Plan | None, EveryDepth]:
-    """Returns the seconds of the search's plan, infinite if it finds none, and one that is better.
+def better_plan(kind: str, seed: int, most_plans: int) -> Plan | None:
+    """Returns a plan that is better than that of the search, None if there is none.
 
     By 1 % or more, that is, or by so little as its bound rules out.
     """
@@ -225,35 +205,5 @@ def compare(kind: str, seed: int, most_plans: int) -> tuple[float, Plan | None, 
     try:
         plan = make_plan(problem)
     except PlanError:
-        return inf, every.better_than(inf), every
-    seconds = seconds_of(plan)
-    return seconds, every.better_than(max(seconds * BETTER, plan.bound_seconds * (1 - 1e-9))), every
-
-
-def main() -> None:
-    """Compares a range of draws."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=SCHEDULES)
-    parser.add_argument("first", type=int)
-    parser.add_argument("end", type=int)
-    parser.add_argument("--plans", type=int, default=50_000, help="look at so many plans of each draw")
-    arguments = parser.parse_args()
-    num_cut = num_better = num_without = 0
-    for seed in range(arguments.first, arguments.end):
-        try:
-            seconds, better, every = compare(arguments.kind, seed, arguments.plans)
-        except PlanError:  # even with all memory, since settings contradict each other
-            num_without += 1
-            continue
-        num_cut += not every.left
-        num_better += better is not None
-        if better is not None:
-            stages = [(s.ranks, len(s.blocks), s.needs_recompute, s.in_flight, s.deferred) for s in better.stages]
-            print(f"{arguments.kind} {seed}: {seconds / seconds_of(better) - 1:.4f} slower than {stages}", flush=True)
-            print(f"    {better.schedule}, {better.num_micro_batches} micro-batches, {seconds_of(better):.6g} s")
-    num_draws = arguments.end - arguments.first - num_without
-    print(f"{arguments.kind}: {num_better} of {num_draws} draws have a better plan; {num_cut} are not looked through")
-
-
-if __name__ == "__main__":
-    main()
+        return every.better_than(inf)
+    return every.better_than(max(seconds_of(plan) * BETTER, plan.bound_seconds * (1 - 1e-9)))

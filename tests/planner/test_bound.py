@@ -9,47 +9,28 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.problem import Problem
-from autovaruna.planner.proof import StepBound
+from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
+from autovaruna.planner.proof import step_bound
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
+from autovaruna.profiler.records import OptimizerCost
 from tests.planner.brute import every_plan, small_problem
-from tests.planner.cases import make_problem, make_uneven
+from tests.planner.cases import make_problem, make_split, make_uneven
 from tests.products import some
 
 
 def bounds(problem: Problem, positions: Sequence[int] = ()) -> dict[int, float]:
     tables = RangeTables(problem.graph, positions or range(len(problem.graph.blocks) + 1))
-    return {m: StepBound(SizedProblem(problem, tables, m)).seconds(float("inf")) for m in micro_batch_counts(problem)}
+    is_split = problem.constraints.schedule == SPLIT_SCHEDULE
+    each = [SizedProblem(problem, tables, m, is_split) for m in micro_batch_counts(problem)]
+    return {sized.num_micro_batches: step_bound(sized) for sized in each}
 
 
 def forced(problem: Problem, dice: random.Random) -> Problem:
     """The problem with a random choice that the user has already made."""
     choice = dice.choice([{}, {}, {"recompute": "all"}, {"recompute": "none"}, {"in_flight": dice.randint(1, 2)}])
     return replace(problem, constraints=replace(problem.constraints, **choice))
-
-
-@pytest.mark.parametrize("start", some(range(0, 160, 40), 2))
-def test_no_plan_beats_it(start: int) -> None:
-    for seed in range(start, start + 40):
-        dice = random.Random(seed)
-        problem = forced(make_uneven(small_problem(seed), dice, dice.randint(1, 3)), dice)
-        least = bounds(problem)
-        for plan in every_plan(problem, is_ordered=False):
-            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
-
-
-@pytest.mark.parametrize("start", some(range(0, 160, 40), 2))
-def test_no_plan_with_cuts_inside_of_segments_beats_it(start: int) -> None:
-    for seed in range(start, start + 40):
-        dice = random.Random(seed)
-        problem = forced(make_uneven(small_problem(seed), dice, dice.randint(1, 3)), dice)
-        n = len(problem.graph.blocks)
-        inner = sorted(dice.sample(range(1, n), dice.randint(0, max(n - 2, 0)))) if n > 1 else []
-        least = bounds(problem, [0, *inner, n])
-        for plan in every_plan(problem):
-            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, inner, plan)
 
 
 def with_counters(problem: Problem) -> Problem:
@@ -67,20 +48,40 @@ def with_counters(problem: Problem) -> Problem:
     return replace(problem, graph=replace(problem.graph, values=values), profile=replace(problem.profile, costs=rows))
 
 
+def drawn(kind: str, seed: int) -> tuple[Problem, Sequence[int]]:
+    """A small problem on uneven ranks, and the blocks at which segments start (empty: all of them)."""
+    dice = random.Random(seed)
+    if kind == "counters":
+        return with_counters(make_uneven(make_problem(5, 3, 4, seed, skips=dice.randint(0, 2)), dice)), ()
+    problem = make_uneven(small_problem(seed), dice, dice.randint(1, 3))
+    if kind == "sharing":
+        cost = OptimizerCost(1e-4, dice.choice([0.0, 1e-8, 1e-7]))
+        return replace(problem, shares_state=True, optimizer_bytes_factor=2.0, optimizer_cost=cost), ()
+    if kind == "split":
+        constraints = replace(problem.constraints, schedule="zero_bubble")
+        return replace(make_split(problem, dice), constraints=constraints), ()
+    problem, n = forced(problem, dice), len(problem.graph.blocks)
+    inner = sorted(dice.sample(range(1, n), dice.randint(0, max(n - 2, 0)))) if kind == "segments" and n > 1 else []
+    return problem, [0, *inner, n] if kind == "segments" else ()
+
+
+@pytest.mark.parametrize("kind", ["forced", "segments", "counters", "sharing", "split"])
+@pytest.mark.parametrize("start", some(range(0, 160, 40), 2))
+def test_no_plan_beats_it(kind: str, start: int) -> None:
+    """Segments have cuts inside, and counters are blocks that need nothing."""
+    for seed in range(start, start + (8 if kind == "counters" else 40)):
+        problem, positions = drawn(kind, seed)
+        least = bounds(problem, positions)
+        schedules = ("zero_bubble",) if kind == "split" else ("1f1b", "varuna", "gpipe")
+        for plan in every_plan(problem, is_ordered=bool(positions) or kind == "counters", schedules=schedules):
+            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, positions, plan)
+
+
 def test_blocks_that_need_nothing_hide_no_wait() -> None:
     """Counters of BatchNorm stood first in stages, and the bound took it that nothing was waited for."""
     for seed in range(4):
         problem = with_counters(make_problem(12, 3, 8, seed, num_stages=3, num_replicas=1, max_stages_per_rank=1))
         assert make_plan(problem).gap < 0.08
-
-
-def test_no_plan_with_counters_beats_it() -> None:
-    for seed in range(16):
-        dice = random.Random(seed)
-        problem = with_counters(make_uneven(make_problem(5, 3, 4, seed, skips=dice.randint(0, 2)), dice))
-        least = bounds(problem)
-        for plan in every_plan(problem):
-            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
 
 
 def test_memory_is_known_where_cuts_may_lie_inside_of_segments() -> None:

@@ -17,7 +17,6 @@ from autovaruna.planner.deployment import (
     Fingerprint,
     deployment_of,
     differences,
-    host_counts,
     load,
     plan_from,
     save,
@@ -194,7 +193,3 @@ def test_differences_say_what_changed_in_one_sentence(now: Fingerprint, words: l
     told = differences(VALID, now)
     assert len(told) == 1
     assert all(word in told[0] for word in words)
-
-
-def test_hosts_are_counted_not_named() -> None:
-    assert host_counts(("a", "a", "b")) == (2, 1)

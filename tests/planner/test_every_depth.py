@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autovaruna.planner.search import make_plan
-from tests.planner.every_depth import BETTER, any_problem, compare, seconds_of
+from tests.planner.every_depth import BETTER, any_problem, better_plan, seconds_of
 from tests.products import some
 
 _MISSED_ONCE = [
@@ -18,7 +18,7 @@ _OTHERS = [(kind, seed) for seed in some(range(110_000, 110_004), 1) for kind in
 
 @pytest.mark.parametrize(("kind", "seed"), [*some(_MISSED_ONCE, 8), *_OTHERS])
 def test_no_plan_is_better_by_1_percent_nor_than_the_bound(kind: str, seed: int) -> None:
-    _, better, _ = compare(kind, seed, 1_500)
+    better = better_plan(kind, seed, 1_500)
     assert better is None, better
 
 

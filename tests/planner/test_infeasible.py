@@ -39,6 +39,7 @@ def amounts(message: str, words: str) -> float:
         ({"num_stages": 2, "in_flight": 8, "recompute": "none"}, ["lower in_flight", "allow recompute"]),
         ({"schedule": "gpipe", "recompute": "none"}, ["gpipe holds all"]),
         ({"max_micro_batches": 2}, ["smaller micro-batches"]),
+        ({"num_stages": 8, "max_stages_per_rank": 2}, [" and stage ", "fewer of the stages"]),
     ],
 )
 def test_settings_that_are_in_the_way_are_named(settings: dict[str, Any], words: list[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from autovaruna.planner import prediction as prediction_module
 from autovaruna.planner import search_space
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.prediction import fold, policy_of, schedule_by_parts, telling
+from autovaruna.planner.prediction import policy_of, schedule_by_parts, telling
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
@@ -23,21 +23,6 @@ from autovaruna.schedule.simulator import simulate
 from tests.own_time import takes_at_most
 from tests.planner.cases import make_problem
 from tests.products import some
-
-
-@pytest.mark.parametrize("replicas", [(2, 2, 2), (4, 2), (2, 6), (3, 3), (4, 4)])
-@pytest.mark.parametrize("count", [5, 12, 17])
-def test_a_folded_pipeline_takes_as_long(replicas: tuple[int, ...], count: int) -> None:
-    problem = make_problem(8, sum(replicas), 40)
-    planner = Planner(problem, RangeTables(problem.graph, range(9)))
-    ends = [sum(replicas[: k + 1]) for k in range(len(replicas))]
-    ranks = tuple(tuple(range(end - n, end)) for end, n in zip(ends, replicas, strict=True))
-    plan = planner.build(Candidate((0, 3, 5)[: len(replicas)], ranks, count))
-    assert plan
-    whole, policy = planner.pipeline(plan), policy_of("1f1b")
-    folded = fold(whole)
-    assert folded.num_ranks < whole.num_ranks
-    assert simulate(folded, policy).step_seconds == pytest.approx(simulate(whole, policy).step_seconds)
 
 
 @pytest.mark.parametrize("hosts", ["aaaaaaaa", "aabbccdd", "abababab", "aaabbbcc", "aaaaaaab"])
@@ -114,15 +99,6 @@ def test_segments_lose_little_and_keep_the_bound(monkeypatch: pytest.MonkeyPatch
     coarse = make_plan(problem)
     assert coarse.predicted_seconds <= fine.predicted_seconds * 1.01
     assert coarse.bound_seconds <= fine.predicted_seconds
-
-
-def test_hosts_keep_busy_neighbours_together() -> None:
-    """Replicas that all-reduce much over slow links between hosts are put on one host each."""
-    problem = make_problem(8, 4, 8, num_stages=2, num_replicas=2, num_micro_batches=8)
-    cluster = replace(problem.cluster, hosts=("a", "a", "b", "b"))
-    slow = replace(cluster, remote_link=replace(cluster.remote_link, latency_seconds=0.05))
-    plan = make_plan(replace(problem, cluster=slow))
-    assert [stage.ranks for stage in plan.stages] == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "varuna", "interleaved", "gpipe"])

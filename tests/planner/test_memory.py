@@ -18,8 +18,6 @@ from autovaruna.planner.stage_memory import (
     Holdings,
     HoldingsOfRanges,
     MemoryModel,
-    StageBytes,
-    deepest,
 )
 from tests.planner.cases import make_graph, make_profile
 
@@ -109,24 +107,6 @@ def test_a_value_is_relayed_from_user_to_user() -> None:
     assert [(edge.source, edge.destination) for edge in edges] == [(0, 1), (1, 2)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_memory_grows_with_depth_size_blocks_and_optimizer(seed: int) -> None:
-    graph, rng = case(seed)
-    profile, n = make_profile(graph, rng), len(graph.blocks)
-    last = rng.randint(0, n - 1)
-
-    def total(blocks: range, size: float, depth: int, factor: float, again: bool) -> float:
-        held = holdings_of_stage(graph, CostTable(profile).at(size), blocks)
-        return most(MemoryModel(factor), held, depth, again)
-
-    for again in (False, True):
-        base = total(range(last + 1), 2, 2, 1.0, again)
-        assert base < total(range(last + 1), 2, 3, 1.0, again)
-        assert base < total(range(last + 1), 4, 2, 1.0, again)
-        assert base < total(range(last + 1), 2, 2, 2.0, again)
-        assert base > total(range(last + 1), 2, 2, 0.0, again)
-
-
 def test_recompute_saves_memory_of_every_micro_batch_but_one() -> None:
     held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
     model = MemoryModel(2.0)
@@ -195,19 +175,6 @@ def test_the_peak_is_that_of_a_step_done_by_hand(seed: int) -> None:
         in_optimizer = model.of_stage(held, needs_recompute=False).least
         assert predicted == pytest.approx(max(peak, in_optimizer)) or in_flight == share > 1
         assert max(peak, in_optimizer) - 1e-6 <= predicted <= most(model, held, in_flight, needs_recompute=False) + 1e-6
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_depth_that_fits_is_deeper_than_the_deepest(seed: int) -> None:
-    rng = random.Random(seed)
-    once, each, least = (np.array([float(rng.randint(0, 20)) for _ in range(8)]) for _ in range(3))
-    none = once * 0.0
-    held = StageBytes(once, each, least, np.maximum(once - rng.randint(0, 15), 0.0), none, none, none)
-    limit, least_share = float(rng.randint(0, 90)), rng.randint(1, 4)
-    found = deepest(held, limit, least_share)
-    for share in range(least_share, 7):
-        for depth in range(1, share + 1):
-            assert (found[held.at(depth, share) <= limit] >= depth).all()
 
 
 def test_forward_alone_needs_no_gradients() -> None:

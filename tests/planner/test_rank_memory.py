@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
+from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.rank_memory import peak_of_instructions
@@ -92,12 +93,6 @@ def test_with_what_is_deferred_it_is_never_above_what_depths_and_deferral_allow(
     assert is_reached or count == 1
 
 
-def test_changes_of_a_stage_are_changes_of_every_part() -> None:
-    held = drawn_stage(random.Random(0))
-    doubled = held.map(lambda part: 2 * part)
-    assert all(getattr(doubled, part.name) == 2 * getattr(held, part.name) for part in fields(held))
-
-
 def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
     """Not with all that is in flight: a micro-batch is no longer when it waits for its weight gradients."""
     stages = [StageBytes(5.0, 10.0, 1.0, 5.0, 2.0, 1.0, each_deferred) for each_deferred in (4.0, 24.0)]
@@ -150,3 +145,17 @@ def test_a_rank_with_one_stage_takes_what_its_depth_asks_for() -> None:
 def _in_flight(row: tuple[Instruction, ...]) -> list[int]:
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
     return [sum(change.get(step.kind, 0) for step in row[: place + 1]) for place in range(len(row))]
+
+
+def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() -> None:
+    """Two stages a rank, whose depths may need more than the rank has."""
+    problem = make_problem(7, 3, 12, seed=8, num_stages=6, max_stages_per_rank=2)
+    limits = (0.8 * max(make_plan(problem).rank_bytes()),) * 3
+    problem = replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))
+    plan = make_plan(problem)
+    assert max(replace(plan, rank_memory_bytes=()).rank_bytes()) > limits[0] >= max(plan.rank_bytes())
+    told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
+    valid_for = Fingerprint(problem.graph.fingerprint, num_ranks=plan.num_ranks, memory_bytes=limits, settings=told)
+    assert not memory_complaint(plan, valid_for, problem.graph)
+    less = tuple(0.9 * max(plan.rank_bytes()) for _ in limits)
+    assert "need" in memory_complaint(plan, replace(valid_for, memory_bytes=less), problem.graph)
