@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -33,14 +33,13 @@ class AllReduces:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self._local_gain = cluster, _local_gain(cluster)
-        self._costs: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._cost_over = cache(
+            lambda ranks: self.cost(len(ranks), is_local=len({cluster.hosts[r] for r in ranks}) == 1)
+        )
 
     def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
         """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
-        cost = self._costs.get(ranks)
-        if cost is None:
-            cost = self._costs[ranks] = self.cost(len(ranks), is_local=self.is_local(ranks))
-        latency, seconds_per_byte = cost
+        latency, seconds_per_byte = self._cost_over(ranks)
         return latency + seconds_per_byte * num_bytes
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
@@ -50,12 +49,6 @@ class AllReduces:
         bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)
         latency = self.cluster.all_reduce_latency_seconds * num_ranks
         return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
-
-    def is_local(self, ranks: Collection[int]) -> bool:
-        """Returns whether the ranks share a host."""
-        hosts = map(self.cluster.hosts.__getitem__, ranks)
-        first = next(hosts, "")
-        return all(host == first for host in hosts)
 
 
 def _local_gain(cluster: Cluster) -> float:
@@ -169,7 +162,6 @@ class SizedProblem:
 
     @cached_property
     def model(self) -> MemoryModel:
-        """The rules of memory."""
         problem, cluster = self.problem, self.problem.cluster
         return MemoryModel(
             problem.optimizer_bytes_factor,
@@ -189,14 +181,10 @@ class SizedProblem:
 
     @cached_property
     def all_reduces(self) -> AllReduces:
-        """What all-reduces take."""
         return AllReduces(self.problem.cluster)
 
     def reduce_seconds(self, num_replicas: int, trained_bytes: Array, *, is_local: bool) -> Array:
-        """Returns the all-reduce seconds of ranges with so many bytes to train and so many replicas.
-
-        Where replicas share the optimizer's state, they are those of its two halves, which start apart.
-        """
+        """Returns the all-reduce seconds of ranges; where state is shared, of its two halves, which start apart."""
         if not self.problem.needs_gradient:
             return np.zeros_like(trained_bytes)
         latency, seconds_per_byte = self.all_reduces.cost(num_replicas, is_local=is_local)
@@ -258,12 +246,11 @@ class SizedProblem:
 
     @cached_property
     def ways(self) -> RecomputeOptions:
-        """The ways to run every range."""
         options = []
         for needs_recompute in self.recompute_choices:
             num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
             options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
-        return RecomputeOptions(tuple(options))
+        return options
 
 
 def _forbid_empty(table: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from autovaruna.planner.range_bounds import waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, micro_batch_counts, stage_limit
-from autovaruna.planner.stage_memory import RecomputeOptions
+from autovaruna.planner.stage_memory import OptionsWithin
 from autovaruna.schedule.pipeline import share_of, textbook_depth
 
 _MOST_GRIDS = 24
@@ -264,7 +264,7 @@ def cut_for_ranks(planner: Planner, count: int, stage_ranks: Ranks) -> Candidate
         limit = min(cluster.memory_bytes[rank] for rank in ranks) / shared
         share = -(-count // len(ranks))
         depth = min(textbook_depth(len(counts), stage, counts), share)
-        costs.append(sized.ways.within(limit, share).allowed_work(depth) * load * shared + waits)
+        costs.append(OptionsWithin.of(sized.ways, limit, share).allowed_work(depth) * load * shared + waits)
     split = partition_chain(costs) or partition_chain([sized.work] * len(counts))
     return Candidate(split.starts, stage_ranks, count) if split else None
 
@@ -298,7 +298,7 @@ class ReplicaSearch:
         width: int = 0,
     ) -> None:
         self.sized, self.choices, self.max_stages = sized, sorted(choices), max_stages
-        cluster, ways, n = sized.problem.cluster, sized.ways.options, sized.tables.num_segments
+        cluster, n = sized.problem.cluster, sized.tables.num_segments
         # Row i of every matrix here is about the ranges i .. i, i .. i + 1, and so on, as far as the width.
         self.width = min(width or n, n)
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
@@ -310,13 +310,11 @@ class ReplicaSearch:
         self.trained_bytes = self._windows(sized.tables.trained_bytes)
         self.hosts = [cluster.hosts[rank] for rank in order]
         self._is_uniform, self._has_neighbours = is_uniform(cluster), len(set(cluster.hosts)) < len(cluster.hosts)
-        self.ways = RecomputeOptions(
-            tuple((self._windows(work), num_bytes.map(self._windows)) for work, num_bytes in ways)
-        )
+        self.ways = [(self._windows(work), num_bytes.map(self._windows)) for work, num_bytes in sized.ways]
         self.costs: dict[tuple[int, int, float, float, float, bool, Near], Array] = {}
         self._messages: dict[Near, tuple[Array, Array]] = {}
         self._tails: dict[tuple[int, float, bool], Array] = {}
-        self._within = cache(self.ways.within)  # no more than depths depend on it
+        self._within = cache(partial(OptionsWithin.of, self.ways))  # no more than depths depend on it
 
     def _windows(self, table: Array) -> Array:
         """Returns a view whose row i begins with the range of segment i alone.

@@ -12,7 +12,7 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.placement import Ranks
-from autovaruna.planner.problem import Problem
+from autovaruna.planner.problem import Problem, forced_stages
 from autovaruna.planner.ranges import Array, RangeTables, partition_chain
 from autovaruna.profiler.records import Cluster
 
@@ -111,7 +111,7 @@ def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
     if constraints.stage_ranks:
         yield constraints.stage_ranks
         return
-    forced = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
+    forced = forced_stages(problem)
     replicas = max(constraints.num_replicas, 1)
     most = min(cluster.num_ranks // replicas, tables.num_segments)
     largest = sorted(range(cluster.num_ranks), key=lambda rank: -cluster.memory_bytes[rank])

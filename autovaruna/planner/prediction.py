@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from autovaruna.errors import PlanError, ScheduleError
-from autovaruna.graph.records import Graph
+from autovaruna.graph.records import Graph, Size
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
@@ -102,7 +102,7 @@ ACTS_OF_A_SHARED_ACT = 3
 
 
 def short_enough(pipeline: Pipeline) -> Pipeline:
-    """Returns the pipeline, or, if it has too many instructions to simulate all, the part that takes longest."""
+    """Returns the pipeline, or, if it is too long to simulate whole, the part that takes longest."""
     num_acts = 3 * pipeline.num_micro_batches * pipeline.num_stages * acts_of_an_act(pipeline)
     return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
 
@@ -210,11 +210,8 @@ def _ranks_of_part(pipeline: Pipeline, parts: int, place: int) -> list[int]:
 
 def _keep_apart(pipeline: Pipeline, parts: int) -> bool:
     """Returns whether each rank has the same place, modulo `parts`, in all stages that it holds."""
-    groups = {stage.ranks for stage in pipeline.stages}
-    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
-        return True
     places: dict[int, int] = {}
-    for ranks in groups:
+    for ranks in {stage.ranks for stage in pipeline.stages}:
         for place, rank in enumerate(ranks):
             if places.setdefault(rank, place % parts) != place % parts:
                 return False
@@ -238,11 +235,7 @@ class Orders:
         self.planned = checked(self.pipeline, self._policy)
 
     def along(self, dependences: Iterable[Dependence]) -> Schedule:
-        """Returns the schedule of a graph with these dependences: the planned one, if they are among its own.
-
-        Raises:
-            ScheduleError: the plan allows no schedule.
-        """
+        """Returns the schedule of a graph with these dependences: the planned one, if they are among its own."""
         known = {(edge.source, edge.destination): edge for edge in self.pipeline.edges}
         edges = dict(known)
         for source, destination, needs_gradient in dependences:
@@ -380,11 +373,11 @@ class Exchange:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._cluster, self._graph, self._groups = problem.cluster, problem.graph, problem.input_groups
+        self._cluster, self._groups = problem.cluster, problem.input_groups
         self._has_turn = problem.needs_gradient and not problem.has_loss
-        self._outputs = problem.graph.outputs if problem.delivers_outputs or not problem.has_loss else ()
-        self._input_bytes = lru_cache(maxsize=1024)(self._count_input_bytes)
-        self._output_bytes = lru_cache(maxsize=1024)(self._count_output_bytes)
+        outputs = problem.graph.outputs if problem.delivers_outputs or not problem.has_loss else ()
+        self._input_bytes = _bytes_of_blocks([(each.consumers, each.size) for each in problem.graph.inputs])
+        self._output_bytes = _bytes_of_blocks([((each.producer,), each.size) for each in outputs])
         self._far = lru_cache(maxsize=1024)(lambda ranks: max(map(self._to_hub, ranks)))
 
     def seconds(self, plan: Plan) -> float:
@@ -506,12 +499,6 @@ class Exchange:
         asks = 2 * link.latency_seconds if num_bytes > _EAGER_BYTES else 0.0
         return asks + link.seconds(count * num_bytes)
 
-    def _count_input_bytes(self, blocks: tuple[int, ...]) -> float:
-        return sum(each.size.sample_bytes for each in self._graph.inputs if not _is_outside(each.consumers, blocks))
-
-    def _count_output_bytes(self, blocks: tuple[int, ...]) -> float:
-        return sum(each.size.sample_bytes for each in self._outputs if not _is_outside((each.producer,), blocks))
-
 
 @dataclass(frozen=True)
 class _Made:
@@ -528,5 +515,12 @@ def _some(places: Sequence[int]) -> tuple[int, ...]:
     return (*places[:_MOST_LOOKED_AT], *places[_MOST_LOOKED_AT:][-1:])
 
 
-def _is_outside(found: tuple[int, ...], blocks: tuple[int, ...]) -> bool:
-    return not any(blocks[0] <= each <= blocks[-1] for each in found)
+def _bytes_of_blocks(things: Sequence[tuple[Sequence[int], Size]]) -> Callable[[tuple[int, ...]], float]:
+    """Returns what says the bytes of a sample of all things that some blocks, which follow each other, have."""
+
+    @lru_cache(maxsize=1024)
+    def of(blocks: tuple[int, ...]) -> float:
+        first, last = blocks[0], blocks[-1]
+        return sum(size.sample_bytes for users, size in things if any(first <= user <= last for user in users))
+
+    return of

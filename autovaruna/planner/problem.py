@@ -72,7 +72,6 @@ class Problem:
     Attributes:
         global_batch_size: samples of all ranks together.
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter (AdamW: 2).
-        optimizer_cost: what a step of the optimizer takes.
         shares_state: whether the replicas of a stage share the optimizer's state.
         needs_gradient: False for a model that only runs forward.
         min_micro_batches_for_inputs: least M with which every rank can pass its own mini-batch (N, or 1).

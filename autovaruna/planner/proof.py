@@ -55,11 +55,6 @@ def bound_of_all(sized: SizedProblem) -> float:
     return max(bound(sized) for bound in _BOUNDS.values()) * (1.0 - ROUNDING)
 
 
-def reason(sized: SizedProblem) -> str:
-    """Returns in words which of them is greatest."""
-    return max(_BOUNDS, key=lambda name: _BOUNDS[name](sized))
-
-
 def _work(sized: SizedProblem) -> float:
     cluster, count = sized.problem.cluster, sized.num_micro_batches
     ranks = {rank for ranks in sized.problem.constraints.stage_ranks for rank in ranks} or range(cluster.num_ranks)
@@ -113,13 +108,7 @@ class Proof:
         return best is None or min(map(self.of_all, self.counts)) < best.predicted_seconds * WORTH
 
     def put_into(self, plan: Plan, single: Plan | None, *, was_cut_short: bool) -> Plan:
-        """Returns the plan with its bound and the proof.
-
-        Args:
-            plan: the chosen plan.
-            single: the fastest plan with one stage a rank, if there is one.
-            was_cut_short: whether the search left out what may be better.
-        """
+        """Returns the plan with its bound and the proof; `single` is the fastest one with one stage a rank."""
         low, high = self.counts[0], self.counts[-1]
         proof = (
             f"for {len(self.counts)} numbers of micro-batches from {low} to {high}, no cuts and replicas let every "
@@ -130,12 +119,15 @@ class Proof:
         if self.most_each > 1:
             proof = f"with one stage a rank no plan takes less than {single_seconds:.6g} s: {proof}" if single else ""
             seconds = min(plan.predicted_seconds, *map(self.of_all, self.counts))
+            least = min(self.counts, key=self.of_all)
+            binds = max(_BOUNDS, key=lambda name: _BOUNDS[name](self.sized(least)))
             parts = [
                 f"with up to {self.most_each} stages a rank, no plan takes less than all work and the optimizer's over "
                 "the sum of speeds, nor than that and what ranks, for want of memory, run again or are idle for until "
                 "a first backward can come, nor than one micro-batch there and back with its share of the others at "
                 "one block",
-                self._what_binds(),
+                f"with {least} micro-batches that is least, and is {binds}: whatever else ranks wait for, run again or "
+                "send is left out",
                 proof,
             ]
             proof = "; ".join(filter(None, parts))
@@ -144,14 +136,6 @@ class Proof:
         if was_cut_short:
             proof += "; the search ended early, by its limit of simulations, so that better plans may be left"
         return replace(plan, bound_seconds=seconds, single_bound_seconds=single_seconds, bound_proof=proof)
-
-    def _what_binds(self) -> str:
-        """Returns what part of a step with several stages a rank the bound consists of."""
-        least = min(self.counts, key=self.of_all)
-        return (
-            f"with {least} micro-batches that is least, and is {reason(self.sized(least))}: whatever else "
-            "ranks wait for, run again or send is left out"
-        )
 
     def _of_single(self, single: Plan) -> float:
         lowest = single.predicted_seconds

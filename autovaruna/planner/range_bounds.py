@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.graph.records import Value
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import forced_stages
 from autovaruna.planner.ranges import Array, Flow
@@ -85,10 +83,6 @@ def _trips(gradients: Flow, block_seconds: Array, messages: Array) -> Array:
     return np.array(trips)
 
 
-_Holders = dict[int, list[int]]
-"""For each block, the blocks before it that were the last to hold a value that it uses."""
-
-
 @dataclass(frozen=True, slots=True)
 class RangeWaits:
     """Least seconds of other stages, by ``[i, j]`` of a stage of the segments i .. j-1.
@@ -114,7 +108,7 @@ def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[Rang
     problem, positions = each[0].problem, each[0].tables.positions
     cluster = problem.cluster
     once, speed = fastest_link(cluster).latency_seconds + cluster.overhead_seconds, max(cluster.speeds)
-    there, back = _holders(problem.flow.values), _holders(problem.gradient_flow.values)
+    there, back = problem.flow.holders, problem.gradient_flow.holders
     waits = [waits_of(sized) for sized in each]
     forward = np.stack([sized.costs.forward_seconds for sized in each]) / speed
     backward = np.stack([sized.backward_seconds for sized in each]) / speed
@@ -129,16 +123,13 @@ def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[Rang
     return list(map(RangeWaits, before, after, least, lines))
 
 
-def _holders(values: Iterable[Value]) -> _Holders:
-    found: dict[int, set[int]] = {}
-    for value in values:
-        for holder, user in pairwise(sorted({value.producer, *value.consumers})):
-            found.setdefault(user, set()).add(holder)
-    return {user: sorted(holders) for user, holders in found.items()}
-
-
 def _fill(
-    holders: _Holders, seconds: Array, once: float, messages: Array, positions: NDArray[np.int64], is_exact: bool
+    holders: dict[int, list[int]],
+    seconds: Array,
+    once: float,
+    messages: Array,
+    positions: NDArray[np.int64],
+    is_exact: bool,
 ) -> Array:
     """Returns the least waits of every range, for each row of `seconds` and `messages` of blocks.
 
@@ -179,7 +170,7 @@ def _fill(
     return table.swapaxes(1, 2)
 
 
-def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
+def _range_trips(holders: dict[int, list[int]], seconds: Array, waits: Waits) -> Array:
     """Returns, by block p, the least seconds of later stages between a forward and its backward of one that ends there.
 
     A value that block p - 1 is the last to hold before block u goes to the stage with block u. That one starts at u or

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
+import pytest
+
+from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.proof import bound_of_all
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.simulator import simulate
@@ -102,6 +109,23 @@ def _variants(planner: Planner, candidate: Candidate, schedules: Sequence[str]) 
             known.append((schedule, built.stages))
             seconds = simulate(planner.pipeline(built), policy_of(schedule)).step_seconds
             yield replace(built, predicted_seconds=seconds)
+
+
+def assert_near_the_best(problem: Problem, *, is_ordered: bool, most_each: int = 1) -> None:
+    """Holds that the search misses no plan by a hundredth, and that no plan beats a bound."""
+    tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
+    least = {count: bound_of_all(SizedProblem(problem, tables, count)) for count in micro_batch_counts(problem)}
+    best = math.inf
+    for plan in every_plan(problem, is_ordered=is_ordered, most_each=most_each):
+        assert least[plan.num_micro_batches] <= plan.predicted_seconds, (problem, plan)
+        best = min(best, plan.predicted_seconds)
+    if best < math.inf:
+        plan = make_plan(problem)
+        assert plan.predicted_seconds <= best * 1.01, (problem, plan)
+        assert 0 < plan.bound_seconds <= min(best, plan.predicted_seconds), (problem, plan)
+    elif most_each == 1:  # else stages may fit that are not at their depths all at the same time
+        with pytest.raises(PlanError, match="missing"):
+            make_plan(problem)
 
 
 def small_problem(seed: int) -> Problem:

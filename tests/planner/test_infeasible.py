@@ -64,13 +64,6 @@ def test_no_plan_is_searched_for_where_weights_alone_are_too_much(layers: int, r
     assert not searched
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
-def test_the_bytes_it_asks_for_are_enough(seed: int) -> None:
-    problem = make_problem(14, 3, 6, seed, memory_bytes=4e5)
-    enough = amounts(complaint(problem), "give each rank") * 1.01
-    make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=(enough,) * 3)))
-
-
 def test_the_rank_with_too_little_is_named() -> None:
     problem = make_problem(10, 3, 6, num_stages=3, num_replicas=1)
     message = complaint(replace(problem, cluster=replace(problem.cluster, memory_bytes=(2e6, 1e4, 2e6))))

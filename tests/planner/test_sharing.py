@@ -15,8 +15,7 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.profiler.records import OptimizerCost
-from tests.planner.cases import make_problem
-from tests.planner.draws import with_memory
+from tests.planner.cases import make_problem, with_memory
 
 choose: Any = partial(plan_with_sharing, make=make_plan)
 
