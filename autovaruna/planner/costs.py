@@ -13,14 +13,7 @@ import numpy as np
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import Array, Costs, RangeTables
 from autovaruna.planner.records import Peak, StagePlan
-from autovaruna.planner.stage_memory import (
-    Holdings,
-    HoldingsOfRanges,
-    MemoryModel,
-    RecomputeOptions,
-    StageBytes,
-    state_of_ranges,
-)
+from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, RecomputeOptions, StageBytes
 from autovaruna.profiler.records import Cluster
 
 
@@ -32,15 +25,18 @@ class AllReduces:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self._local_gain = cluster, _local_gain(cluster)
-        self._cost_over = cache(
-            lambda ranks: self.cost(len(ranks), is_local=len({cluster.hosts[r] for r in ranks}) == 1)
-        )
+        local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
+        self.cluster = cluster
+        self._local_gain = local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
+        self._cost_over = cache(self._cost_of_ranks)
 
     def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
         """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
         latency, seconds_per_byte = self._cost_over(ranks)
         return latency + seconds_per_byte * num_bytes
+
+    def _cost_of_ranks(self, ranks: tuple[int, ...]) -> tuple[float, float]:
+        return self.cost(len(ranks), is_local=len({self.cluster.hosts[rank] for rank in ranks}) == 1)
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
         """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank."""
@@ -49,11 +45,6 @@ class AllReduces:
         bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)
         latency = self.cluster.all_reduce_latency_seconds * num_ranks
         return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
-
-
-def _local_gain(cluster: Cluster) -> float:
-    local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
-    return local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
 
 
 class RangeSeconds(NamedTuple):
@@ -86,7 +77,13 @@ class SizedProblem:
     @property
     def micro_batch_size(self) -> float:
         """The mean number of samples of a micro-batch."""
-        return self.problem.micro_batch_size(self.num_micro_batches)
+        return self.problem.global_batch_size / self.num_micro_batches
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether stages start where segments do and nowhere else."""
+        problem = self.problem
+        return problem.constraints.has_fixed_places or self.tables.num_segments == len(problem.graph.blocks)
 
     @cached_property
     def costs(self) -> Costs:
@@ -135,16 +132,6 @@ class SizedProblem:
     def held(self) -> Holdings[Array]:
         """What each range holds."""
         return self._by_range.all()
-
-    @cached_property
-    def fixed_bytes(self) -> Array:
-        """Bytes of each range that are there whether or not micro-batches run; quicker to know than all of `held`."""
-        return self.model.fixed(state_of_ranges(self.tables))
-
-    @property
-    def saved_bytes(self) -> Array:
-        """Bytes that the forward of each range keeps for backward; quicker to know than all of `held`."""
-        return self.tables.add_up(self.greatest_costs.saved_bytes)
 
     @property
     def greatest_costs(self) -> Costs:

@@ -290,12 +290,7 @@ class ReplicaSearch:
     """
 
     def __init__(
-        self,
-        sized: SizedProblem,
-        order: Sequence[int],
-        choices: Sequence[int],
-        max_stages: int,
-        width: int = 0,
+        self, sized: SizedProblem, order: Sequence[int], choices: Sequence[int], max_stages: int, width: int = 0
     ) -> None:
         self.sized, self.choices, self.max_stages = sized, sorted(choices), max_stages
         cluster, n = sized.problem.cluster, sized.tables.num_segments

@@ -124,10 +124,6 @@ class Problem:
         is_asked = constraints.schedule == "auto" and constraints.may_split and self.needs_gradient
         return is_asked and has_weights and is_pipeline
 
-    def micro_batch_size(self, num_micro_batches: int) -> float:
-        """Returns the mean number of samples of one of M micro-batches."""
-        return self.global_batch_size / num_micro_batches
-
 
 def forced_stages(problem: Problem) -> int:
     """Returns the number of stages that the user has decided on, in whatever way; 0: none."""

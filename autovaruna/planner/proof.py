@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.range_bounds import RangeSeconds, RangeWaits, is_exact, range_waits_of
+from autovaruna.planner.range_bounds import RangeSeconds, RangeWaits, range_waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_memory import ROUNDING
@@ -144,15 +144,12 @@ class Proof:
         counts.sort(key=lambda count: abs(count - single.num_micro_batches))
         for first in range(0, len(counts), _AT_ONCE):
             some = counts[first : first + _AT_ONCE]
-            for count, waits in zip(some, self._waits(some), strict=True):
+            # Waits are found for many at once; their tables are large, and let go of.
+            found = range_waits_of([self.sized(count) for count in some])
+            for count, waits in zip(some, found, strict=True):
                 if of_all[count] < lowest:
                     lowest = min(lowest, max(step_bound(self.sized(count), lowest, waits), of_all[count]))
         return lowest
-
-    def _waits(self, counts: Sequence[int]) -> list[RangeWaits]:
-        """Returns what stages wait for, found at once; the large tables of each M are let go of."""
-        each = [self.sized(count) for count in counts]
-        return range_waits_of(each, is_exact=is_exact(each[0]))
 
 
 _PRICES = np.geomspace(0.1, 10.0, 41)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import forced_stages
-from autovaruna.planner.ranges import Array, Flow
-from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest
+from autovaruna.planner.ranges import Array
+from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest, state_of_ranges
 from autovaruna.profiler.records import Cluster, LinkCost
 
 
@@ -24,14 +24,12 @@ class Waits:
     Attributes:
         before: of a stage that starts at p, before its first forward.
         after: of a stage that starts at p, after its last backward, until the step ends.
-        trip: of a stage that ends before p, between a forward and its backward.
         messages: what of `before` and `after` together is messages to and from the stage that starts at p.
         activation, gradient: of the line between the stages that meet at p, for each of their messages.
     """
 
     before: Array
     after: Array
-    trip: Array
     messages: Array
     activation: Array
     gradient: Array
@@ -50,7 +48,6 @@ def waits_of(sized: SizedProblem) -> Waits:
     return Waits(
         before=np.where(before > 0, before + link.latency_seconds + activation + each, 0.0),
         after=np.where(after > 0, after + link.latency_seconds + gradient + each, 0.0),
-        trip=_trips(back, sized.urgent_seconds / speed, 2 * (link.latency_seconds + each) + activation + gradient),
         messages=np.where(before > 0, there, 0.0) + np.where(after > 0, back_again, 0.0),
         activation=activation,
         gradient=gradient,
@@ -64,23 +61,6 @@ def fastest_link(cluster: Cluster) -> LinkCost:
     links += [cluster.remote_link] if len(set(hosts)) > 1 else []
     links = links or [cluster.local_link]
     return LinkCost(min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
-
-
-def _trips(gradients: Flow, block_seconds: Array, messages: Array) -> Array:
-    """Returns the least seconds of later stages between a forward and its backward.
-
-    A stage that ends before p waits for the one that starts at p if block p needs something that block p - 1 has. That
-    one ends anywhere, and waits in its turn.
-    """
-    n, holders = gradients.num_blocks, gradients.last_holders
-    work, each = [0.0, *np.cumsum(block_seconds).tolist()], messages.tolist()
-    trips = [0.0] * (n + 1)
-    earliest = work[n]
-    for p in range(n - 1, 0, -1):
-        if holders[p] == p - 1:
-            trips[p] = earliest - work[p] + each[p]
-        earliest = min(earliest, work[p] + trips[p])
-    return np.array(trips)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +80,12 @@ class RangeWaits:
     line: Array
 
 
-def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[RangeWaits]:
+def range_waits_of(each: Sequence[SizedProblem]) -> list[RangeWaits]:
     """Returns the least waits at some numbers of micro-batches, on the fastest ranks and links, all found at once.
 
-    If not `is_exact`, cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
+    Where cuts may lie inside of segments, i and j are those in which a stage begins and ends.
     """
-    problem, positions = each[0].problem, each[0].tables.positions
+    problem, positions, is_exact = each[0].problem, each[0].tables.positions, each[0].is_exact
     cluster = problem.cluster
     once, speed = fastest_link(cluster).latency_seconds + cluster.overhead_seconds, max(cluster.speeds)
     there, back = problem.flow.holders, problem.gradient_flow.holders
@@ -114,7 +94,10 @@ def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[Rang
     backward = np.stack([sized.backward_seconds for sized in each]) / speed
     before = _fill(there, forward, once, np.stack([one.activation for one in waits]), positions, is_exact)
     after = _fill(back, backward, once, np.stack([one.gradient for one in waits]), positions, is_exact)
-    trips = [_range_trips(back, sized.urgent_seconds / speed, one) for sized, one in zip(each, waits, strict=True)]
+    trips = [
+        _trips(back, sized.urgent_seconds / speed, 2 * once + one.activation + one.gradient)
+        for sized, one in zip(each, waits, strict=True)
+    ]
     if is_exact:
         lines = [np.maximum(one.activation, one.gradient)[positions] for one in waits]
         return list(map(RangeWaits, before, after, [trip[positions] for trip in trips], lines))
@@ -170,11 +153,11 @@ def _fill(
     return table.swapaxes(1, 2)
 
 
-def _range_trips(holders: dict[int, list[int]], seconds: Array, waits: Waits) -> Array:
+def _trips(holders: dict[int, list[int]], seconds: Array, messages: Array) -> Array:
     """Returns, by block p, the least seconds of later stages between a forward and its backward of one that ends there.
 
     A value that block p - 1 is the last to hold before block u goes to the stage with block u. That one starts at u or
-    before, ends anywhere behind, and waits in its turn. If u is p, `waits.trip` knows the messages too.
+    before, ends anywhere behind, and waits in its turn. If u is p, `messages` go there and back.
     """
     n = len(seconds)
     work = np.append(0.0, np.cumsum(seconds))
@@ -184,7 +167,8 @@ def _range_trips(holders: dict[int, list[int]], seconds: Array, waits: Waits) ->
             users.setdefault(holder + 1, []).append(user)
     trips, earliest = np.zeros(n + 1), np.full(n + 2, work[n])
     for p in range(n - 1, 0, -1):
-        trips[p] = max([waits.trip[p], *(earliest[u + 1] - work[u] for u in users.get(p, ()))])
+        for user in users.get(p, ()):
+            trips[p] = max(trips[p], earliest[user + 1] - work[user] + messages[p] * (user == p))
         earliest[p] = min(earliest[p + 1], work[p] + trips[p])
     return trips
 
@@ -215,13 +199,12 @@ class RangeSeconds:
         self.constraints, self.cluster = sized.problem.constraints, sized.problem.cluster
         self.num_ranks = self.cluster.num_ranks
         self.num_micro_batches = sized.num_micro_batches
-        self.is_exact = is_exact(sized)
         self.speeds = sorted(self.cluster.speeds, reverse=True)
         self.limit_bytes = max(self.cluster.memory_bytes)
         self.most_of_a_host = max(Counter(self.cluster.hosts).values())
-        self.waits = waits or range_waits_of([sized], is_exact=self.is_exact)[0]
+        self.waits = waits or range_waits_of([sized])[0]
         self._rows, self._columns = sized.tables.ranges
-        first = self._rows if self.is_exact else self._rows + 1
+        first = self._rows if sized.is_exact else self._rows + 1
         self._before, self._after = (table[sized.tables.ranges] for table in (self.waits.before, self.waits.after))
         self._inside = first * (sized.tables.num_segments + 1) + self._columns
         self._is_empty = np.flatnonzero(first == self._columns)
@@ -234,7 +217,7 @@ class RangeSeconds:
         needed = self._needed(seconds)
         needed[needed > self.num_ranks] = np.inf
         self._table[self.sized.tables.ranges] = needed
-        num_stages = forced_stages(self.sized.problem) if self.is_exact else 0
+        num_stages = forced_stages(self.sized.problem) if self.sized.is_exact else 0
         return _fewest(self._table, num_stages) <= self.num_ranks
 
     @cached_property
@@ -359,7 +342,7 @@ class RangeSeconds:
 
     def _depths(self, needs_recompute: bool) -> Array:
         """Returns the greatest in-flight depth of each range that memory and settings allow."""
-        if not self.is_exact:
+        if not self.sized.is_exact:
             return self._loose_depths(needs_recompute)
         held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
         least_share = -(-self.sized.num_micro_batches // self.cluster.num_ranks)
@@ -371,22 +354,17 @@ class RangeSeconds:
 
     def _loose_depths(self, needs_recompute: bool) -> Array:
         """Returns the same of what more segments can only add to: state, gradients, and what is saved for backward."""
-        sized = self.sized
-        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.fixed_bytes)
+        sized, tables = self.sized, self.sized.tables
+        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.model.fixed(state_of_ranges(tables)))
         room[self._is_empty] = np.inf
         depth = np.full_like(room, np.inf)
         if sized.problem.needs_gradient and not needs_recompute:
+            saved = tables.add_up(sized.greatest_costs.saved_bytes)
             with np.errstate(divide="ignore", invalid="ignore"):
-                depth = np.floor(room / self._inner(sized.saved_bytes)) + 1.0  # The last one may come as others go.
+                depth = np.floor(room / self._inner(saved)) + 1.0  # The last one may come as others go.
             depth[np.isnan(depth)] = np.inf
         return np.where(room >= 0, depth, 0.0)
 
     def _inner(self, table: Array) -> Array:
         """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
         return np.asarray(table.ravel().take(self._inside))
-
-
-def is_exact(sized: SizedProblem) -> bool:
-    """Returns whether stages start where segments do and nowhere else."""
-    problem = sized.problem
-    return problem.constraints.has_fixed_places or sized.tables.num_segments == len(problem.graph.blocks)

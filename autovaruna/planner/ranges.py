@@ -138,11 +138,6 @@ class Flow:
         return {user: sorted(holders) for user, holders in found.items()}
 
     @cached_property
-    def last_holders(self) -> list[int]:
-        """The last of them for each block; -1: none."""
-        return [max(self.holders.get(block, [-1])) for block in range(self.num_blocks)]
-
-    @cached_property
     def producers(self) -> dict[int, list[int]]:
         """The blocks whose values each block uses, by block; those that use none are left out."""
         found: dict[int, list[int]] = {}
@@ -174,7 +169,8 @@ class Flow:
         # The stage that holds block h starts at some i <= h, has waited fill[i], and works at least work[h + 1] -
         # work[i].
         slack = [0.0] * self.num_blocks
-        for p, holder in enumerate(self.last_holders[1:], 1):
+        for p in range(1, self.num_blocks):
+            holder = max(self.holders.get(p, [-1]))
             fill[p] = work[holder + 1] + slack[holder] if holder >= 0 else 0.0
             slack[p] = min(slack[p - 1], fill[p] - work[p])
         return np.array(fill)

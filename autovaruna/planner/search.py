@@ -154,12 +154,7 @@ class _Search:
     """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
 
     def __init__(
-        self,
-        problem: Problem,
-        progress: Progress | None = None,
-        *,
-        has_all_rows: bool = False,
-        below: float = math.inf,
+        self, problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = False, below: float = math.inf
     ) -> None:
         self.problem, self.has_all_rows = problem, has_all_rows
         self.progress = progress or (lambda what, share: None)

@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import DeploymentError
-from autovaruna.planner.deployment import (
-    Deployment,
-    Fingerprint,
-    deployment_of,
-    differences,
-    load,
-    plan_from,
-    save,
-)
+from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, differences, load, plan_from, save
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan

@@ -14,11 +14,7 @@ from autovaruna.graph.records import Graph
 from autovaruna.planner.prediction import Edges
 from autovaruna.planner.ranges import Array, Costs, CostTable, RangeTables, gradient_bytes
 from autovaruna.planner.search_space import stage_blocks
-from autovaruna.planner.stage_memory import (
-    Holdings,
-    HoldingsOfRanges,
-    MemoryModel,
-)
+from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel
 from tests.planner.cases import make_graph, make_profile
 
 
