@@ -136,18 +136,15 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
         except PlanError as error:
             _log.debug("nor is there a plan with shared state: %s", error)
         raise
-    if not _lacks_memory(plan, problem):
+    pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
+    is_short = any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
+    if not is_short:
         return plan
     worth = _GAIN_OF_GRIDS * least_grid_seconds(problem)
     if least_grid_seconds(with_shares, worth) > worth:
         return plan
     shared = make(with_shares)
     return shared if shared.predicted_seconds <= _WORTH_SHARING * plan.predicted_seconds else plan
-
-
-def _lacks_memory(plan: Plan, problem: Problem) -> bool:
-    pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
-    return any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
 
 
 class _Search:
@@ -306,11 +303,6 @@ class _Search:
                     for other in move(planner, candidate):
                         trials.attempt(other)
 
-    def _is_slow(self, shape: Shape) -> bool:
-        """Returns whether a shape takes so long to simulate that its first cuts have to stand for all."""
-        counts = [len(shape.groups[group]) for group in shape.pattern]
-        return least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
-
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
         """Returns shapes with what no schedule of their first cuts beats, which says more than a formula, until `end`.
 
@@ -320,10 +312,12 @@ class _Search:
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
+            counts = [len(shape.groups[group]) for group in shape.pattern]
+            is_slow = least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
             every = candidates_of(self.planner, shape, has_all_cuts=self.planner.is_tiny)
-            some = list(islice(every, 1 if self._is_slow(shape) else None))
+            some = list(islice(every, 1 if is_slow else None))  # The first cuts have to stand for all.
             # What fits by its depths alone may recompute for no need.
-            tight = [plan for each in some if self._is_slow(shape) and (plan := self.planner.build(each))]
+            tight = [plan for each in some if is_slow and (plan := self.planner.build(each))]
             plans = tight or [plan for each in some if (plan := self.planner.build(each, free))]
             bounded.append(shape._replace(seconds=min(map(self.planner.bound, plans), default=math.inf)))
         return varied(bounded)

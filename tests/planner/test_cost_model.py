@@ -84,34 +84,25 @@ def test_every_instruction_has_overhead() -> None:
     assert slow.predicted_seconds == pytest.approx(plain.predicted_seconds + 0.25 * 2 * 4)
 
 
-def full_problem() -> Problem:
+def test_plan_and_graph_are_enough_for_the_prediction_and_the_printout_names_every_part() -> None:
     problem = replace(make_problem(8, 3, 12, num_stages=2, tied=1), optimizer_cost=OptimizerCost(1e-3, 1e-9))
     cluster = replace(problem.cluster, overhead_seconds=1e-3, all_reduce_latency_seconds=1e-3)
-    return replace(problem, cluster=cluster)
-
-
-def test_plan_and_graph_are_enough_for_the_prediction() -> None:
-    problem = full_problem()
-    plan = make_plan(problem)
+    plan = make_plan(replace(problem, cluster=cluster))
     again = simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule))
     assert again.step_seconds == plan.predicted_seconds
-
-
-def test_the_printout_names_every_part() -> None:
-    problem = full_problem()
-    text = explain(make_plan(problem), problem.graph)
     for part in ("work", "imbalance", "all-reduce", "overhead", "optimizer"):
-        assert f"\n{part} " in text
+        assert f"\n{part} " in explain(plan, problem.graph)
 
 
 def slower(problem: Problem, factor: float) -> Problem:
     """The same problem on ranks that compute more slowly."""
-    costs = tuple(tuple(_slower(cost, factor) for cost in row) for row in problem.profile.costs)
+
+    def slow(cost: BlockCost) -> BlockCost:
+        seconds = (factor * cost.forward_seconds, factor * cost.backward_seconds)
+        return replace(cost, forward_seconds=seconds[0], backward_seconds=seconds[1])
+
+    costs = tuple(tuple(map(slow, row)) for row in problem.profile.costs)
     return replace(problem, profile=replace(problem.profile, costs=costs))
-
-
-def _slower(cost: BlockCost, factor: float) -> BlockCost:
-    return replace(cost, forward_seconds=factor * cost.forward_seconds, backward_seconds=factor * cost.backward_seconds)
 
 
 @pytest.mark.parametrize("seed", some(range(6), 3))
