@@ -310,11 +310,8 @@ class RangeTables:
         return sorted({int(self.segment_of[block]) for block in blocks})
 
     def _held(self, things: Iterable[Iterable[int]]) -> _Rectangles:
-        """Returns the ranges with at least one of the blocks that use each thing."""
-        n = self.num_segments
-        users = ((k, self._segments(blocks)) for k, blocks in enumerate(things))
-        pairs = ((k, before, user) for k, each in users for before, user in pairwise([-1, *each]))
-        return _Rectangles(n, ((k, before + 1, user + 1, user + 1, n + 1) for k, before, user in pairs))
+        """Returns the ranges with at least one of the blocks that use each thing, as if it was made before all."""
+        return self._received([[-1, *self._segments(blocks)] for blocks in things])
 
     def _received(self, things: _Holders) -> _Rectangles:
         """Returns the ranges before which each thing was made, and in which it is used."""
