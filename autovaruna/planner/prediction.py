@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 
@@ -59,10 +60,14 @@ class Edges:
         return tuple(Edge(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
+_TIMES = attrgetter(*(part.name for part in fields(StageTimes)))
+"""What the simulator knows of a stage has the same names in its plan."""
+
+
 def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
     """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
     return Pipeline(
-        tuple(_times(stage) for stage in plan.stages),
+        tuple(StageTimes(*_TIMES(stage)) for stage in plan.stages),
         (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size),
         plan.num_ranks,
         plan.num_micro_batches,
@@ -78,22 +83,6 @@ def policy_of(name: str) -> Policy:
     if name not in POLICIES:
         raise PlanError(f"schedule is {name!r}, expected one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
-
-
-def _times(stage: StagePlan) -> StageTimes:
-    return StageTimes(
-        ranks=stage.ranks,
-        forward_seconds=stage.forward_seconds,
-        backward_seconds=stage.backward_seconds,
-        in_flight=stage.in_flight,
-        needs_recompute=stage.needs_recompute,
-        recompute_seconds=stage.recompute_seconds,
-        reduce_seconds=stage.reduce_seconds,
-        speeds=stage.speeds,
-        deferred=stage.deferred,
-        input_seconds=stage.input_seconds,
-        weight_seconds=stage.weight_seconds,
-    )
 
 
 _ACTS_OF_A_WHOLE_STEP = 1_000_000

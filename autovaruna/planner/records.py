@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from autovaruna.config.files import Amount, Count
@@ -148,11 +149,8 @@ class Plan:
         """Returns the predicted optimizer step of each rank, over all stages that it holds."""
         seconds = [0.0] * self.num_ranks
         for stage in self.stages:
-            each = stage.optimizer_seconds
-            for rank in () if stage.speeds else stage.ranks:
-                seconds[rank] += each
-            for rank, speed in zip(stage.ranks, stage.speeds, strict=False):
-                seconds[rank] += each / speed
+            for rank, speed in zip(stage.ranks, stage.speeds or repeat(1.0), strict=False):
+                seconds[rank] += stage.optimizer_seconds / speed
         return tuple(seconds)
 
     def rank_bytes(self) -> tuple[float, ...]:
