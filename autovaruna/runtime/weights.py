@@ -21,8 +21,7 @@ from autovaruna._torch import IncompatibleKeys, by_tensor
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.random import default_generator, untouched_generator
-from autovaruna.planner.records import Plan
-from autovaruna.planner.sharing import share_out
+from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
 from autovaruna.runtime.transport.base import distinct
 from autovaruna.runtime.world import Sums, World
