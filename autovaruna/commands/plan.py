@@ -28,8 +28,7 @@ from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
-from autovaruna.planner.search import plan_and_choices
-from autovaruna.planner.sharing import plan_with_sharing
+from autovaruna.planner.search import plan_and_choices, plan_with_sharing
 from autovaruna.planner.table import explain, plan_table, seconds
 from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from autovaruna.profiler.measure import wait_for
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import Layout, Pair
 from autovaruna.runtime.transport.torch_channel import neighbours
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import Sums, World
 
 logger = logging.getLogger(__name__)
 LINK_TAG = (1 << 20) - 1

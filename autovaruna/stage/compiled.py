@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import enter_autocast, exit_autocast, mark_static
+from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.export.idioms import check
-from autovaruna.graph.export.left_behind import profiling_mode
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.pieces import Argument, Piece, Source
 from autovaruna.graph.random import RandomStream, draw
