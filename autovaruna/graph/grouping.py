@@ -21,8 +21,8 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import counted
 from autovaruna.graph.cuts import Marker
+from autovaruna.graph.export.errors import modules_of
 from autovaruna.graph.export.idioms import check
-from autovaruna.graph.export.user_lines import modules_of
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import cast_dtype, precision_of

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from autovaruna.config.files import Amount, Whole
 from autovaruna.errors import MeasureError
-from autovaruna.graph.export.errors import first_line
-from autovaruna.graph.export.left_behind import profiling_mode
-from autovaruna.graph.export.user_lines import failed_at
+from autovaruna.graph.export.errors import failed_at, first_line
+from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel

@@ -25,9 +25,8 @@ from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_di
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph.batch.operators import changed_by
-from autovaruna.graph.export.errors import first_line
+from autovaruna.graph.export.errors import failed_at, first_line
 from autovaruna.graph.export.fakes import fake_like
-from autovaruna.graph.export.user_lines import failed_at
 from autovaruna.graph.facts import flop_formulas, storage_of, tensors_in
 from autovaruna.graph.pieces import Argument, Source
 from autovaruna.graph.traced import TracedModel

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import name_of
-from autovaruna.graph.export.constant_values import EMPTY
+from autovaruna.graph.export.fakes import EMPTY
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, extract, split_backward
 from autovaruna.graph.precision import precision_of, regions

@@ -20,10 +20,9 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.environment import get_world, local_rank_in
-from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import Layout, Pair
 from autovaruna.runtime.transport.torch_channel import neighbours
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import Sums, World
 
 logger = logging.getLogger(__name__)
 _FIRST = torch.device("cuda", 0)

@@ -40,8 +40,7 @@ from autovaruna.planner.deployment import (
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search import make_plan
-from autovaruna.planner.sharing import plan_with_sharing
+from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizer import sharing_of

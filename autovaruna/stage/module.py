@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import enter_autocast, exit_autocast, mark_static
 from autovaruna.errors import InputError
+from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.export.idioms import check
-from autovaruna.graph.export.left_behind import profiling_mode
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, split_backward
 from autovaruna.graph.random import RandomStream, draw

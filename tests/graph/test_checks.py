@@ -6,7 +6,9 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import TestCase
 
 import numpy
 import pytest
@@ -33,19 +35,8 @@ def net(*more: nn.Module) -> nn.Sequential:
 
 def look(model: nn.Module, trace: TracedModel | None = None) -> None:
     """Compares; a comparison that cannot be made is an error, too."""
-    messages: list[str] = []
-    logger = logging.getLogger("autovaruna.graph.verify")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with TestCase().assertNoLogs("autovaruna.graph.verify", logging.INFO):
         compare(trace or traced(model, X), model, [X], CPU)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert not messages
 
 
 def broken(model: nn.Module, old: Any, new: Any) -> TracedModel:
@@ -56,27 +47,22 @@ def broken(model: nn.Module, old: Any, new: Any) -> TracedModel:
     return trace
 
 
-def test_a_broken_trace_is_found_and_where() -> None:
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.ops.aten.sin.default, r"by the trace and .* by the model.*The first module .* is 2, a ReLU\."),
+        (torch.ops.aten.log.default, "is nan by the trace"),
+    ],
+)
+def test_a_broken_trace_is_found_and_where(other: Any, words: str) -> None:
     model = net(nn.ReLU(), nn.Linear(12, 12))
-    trace = broken(model, torch.ops.aten.relu.default, torch.ops.aten.sin.default)
-    with pytest.raises(TraceError, match=r"by the trace and .* by the model.*The first module .* is 2, a ReLU\."):
-        look(model, trace)
+    with pytest.raises(TraceError, match=words):
+        look(model, broken(model, torch.ops.aten.relu.default, other))
 
 
-def test_nan_by_one_way_alone_is_found() -> None:
-    model = net(nn.ReLU())
-    with pytest.raises(TraceError, match="is nan by the trace"):
-        look(model, broken(model, torch.ops.aten.relu.default, torch.ops.aten.log.default))
-
-
-class Attending(nn.Module):
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.inner, self.share = nn.Linear(12, 12), share
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.inner(x).view(-1, 1, 3, 4)
-        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.share).flatten(1)
+def attending(self: Any, x: Tensor, share: float) -> Tensor:
+    heads = self.inner(x).view(-1, 1, 3, 4)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=share).flatten(1)
 
 
 class FusedKernels(TorchDispatchMode):
@@ -95,7 +81,7 @@ class FusedKernels(TorchDispatchMode):
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_attention_with_dropout_is_compared_by_its_formula(share: float) -> None:
     """Each kernel of a GPU draws in its own way; a library gives a mask of ones while it is traced, and none else."""
-    model = Attending(share)
+    model = Function(partial(attending, share=share), inner=nn.Linear(12, 12))
     trace = traced(model, X)
     with FusedKernels() as kernels:
         look(model, trace)
@@ -112,27 +98,23 @@ def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture, monke
     assert "Training goes on" in caplog.text
 
 
-class Noisy(nn.Module):
+def noisy(self: Any, x: Tensor) -> Tensor:
     """Draws in every way that a trace keeps."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(12) * torch.bernoulli(torch.full((12,), 0.5))
-        return x + torch.empty(12).uniform_() + F.rrelu(x, training=True)
+    x = F.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(12) * torch.bernoulli(torch.full((12,), 0.5))
+    return x + torch.empty(12).uniform_() + F.rrelu(x, training=True)
 
 
-@pytest.mark.parametrize(
-    "part", [Noisy, lambda: nn.BatchNorm1d(12), lambda: nn.Dropout(0.5), lambda: nn.AlphaDropout()]
-)
+def noisy_by_python(self: Any, x: Tensor) -> Tensor:
+    return x * random.random() + float(numpy.random.rand())
+
+
+PARTS = (Function(noisy), Function(noisy_by_python), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.AlphaDropout())
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
 @pytest.mark.parametrize("is_training", [True, False])
-def test_random_numbers_and_statistics_are_no_difference(part: Any, is_training: bool) -> None:
-    look(net(part()).train(is_training))
-
-
-def test_a_module_that_draws_from_python_is_no_difference() -> None:
-    def noisy(self: Any, x: Tensor) -> Tensor:
-        return x * random.random() + float(numpy.random.rand())
-
-    look(net(Function(noisy)))
+def test_random_numbers_and_statistics_are_no_difference(part: nn.Module, is_training: bool) -> None:
+    look(net(part).train(is_training))
 
 
 class Marking(nn.Module):
@@ -146,8 +128,7 @@ class Marking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(1)
         self.last = x.detach()
-        out: Tensor = self.drop(self.norm(x))
-        return out
+        return self.drop(self.norm(x))
 
 
 def test_it_leaves_nothing_behind() -> None:
@@ -156,12 +137,12 @@ def test_it_leaves_nothing_behind() -> None:
     marking: Any = model[2]
     marking.seen.clear()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     look(model, trace)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(generators[0], torch.get_rng_state())
-    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[union-attr]
+    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
     assert (len(marking.seen), marking.last) == (0, None)
 
 

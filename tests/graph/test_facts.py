@@ -226,14 +226,15 @@ PADDING = torch.arange(6) >= torch.tensor([[6], [4], [3], [5]])
 
 
 def encoded(self: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
-    out: Tensor = self.encoder(x, src_key_padding_mask=padding)  # type: ignore[operator]
-    return out
+    return self.encoder(x, src_key_padding_mask=padding)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("norm", [None, nn.LayerNorm(8)])
-@pytest.mark.parametrize("padding", [PADDING, PADDING.flip(1)], ids=["at the ends", "elsewhere"])
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("norm", "padding", "trains"),
+    [(None, PADDING, False), (nn.LayerNorm(8), PADDING, False), (None, PADDING.flip(1), False), (None, PADDING, True)],
+    ids=["at the ends", "normalised", "elsewhere", "in training"],
+)
 def test_padded_places_are_those_of_plain_pytorch(norm: nn.Module | None, padding: Tensor, trains: bool) -> None:
     """Once, they held what nobody had computed: plain PyTorch leaves padding out, and fills it with zeros."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -305,7 +306,7 @@ DRAWN = torch.randn(6, 8)
 
 def slices(function: object) -> list[tuple[object, ...]]:
     """Returns what follows the tensor in each slice of the trace."""
-    nodes = traced_function(function, DRAWN).nodes.values()  # type: ignore[arg-type]
+    nodes = traced_function(function, DRAWN).nodes.values()
     return [node.args[1:] for node in nodes if node.target is torch.ops.aten.slice.Tensor]
 
 
@@ -331,8 +332,8 @@ def test_what_is_written_to_a_whole_slice_is_written() -> None:
 @pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout2d, F.feature_alpha_dropout])
 def test_dropout_that_drops_nothing_is_none(drop: object) -> None:
     def dropping(self: object, x: Tensor) -> Tensor:
-        x = drop(drop(x * 2, 0.0, True), 0.5, False)  # type: ignore[operator]
-        return drop(x, 0.5, True)  # type: ignore[operator,no-any-return]
+        x = drop(drop(x * 2, 0.0, True), 0.5, False)
+        return drop(x, 0.5, True)
 
     nodes = traced_function(dropping, torch.randn(6, 8, 2, 2)).nodes.values()
     assert sum("dropout" in str(node.target) for node in nodes) == 1

@@ -30,8 +30,7 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.export.errors import advice
-from autovaruna.graph.export.user_lines import modules_of, origin
+from autovaruna.graph.export.errors import advice, modules_of, origin
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction, opaque_module_of

@@ -43,7 +43,7 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.export.user_lines import origin
+from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
