@@ -1,4 +1,4 @@
-"""Is the command line: ``autovaruna COMMAND`` or ``python -m autovaruna COMMAND``; see `autovaruna.commands`."""
+"""Is the command line: ``autovaruna COMMAND`` or ``python -m autovaruna COMMAND``; finds the module of each command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from typing import Any, NoReturn
 from autovaruna.commands.printing import hush
 from autovaruna.errors import AutoVarunaError
 
-_COMMANDS = ("run", "notify", "config", "show", "measure", "plan", "simulate", "trace")
+_COMMANDS = {
+    "run": "run_varuna",
+    "notify": "elastic.notices",
+    **{name: f"commands.{name}" for name in ("config", "show", "measure", "plan", "simulate", "trace")},
+}
+"""The module of each command: it has the command's ``HELP``, `add_options` and `run`."""
 
 _RARELY = 10_000_000, 50, 100
 _INTERRUPTED = 128 + 2
@@ -46,12 +51,12 @@ def parser_of(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in arguments[:1] if arguments[:1] and arguments[0] in _COMMANDS else _COMMANDS:
         command = _module(name)
-        command.add_options(commands.add_parser(name, help=command.HELP, description=command.__doc__))
+        command.add_options(commands.add_parser(name, help=command.HELP, description=command.run.__doc__))
     return parser
 
 
 def _module(command: str) -> Any:
-    return import_module(f"autovaruna.commands.{command}")
+    return import_module(f"autovaruna.{_COMMANDS[command]}")
 
 
 def collect_rarely() -> None:

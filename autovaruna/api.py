@@ -18,7 +18,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import pytree
 from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
@@ -28,6 +27,7 @@ from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError
 from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
+from autovaruna.graph.facts import tensors_in
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.autograd import own_code
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
@@ -178,18 +178,14 @@ class AutoVaruna(nn.Module):
         plain = getattr(self.module, name)
         if self._session.is_plain:
             return plain(*args, **kwargs)
-        if not self._follows_weights(name, args, kwargs):
+        may_follow = self._counts and tensors_in((args, kwargs))
+        device, is_split = self._wrapped.device, self._is_split
+        if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
             with own_calls(self.module, self._call_itself):
                 return plain(*args, **kwargs)
         self._persistence.poll()
         self._wrapped.lent.settle()
         return self._call(name, args, kwargs)
-
-    def _follows_weights(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        has_tensors = any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs)))
-        if not has_tensors or not self._counts:
-            return False
-        return self._methods.follow_weights(name, args, kwargs, self._wrapped.device, self._is_split)
 
     @property
     def _counts(self) -> bool:
@@ -245,7 +241,7 @@ class AutoVaruna(nn.Module):
         """
         listen()
         stopping = self._wrapped.stopping
-        stopping.want(wants_stop)
+        stopping.is_wanted |= wants_stop
         return stopping.own if self._wrapped.world.num_ranks == 1 else stopping.is_agreed
 
     def parameter_norm(self, norm_type: float = 2.0) -> Tensor:

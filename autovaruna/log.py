@@ -48,10 +48,7 @@ class RankHandler(logging.Handler):
 
 
 def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
-    """Sets format and levels of all rooms; a later call replaces an earlier one.
-
-    Raises ConfigError if logging.toml has an unknown key, room or level.
-    """
+    """Sets format and levels of all rooms, in place of an earlier call; ConfigError if logging.toml has a wrong key."""
     directory = conf_dir(os.environ if environ is None else environ)
     files = [PACKAGED / "logging.toml", directory / "logging.toml"]
     tables = [_checked(read_toml(path), str(path)) for path in files]
@@ -83,8 +80,12 @@ def _checked(content: dict[str, object], file: str) -> dict[str, dict[str, str]]
         _expect_known(file, "room", room, ROOMS)
     for level in [*levels.values(), content.get("other_ranks", "info")]:
         _expect_known(file, "level", level, tuple(LEVELS))
-    _expect_format(file, content)
-    return {"levels": levels, "global": {key: str(value) for key, value in content.items()}}
+    texts = {key: str(value) for key, value in content.items()}
+    try:
+        logging.Formatter(texts.get("format") or None).format(logging.makeLogRecord({"rank": 0}))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: format cannot be used: {error!r}; expected %(name)s-like fields") from error
+    return {"levels": levels, "global": texts}
 
 
 def _expect_known(file: str, kind: str, got: object, known: tuple[str, ...]) -> None:
@@ -92,14 +93,6 @@ def _expect_known(file: str, kind: str, got: object, known: tuple[str, ...]) -> 
         nearest = difflib.get_close_matches(str(got), known, 1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(f"{file}: unknown {kind} {got!r}{hint} (known: {', '.join(known)})")
-
-
-def _expect_format(file: str, content: Mapping[str, object]) -> None:
-    record = logging.makeLogRecord({"rank": 0})
-    try:
-        logging.Formatter(str(content.get("format", "")) or None).format(record)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file}: format cannot be used: {error!r}; expected %(name)s-like fields") from error
 
 
 @contextmanager

@@ -1,18 +1,34 @@
-"""Is Varuna's launcher: ``python -m autovaruna.run_varuna --machine_list FILE ... script.py arguments``.
+"""Starts jobs over `autovaruna.elastic`: ``autovaruna run``, and Varuna's launcher with the same options.
 
-It starts jobs over the manager of `autovaruna.elastic`.
+``python -m autovaruna.run_varuna --machine_list FILE ... script.py arguments`` is the latter.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autovaruna.elastic.job import Grid
 from autovaruna.elastic.manager import start
-from autovaruna.elastic.options import Options, read_options
+from autovaruna.elastic.options import Options, options_in, read_options
+from autovaruna.elastic.options import add_options as add_launch_options
 from autovaruna.errors import AutoVarunaError, ConfigError
+
+HELP = "run a training script, and go on when hosts come and go"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a launch."""
+    add_launch_options(parser, None)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs a training script on every rank of some hosts, and goes on when hosts or ranks come and go."""
+    gc.set_threshold(700, 10, 10)  # unlike other commands it may run for months
+    return start(options_in(options), choose)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

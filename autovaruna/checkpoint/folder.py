@@ -207,10 +207,7 @@ def lock(path: Path, waits: bool = False) -> Iterator[bool]:
 
 @contextmanager
 def lock_to_read(path: Path) -> Iterator[None]:
-    """Keeps a folder from being removed while it is read.
-
-    Raises FileNotFoundError if it is not there, or somebody is just removing it.
-    """
+    """Keeps a folder from being removed while it is read; FileNotFoundError if it is not there, or is just removed."""
     with _opened(path) as descriptor:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB) and time.monotonic() < deadline and path.exists():

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.checkpoint.document import decode
 from autovaruna.checkpoint.source import Source, choose
-from autovaruna.checkpoint.state import Subject, check_optimizer, load_optimizer
+from autovaruna.checkpoint.state import Subject, check_optimizer, decode, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
 from autovaruna.runtime.optimizer import CutOptimizer
@@ -49,11 +48,7 @@ class Loading:
         self.state = source.state or {}
 
     def check(self, subject: Subject, is_strict: bool) -> None:
-        """Makes sure that everything fits, before anything is changed.
-
-        Raises CheckpointError if names are missing or not expected, shapes or dtypes differ, or the optimizer is
-        another.
-        """
+        """Makes sure, before anything changes, that names, shapes and the optimizer fit; CheckpointError if not."""
         self.source = _by_names_of(self.source, subject)
         problems = self._misfits(subject, is_strict)
         optimizer = self.state.get("optimizer")

@@ -30,11 +30,10 @@ import numpy as np
 import torch
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.document import Json
 from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
+from autovaruna.checkpoint.host_memory import INDEX, STATE, copy_synced, joined_documents
 from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Bytes, FileRecord, Manifest, checksum
-from autovaruna.checkpoint.part import INDEX, STATE, joined_documents
-from autovaruna.checkpoint.state import Content, Part, Subject, compose, config_files
+from autovaruna.checkpoint.state import Content, Json, Part, Subject, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows, read_header
 from autovaruna.config.files import at_home, read_record
 from autovaruna.errors import CheckpointError
@@ -330,10 +329,7 @@ def _is_on_cuda(part: Part) -> bool:
 
 
 def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
-    """Writes the files of a rank to the disk, by way of a local folder if there is a `tempdir`.
-
-    Raises CheckpointError if a file cannot be written.
-    """
+    """Writes the files of a rank to the disk, first to `tempdir` if there is one; CheckpointError if it cannot."""
     records = {}
     for name, rows in part.files.items():
         place = Path(tempdir or partial / name)
@@ -344,16 +340,10 @@ def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
                 with _local_folder(place) as local:
                     records[name] = write_file(local / name, chunks_of(rows), syncs=False)
                     place = partial / name
-                    _copy_synced(local / name, place)
+                    copy_synced(local / name, place)
         except OSError as error:
             raise cannot_write(place, error) from error
     return Report(records, part.documents)
-
-
-def _copy_synced(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    with open(target, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from autovaruna.checkpoint.part import COPIED, HOLD, LEAVE, RECORD, RankPart, slots_of, write_record
+from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RECORD, RankPart, slots_of, write_record
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.errors import CheckpointError

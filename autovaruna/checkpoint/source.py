@@ -17,10 +17,10 @@ import msgspec
 import torch
 
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint.document import decode
 from autovaruna.checkpoint.folder import Saved
+from autovaruna.checkpoint.host_memory import INDEX, STATE
 from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
-from autovaruna.checkpoint.part import INDEX, STATE
+from autovaruna.checkpoint.state import decode
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record
 from autovaruna.config.settings import is_whole
@@ -45,15 +45,10 @@ class Source:
 
 
 def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: ExitStack) -> Source:
-    """Returns a checkpoint that is intact; the ranks share the checking. Collective.
+    """Returns a checkpoint that is intact, as for ``load_checkpoint``; the ranks share the checking. Collective.
 
-    Args:
-        root: A folder of checkpoints, one of them, a Hugging Face folder, or a safetensors file.
-        step: The step, or ``"latest"``: the newest that is intact.
-        locks: Keeps another job that saves from removing the checkpoint, until it is closed.
-
-    Raises:
-        CheckpointError: there is none, and what is damaged, and how; or the ranks ask for different ones.
+    `locks` keeps another job that saves from removing it, until it is closed. Raises CheckpointError if there is none,
+    with what is damaged, and how, or if the ranks ask for different ones.
     """
     path = Path(folder.place_of(root))
     step = int(step) if is_whole(step) else step

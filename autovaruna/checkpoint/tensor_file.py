@@ -22,10 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from autovaruna.checkpoint.document import dtype_of
-from autovaruna.checkpoint.elsewhere import ReadInto, is_elsewhere, open_bytes
+from autovaruna.checkpoint.host_memory import ReadInto, is_elsewhere, open_bytes
 from autovaruna.checkpoint.manifest import Bytes, num_threads
-from autovaruna.config.files import parse
+from autovaruna.config.files import parse, shown
 from autovaruna.errors import CheckpointError
 
 NAMES = {
@@ -114,10 +113,7 @@ def _described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Returns where each tensor of a file is, and the metadata of its header.
-
-    Raises CheckpointError if the file is missing, cut off, or no safetensors file.
-    """
+    """Returns where each tensor of a file is, and its header's metadata; CheckpointError if it is no such file."""
     try:
         if not is_elsewhere(path):  # else its host has compared its checksums
             with safe_open(path, framework="np"):
@@ -143,6 +139,14 @@ def _entry(name: str, path: Path, start: int, given: Mapping[str, Any], noted: s
             raise ValueError(f"its header notes {noted!r} of {name}, which has {kept_as} and shape {shape}")
         shape = shape[:-1]
     return Entry(name, path, start + begin, end - begin, dtype, shape)
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """Returns the dtype of a name, as ``float32``; ValueError if there is none."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{shown(name)} is no dtype of torch")
+    return found
 
 
 def can_become(dtype: torch.dtype, other: torch.dtype) -> bool:

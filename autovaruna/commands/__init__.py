@@ -1,1 +1,1 @@
-"""Holds the commands of ``python -m autovaruna``, one a file: each adds its options to the parser, and runs."""
+"""Holds the commands of ``python -m autovaruna``, one a file, but for those of jobs: each adds its options and runs."""

@@ -10,17 +10,16 @@ from rich.text import Text
 
 from autovaruna.commands.printing import show
 from autovaruna.config.files import PACKAGED
-from autovaruna.config.settings import REFUSALS, Settings, declarations, known_names, resolve
+from autovaruna.config.settings import REFUSALS, Settings, declarations, known_names, meanings, resolve
 from autovaruna.errors import ConfigError
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Adds an option for each of some settings."""
     group = parser.add_argument_group("settings", "as in conf.toml; a list is separated by commas")
-    known = known_names()
+    known, words = known_names(), meanings()
     for name in names:
-        declaration, _ = known[name]
-        text = f"{declaration.metadata['meaning'].removesuffix('.')} ({declaration.default})".replace("%", "%%")
+        text = f"{words[name].removesuffix('.')} ({known[name][0].default})".replace("%", "%%")
         group.add_argument(_option(name), dest=f"setting_{name}", metavar="VALUE", help=text)
 
 
@@ -35,7 +34,7 @@ def settings_of(options: argparse.Namespace, extra: dict[str, object] | None = N
 
 
 def _read(name: str, text: str) -> object:
-    kind = known_names()[name][1].kind
+    kind = known_names()[name][1]
     try:
         value = kind.parse(text)
         kind.read(value)
@@ -56,11 +55,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table."""
-    settings = resolve()
+    """Offers settings as options of commands (``--num-stages 4``), and prints each with where its value came from."""
+    settings, words = resolve(), meanings()
     table = Table("setting", "value", "from", "meaning", caption=f"A conf.toml to start from: {PACKAGED / 'conf.toml'}")
     for each in declarations():
         value = getattr(settings, each.name)
         cells = (each.name, "auto" if value is None else str(value), settings.source_of(each.name))
-        table.add_row(*(Text(cell) for cell in (*cells, each.metadata["meaning"])))
+        table.add_row(*(Text(cell) for cell in (*cells, words[each.name])))
     show(table)

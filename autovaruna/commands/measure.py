@@ -15,7 +15,7 @@ from autovaruna.log import progress_bar
 from autovaruna.profiler.cache import cache_of, save_measured
 from autovaruna.profiler.measure import lasting_keys, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
-from autovaruna.session.device import find_device
+from autovaruna.session.machine import find_device
 
 
 def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:
@@ -55,12 +55,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, saves, and says what was measured."""
+    """Measures a model on this machine and saves the profile."""
     check_writable("--output", options.output)
     settings = settings_of(options)
     sizes = read_sizes(options.micro_batch_sizes)
     target = load_target(options.target, settings)
-    profile, num_measured = measure_here(target, sizes or default_sizes(target.batch_size), settings)
+    quarter, whole = max(1, target.batch_size // 4), target.batch_size  # small ones cost more for each sample
+    profile, num_measured = measure_here(target, sizes or sorted({quarter, whole}), settings)
     save_measured(options.output, profile)
     sizes_text = ", ".join(map(str, profile.micro_batch_sizes))
     show(
@@ -78,8 +79,3 @@ def read_sizes(text: str) -> list[int]:
     if any(size < 1 for size in sizes):
         raise ConfigError(f"--micro-batch-sizes is {text!r}; expected whole numbers above 0, as 1,2,4")
     return sizes
-
-
-def default_sizes(batch_size: int) -> list[int]:
-    """Returns a quarter of a batch and all of it: small micro-batches cost more for each sample."""
-    return sorted({max(1, batch_size // 4), batch_size})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,8 +28,7 @@ from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import UNKNOWN_LINK, Plan
-from autovaruna.planner.search import plan_and_choices
-from autovaruna.planner.sharing import plan_with_sharing
+from autovaruna.planner.search import plan_and_choices, plan_with_sharing
 from autovaruna.planner.table import explain, plan_table, seconds
 from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
@@ -39,8 +38,8 @@ from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
 from autovaruna.session.calls import input_groups
+from autovaruna.session.machine import host_memory, keep_freed_memory
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
-from autovaruna.session.memory import host_memory, keep_freed_memory
 from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")
@@ -219,7 +218,9 @@ def make_optimizer(text: str, parameters: Sequence[nn.Parameter] = ()) -> torch.
     name, _, listed = text.partition(":")
     if name.lower() == "none":
         return None
-    known = _optimizers()
+    base = torch.optim.Optimizer
+    types = [each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, base)]
+    known: dict[str, Any] = {each.__name__.lower(): each for each in types if each is not base}
     if name.lower() not in known:
         raise ConfigError(f"--optimizer is {text!r}; expected none, {', '.join(sorted(known))}")
     try:
@@ -232,15 +233,6 @@ def make_optimizer(text: str, parameters: Sequence[nn.Parameter] = ()) -> torch.
         return make(parameters) if parameters else made
     except ValueError:  # Muon is for matrices alone
         return made
-
-
-def _optimizers() -> Mapping[str, Any]:
-    found = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}
-    return {
-        name: each
-        for name, each in found.items()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
-    }
 
 
 def _number(text: str) -> float | bool:
@@ -374,7 +366,7 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plans, and shows and saves what comes out."""
+    """Plans a model for ranks that need not be there, shows the plan, and saves it as a deployment."""
     if options.ranks < 1 or options.ranks_per_host < 0 or options.batch_size < 0:
         raise ConfigError(
             f"--ranks is {options.ranks}, --ranks-per-host {options.ranks_per_host}, --batch-size "

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from autovaruna.config.files import check_writable
 from autovaruna.errors import ConfigError, InputError
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Kind
 from autovaruna.schedule.simulation import Simulation
 
 Spans = Sequence[tuple[float, float]]  # begin and length of bars, in seconds

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Prints a saved deployment as a table."""
     show(table_of(load(options.file)))
 
 

@@ -17,15 +17,6 @@ from autovaruna.planner.table import seconds
 from autovaruna.varuna.profiler import AutoConfig
 
 HELP = "replay a trace of hosts that come and go against a plan"
-_MEANINGS = {
-    "kill_seconds": "from the death of a rank to the next step",
-    "loss_seconds": "from the loss of a host",
-    "change_seconds": "from a notice, or a host that comes",
-    "stop_seconds": "the last part of these, in which nothing is computed",
-    "cold_seconds": "from the first host that comes where none was left",
-    "copy_steps": "steps between two copies to other hosts",
-    "checkpoint_steps": "steps between two checkpoints on disk",
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group("costs of faults")
     for cost in fields(Costs):
         option = _spellings("--" + cost.name.replace("_", "-"))
-        kind = type(cost.default)
-        costs.add_argument(
-            *option, type=kind, default=cost.default, metavar="N", help=f"{_MEANINGS[cost.name]} ({cost.default:g})"
-        )
+        meaning, kind = f"{cost.metadata['meaning']} ({cost.default:g})", type(cost.default)
+        costs.add_argument(*option, type=kind, default=cost.default, metavar="N", help=meaning)
     add_cost_options(parser)
 
 
@@ -61,7 +50,7 @@ def _spellings(option: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Replays, and shows what comes out."""
+    """Replays a trace of hosts that come and go against plans, and shows what part of the ideal throughput is kept."""
     costs = _costs(options)
     trace = read_trace(options.trace)
     step_seconds = _step_seconds(options, {change.hosts for change in trace[:-1]} - {0})

@@ -24,7 +24,7 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import Options
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.session.device import find_device
+from autovaruna.session.machine import find_device
 
 _EXPECTED = (
     "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"
@@ -66,13 +66,9 @@ _DRAWING = {"uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_", "xavie
 def load_target(
     name: str, settings: Settings, device: torch.device | None = None, *, has_weights: bool = True
 ) -> Target:
-    """Builds and traces the model that the function `name` returns.
+    """Builds and traces the model that the function `name` returns; InputError if it does not, or fails.
 
     Without `has_weights` the model gets no random weights, which take long to draw and a plan does not need.
-
-    Raises:
-        InputError: there is no such function, it raises, or it returns something else.
-        TraceError: the model cannot be traced.
     """
     with nullcontext() if has_weights else _WithoutRandomNumbers():
         function = _find(name)

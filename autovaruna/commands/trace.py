@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table, and draws the picture if one is wanted."""
+    """Shows a trace that a run with trace_events wrote: steps measured and predicted, as a table or a picture."""
     if options.plot:
         options.plot = checked_plot(options.plot)
     bars = read_bars(Path(options.file))

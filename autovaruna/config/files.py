@@ -10,7 +10,7 @@ import secrets
 import stat
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -79,10 +79,7 @@ PACKAGED = Path(__file__).parents[1] / "conf"
 
 
 def conf_dir(environ: Mapping[str, str]) -> Path:
-    """Returns the user's conf directory, which exists only if the environment names it.
-
-    Raises ConfigError if the environment names no directory, or there is no home directory.
-    """
+    """Returns the user's conf directory, which must exist if the environment names it; ConfigError if it is none."""
     named = environ.get(CONF_DIR_VARIABLE)
     if not named:
         try:
@@ -104,10 +101,7 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Returns the content of a TOML file, empty if there is no such file.
-
-    Raises ConfigError, with file and line, if it cannot be read or is not TOML.
-    """
+    """Returns what a TOML file says, empty if there is none; ConfigError, with file and line, if it cannot be read."""
     try:
         with path.open("rb") as file:
             return tomli.load(file)
@@ -130,6 +124,12 @@ def shown(value: object) -> str:
         return f"{value!r:.200}"
     except ValueError:  # Python writes no numbers of so many digits
         return f"a {type(value).__name__} that is too long to be shown"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns what errors add about a name that is like one of those that are known; empty: it is like none."""
+    nearest = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 Record = TypeVar("Record")
@@ -230,8 +230,7 @@ def _complaint(message: str, content: Any, kind: Any) -> str:
 def _meant(name: str, place: str, kind: Any) -> str:
     """Returns which key may have been meant by one that the record at a place does not have."""
     known = [each.encode_name for each in _info_at(kind, place).fields]
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {nearest[0]}?" if nearest else f"; expected one of {', '.join(known)}"
+    return did_you_mean(name, known) or f"; expected one of {', '.join(known)}"
 
 
 def _steps(place: str) -> list[str]:

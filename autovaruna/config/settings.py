@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar
 
-from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, read_toml, shown
+from autovaruna.config.files import CONF_DIR_VARIABLE, PACKAGED, at_home, conf_dir, did_you_mean, read_toml, shown
 from autovaruna.errors import ConfigError, InputError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -158,224 +157,84 @@ CALLABLE = Kind(
 AUTO_SEED = either(count(), Kind('"auto"', lambda value: _checked(None, value in (None, "auto"))))
 
 
-GIBIBYTE = 2**30
+_GIGABYTES = Kind(number().expected, lambda value: int(number().read(value) * 2**30), float)  # type: ignore[operator]
+_RECOMPUTES = Kind(BOOLEAN.expected, lambda value: "all" if _boolean(value) else "none")
 Sharing: TypeAlias = bool | Literal["auto"]
 
 
-@dataclass(frozen=True)
-class Alias:
-    """Another name of a setting, with its own kind and a conversion to the setting's value."""
-
-    name: str
-    kind: Kind
-    convert: Callable[[Any], object]
-
-
-def _setting(kind: Kind, default: T, meaning: str, *aliases: str | Alias) -> T:
-    same_kind = tuple(Alias(each, kind, lambda value: value) for each in aliases if isinstance(each, str))
-    others = tuple(each for each in aliases if isinstance(each, Alias))
-    metadata = {"kind": kind, "meaning": meaning, "aliases": same_kind + others}
-    return field(default=default, metadata=metadata)
+def _setting(kind: Kind, default: T, *aliases: str, **others: Kind) -> T:
+    """Declares a setting with its aliases, and those that have kinds of their own."""
+    return field(default=default, metadata={"kind": kind, "aliases": {**dict.fromkeys(aliases, kind), **others}})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of one run, each read from its sources and of the right kind."""
+    """The settings of one run, each read from its sources and of the right kind; conf.toml says what each means."""
 
     # The plan.
-    num_stages: int = _setting(
-        count(),
-        0,
-        "Stages of the pipeline, several a rank if there are more than ranks; 0: the planner decides.",
-        "partition_num",
-        "nstages",
-    )
-    max_stages_per_rank: int = _setting(
-        count(),
-        0,
-        "Most stages the planner may give a rank; 0: as many as pay, up to 4, or 8 with more than 16 ranks; 1: one.",
-    )
-    simplicity: float = _setting(
-        number(0.0, 1.0),
-        0.02,
-        "Share of the fastest predicted step that a simpler plan may take longer: one of fewer stages, then of equal "
-        "replicas, one stage a rank, 1f1b, fewer micro-batches; 0: the fastest plan.",
-    )
-    num_replicas: int = _setting(count(), 0, "Replicas of every stage; 0: the planner decides.", "replica_num")
-    num_micro_batches: int = _setting(count(), 0, "Micro-batches of a step; 0: the planner decides.", "pipeline_num")
-    micro_batch_size: int = _setting(
-        count(),
-        0,
-        "Samples of a micro-batch, in place of num_micro_batches; 0: the planner decides.",
-        "chunk_size",
-        "batch_norm_samples",
-    )
-    min_micro_batches: int = _setting(count(1), 1, "Fewest micro-batches the planner may choose.", "min_pipeline")
-    max_micro_batches: int = _setting(
-        count(), 0, "Most micro-batches the planner may choose; 0: no limit.", "max_pipeline"
-    )
-    memory_limit_bytes: int = _setting(
-        BYTES,
-        0,
-        "Memory of a rank for the model, as a number of bytes, or as 2GiB, 500MB; 0: what its device has.",
-        Alias("mem_limit_gb", number(), lambda gigabytes: int(gigabytes * GIBIBYTE)),
-    )
-    memory_margin: float = _setting(
-        number(0, below=1), 0.1, "Share of a rank's memory that a plan leaves free.", "mem_margin"
-    )
+    num_stages: int = _setting(count(), 0, "partition_num", "nstages")
+    max_stages_per_rank: int = _setting(count(), 0)
+    simplicity: float = _setting(number(0.0, 1.0), 0.02)
+    num_replicas: int = _setting(count(), 0, "replica_num")
+    num_micro_batches: int = _setting(count(), 0, "pipeline_num")
+    micro_batch_size: int = _setting(count(), 0, "chunk_size", "batch_norm_samples")
+    min_micro_batches: int = _setting(count(1), 1, "min_pipeline")
+    max_micro_batches: int = _setting(count(), 0, "max_pipeline")
+    memory_limit_bytes: int = _setting(BYTES, 0, mem_limit_gb=_GIGABYTES)
+    memory_margin: float = _setting(number(0, below=1), 0.1, "mem_margin")
     optimizer_bytes_factor: float | Literal["auto"] = _setting(
-        either(number(), choice("auto")),
-        "auto",
-        "Bytes of optimizer state for each byte of parameters; auto: found from the optimizer.",
-        "opt_param_factor",
+        either(number(), choice("auto")), "auto", "opt_param_factor"
     )
-    shard_optimizer: Sharing = _setting(
-        either(BOOLEAN, choice("auto")),
-        "auto",
-        "Whether replicas share the optimizer's state: each keeps that of its own parameters (ZeRO stage 1), and all "
-        "give each other the new weights after a step; auto: where memory is short, and a step is at least 2 % faster "
-        "for it.",
-    )
+    shard_optimizer: Sharing = _setting(either(BOOLEAN, choice("auto")), "auto")
     recompute: Literal["auto", "all", "none"] = _setting(
-        choice("auto", "all", "none"),
-        "auto",
-        "Stages that run forward again before backward, to save memory; auto: the planner decides.",
-        Alias("checkpointing", BOOLEAN, lambda is_on: "all" if is_on else "none"),
+        choice("auto", "all", "none"), "auto", checkpointing=_RECOMPUTES
     )
     schedule: str = _setting(
-        choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "deepest_first", "zero_bubble"),
-        "auto",
-        "Order of the instructions of a step; auto: the planner decides.",
+        choice("auto", "gpipe", "1f1b", "varuna", "interleaved", "deepest_first", "zero_bubble"), "auto"
     )
-    in_flight: int = _setting(count(), 0, "Most forwards a stage runs ahead of its backwards; 0: the planner decides.")
-    cuts: tuple[str, ...] = _setting(
-        NAMES, (), "Blocks or modules at which a new stage starts, in order; empty: the planner decides."
-    )
-    cutpoints: Literal["only", "prefer", "ignore"] = _setting(
-        choice("only", "prefer", "ignore"),
-        "prefer",
-        "Whether stages start at the CutPoints of the model alone, rather there, or anywhere; prefer: elsewhere if "
-        "that makes a step more than 5 % faster.",
-    )
-    stage_ranks: tuple[tuple[int, ...], ...] = _setting(
-        RANK_LISTS, (), "Ranks of each stage, as [[0, 1], [2]]; empty: the planner decides.", "stage_to_rank_map"
-    )
+    in_flight: int = _setting(count(), 0)
+    cuts: tuple[str, ...] = _setting(NAMES, ())
+    cutpoints: Literal["only", "prefer", "ignore"] = _setting(choice("only", "prefer", "ignore"), "prefer")
+    stage_ranks: tuple[tuple[int, ...], ...] = _setting(RANK_LISTS, (), "stage_to_rank_map")
 
     # What a step means.
     inputs: Literal["per_rank", "per_replica", "replicated"] = _setting(
-        choice("per_rank", "per_replica", "replicated"),
-        "per_rank",
-        "Whether each rank passes a mini-batch of its own, or the ranks at one place of every list of stage_ranks pass "
-        "the same, or all ranks do.",
+        choice("per_rank", "per_replica", "replicated"), "per_rank"
     )
-    batch_inputs: tuple[str, ...] = _setting(
-        NAMES, (), "Inputs whose first dimension is the batch; empty: found by their size."
-    )
-    batch_dims: tuple[tuple[str, int], ...] = _setting(
-        DIMENSIONS,
-        (),
-        'Dimension that is the batch in inputs where it is not the first one, as {"src": 1}; names of arguments of '
-        "forward, each with all tensors in it.",
-    )
-    dynamic_batch: bool = _setting(
-        BOOLEAN, True, "Whether the model is traced for any batch size; false: for the first one's alone."
-    )
-    check_trace: bool = _setting(
-        BOOLEAN,
-        True,
-        "Whether what a trace computes is compared with the model itself, on a few samples, before it is split.",
-    )
-    reduction: Literal["mean", "sum"] = _setting(
-        choice("mean", "sum"), "mean", "Whether the model's loss is a mean over its samples, or their sum."
-    )
-    batch_statistics: Literal["exact", "micro-batch"] = _setting(
-        choice("exact", "micro-batch"),
-        "exact",
-        "Whether a loss that is no mean over its samples, such as the load balance of a mixture of experts, must be "
-        "that of the whole batch, or is taken of each micro-batch and averaged; one micro-batch is exact.",
-    )
-    micro_batch_weight: Callable[..., float] | None = _setting(
-        CALLABLE,
-        None,
-        "Weight of a micro-batch in the loss, a function of its batch; not given: the loss is that of the whole batch.",
-    )
-    loss_mode: Literal["auto", "loss", "outputs"] = _setting(
-        choice("auto", "loss", "outputs"),
-        "auto",
-        "Whether a call runs the whole step (loss) or its forwards (outputs); auto: the whole step if there is a loss.",
-    )
-    outputs: Literal["all", "loss"] = _setting(
-        choice("all", "loss"), "all", "What a whole step gives back: all outputs, or the loss alone."
-    )
-    seed: int | None = _setting(
-        AUTO_SEED, None, "Seed of random operations such as dropout; auto: torch's seed on rank 0."
-    )
+    batch_inputs: tuple[str, ...] = _setting(NAMES, ())
+    batch_dims: tuple[tuple[str, int], ...] = _setting(DIMENSIONS, ())
+    dynamic_batch: bool = _setting(BOOLEAN, True)
+    check_trace: bool = _setting(BOOLEAN, True)
+    reduction: Literal["mean", "sum"] = _setting(choice("mean", "sum"), "mean")
+    batch_statistics: Literal["exact", "micro-batch"] = _setting(choice("exact", "micro-batch"), "exact")
+    micro_batch_weight: Callable[..., float] | None = _setting(CALLABLE, None)
+    loss_mode: Literal["auto", "loss", "outputs"] = _setting(choice("auto", "loss", "outputs"), "auto")
+    outputs: Literal["all", "loss"] = _setting(choice("all", "loss"), "all")
+    seed: int | None = _setting(AUTO_SEED, None)
 
     # Measuring, and the files of a run.
-    profile_iterations: int = _setting(count(1), 5, "Measurements of each block.", "profiling_iter")
-    profile_cache: bool | str = _setting(
-        either(BOOLEAN, PATH),
-        "auto",
-        "Where measured costs are kept for other runs and models: a directory; auto: profiles in the conf directory; "
-        "false: nowhere.",
-    )
-    load_deployment: bool | Literal["auto"] = _setting(
-        either(BOOLEAN, choice("auto")),
-        "auto",
-        "Whether a saved plan is used; auto: if it is valid for this run; true: a stale one is an error.",
-    )
-    save_deployment: bool = _setting(BOOLEAN, True, "Whether a new plan is saved.")
-    deployment_file: str = _setting(PATH, "deployment.json", "File of the saved plan.")
-    trace_events: bool = _setting(BOOLEAN, False, "Whether the begin and end of every instruction are recorded.")
-    trace_events_file: str = _setting(
-        PATH, "events.trace.json", "File of the recorded events, for a trace viewer.", "event_trace_file"
-    )
-    dump_graph: str = _setting(
-        PATH, "", "File to write the traced graph to, as JSON; empty: none.", "dump_graph_prefix"
-    )
+    profile_iterations: int = _setting(count(1), 5, "profiling_iter")
+    profile_cache: bool | str = _setting(either(BOOLEAN, PATH), "auto")
+    load_deployment: bool | Literal["auto"] = _setting(either(BOOLEAN, choice("auto")), "auto")
+    save_deployment: bool = _setting(BOOLEAN, True)
+    deployment_file: str = _setting(PATH, "deployment.json")
+    trace_events: bool = _setting(BOOLEAN, False)
+    trace_events_file: str = _setting(PATH, "events.trace.json", "event_trace_file")
+    dump_graph: str = _setting(PATH, "", "dump_graph_prefix")
 
     # The run.
-    device: str = _setting(
-        TEXT,
-        "auto",
-        "Device of a rank, as torch names it; auto: where the model is; of several GPUs each rank has its own.",
-    )
-    offload: bool = _setting(
-        BOOLEAN,
-        False,
-        "Whether stages that recompute keep what they received in the host's memory until then; for GPUs.",
-    )
-    channel: Literal["auto", "mpi", "nccl", "gloo"] = _setting(
-        choice("auto", "mpi", "nccl", "gloo"),
-        "auto",
-        "What carries tensors between ranks; auto: NCCL if each rank has a GPU of its own, else MPI, and for messages "
-        "of at most 8 MiB within a host memory that its ranks share; mpi: MPI alone; gloo: for tests. Ranks of "
-        "torchrun have TCP in the place of MPI.",
-    )
+    device: str = _setting(TEXT, "auto")
+    offload: bool = _setting(BOOLEAN, False)
+    channel: Literal["auto", "mpi", "nccl", "gloo"] = _setting(choice("auto", "mpi", "nccl", "gloo"), "auto")
     compile_stages: bool | Literal["inductor", "aot_eager", "eager"] = _setting(
-        either(BOOLEAN, choice("inductor", "aot_eager", "eager")),
-        False,
-        "Whether stages go through torch.compile, by its own backend or a named one.",
+        either(BOOLEAN, choice("inductor", "aot_eager", "eager")), False
     )
-    progress: bool = _setting(BOOLEAN, True, "Whether rank 0 shows a progress bar while it measures.")
-    stall_report_seconds: float = _setting(
-        number(),
-        30.0,
-        "How long a rank waits before it says for whom, and where the others are; at least 20 predicted steps.",
-    )
-    stall_limit_seconds: float = _setting(
-        number(), 0.0, "How long a rank waits before it ends the job with an error that names whom; 0: for ever."
-    )
-    save_on_signal: str = _setting(
-        PATH,
-        "",
-        "Folder for a checkpoint when SIGTERM or SIGUSR1 has come to any rank, after which all end with status 75; "
-        "empty: signals do what they do without this.",
-    )
-    full_tracebacks: bool = _setting(
-        BOOLEAN, False, "Whether errors show the frames of AutoVaruna and torch, too, and not the script's alone."
-    )
-    show_settings: bool = _setting(BOOLEAN, False, "Whether each setting is logged at the start.", "show_config_items")
+    progress: bool = _setting(BOOLEAN, True)
+    stall_report_seconds: float = _setting(number(), 30.0)
+    stall_limit_seconds: float = _setting(number(), 0.0)
+    save_on_signal: str = _setting(PATH, "")
+    full_tracebacks: bool = _setting(BOOLEAN, False)
+    show_settings: bool = _setting(BOOLEAN, False, "show_config_items")
 
     _sources: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
 
@@ -390,16 +249,26 @@ class Settings:
 
 
 def declarations() -> tuple[Field[Any], ...]:
-    """Returns the declarations: ``name``, ``default`` and, in ``metadata``, kind, meaning and aliases."""
+    """Returns the declarations: ``name``, ``default`` and, in ``metadata``, kind and aliases."""
     return tuple(each for each in fields(Settings) if "kind" in each.metadata)
 
 
-def known_names() -> dict[str, tuple[Field[Any], Alias]]:
-    """Returns, for each name and alias, the declaration and how its value is read."""
-    known: dict[str, tuple[Field[Any], Alias]] = {}
+def meanings() -> dict[str, str]:
+    """Returns what each setting means, as the conf.toml of this package says above its default."""
+    found = {}
+    for block in _LIST.read_text(encoding="utf-8").split("\n\n"):
+        *lines, last = block.strip().splitlines()
+        name = last.removeprefix("# (only as a keyword) ").partition(" = ")[0]
+        found[name] = " ".join(line.removeprefix("# ") for line in lines).partition(" Also: ")[0]
+    return {each.name: found[each.name] for each in declarations()}
+
+
+def known_names() -> dict[str, tuple[Field[Any], Kind]]:
+    """Returns, for each name and alias, the declaration and the kind of its value."""
+    known: dict[str, tuple[Field[Any], Kind]] = {}
     for each in declarations():
-        own = Alias(each.name, each.metadata["kind"], lambda value: value)
-        known |= {alias.name: (each, alias) for alias in (own, *each.metadata["aliases"])}
+        kinds = {each.name: each.metadata["kind"], **each.metadata["aliases"]}
+        known |= {name: (each, kind) for name, kind in kinds.items()}
     return known
 
 
@@ -457,18 +326,12 @@ def _read(entry: _Entry) -> tuple[str, object]:
     """Returns the standard name and the value of an entry."""
     known = known_names()
     if entry.name not in known:
-        raise ConfigError(f"{entry.place}: there is no such setting{_nearest(entry.name, known)}; {_LIST} has all")
-    declaration, alias = known[entry.name]
+        raise ConfigError(f"{entry.place}: there is no such setting{did_you_mean(entry.name, known)}; {_LIST} has all")
+    declaration, kind = known[entry.name]
     try:
-        value = alias.kind.parse(str(entry.value)) if entry.is_text else entry.value
-        return declaration.name, alias.convert(alias.kind.read(value))
+        return declaration.name, kind.read(kind.parse(str(entry.value)) if entry.is_text else entry.value)
     except REFUSALS:
-        raise ConfigError(f"{entry.place} is {shown(entry.value)}; expected {alias.kind.expected}") from None
-
-
-def _nearest(name: str, known: Mapping[str, object]) -> str:
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(f"{entry.place} is {shown(entry.value)}; expected {kind.expected}") from None
 
 
 def _check_together(settings: Settings) -> None:

@@ -24,20 +24,14 @@ from autovaruna.errors import ConfigError
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
-END_SECONDS = 10.0
-"""How long a keeper may take to do what it is asked for."""
+END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
 _START_SECONDS = 60.0
 _REOPEN_SECONDS = 6.0
-_AGAIN_SECONDS = 5.0
-"""How long after a keeper has gone it is tried again, doubled each time up to a minute."""
-SLOW_FILE = "slow_machines.out"
-"""Gets the hosts that are left out, a name a line, as Varuna writes it."""
-_BETWEEN_SECONDS = 120.0
-"""The least time between two plans that are made anew for the sake of speeds."""
-_LASTING_SECONDS = 10.0
-"""What is slow for less than a restart takes is not worth one."""
-_QUIET_SECONDS = 60.0
-"""How long nothing more is printed of a rank that is slow from time to time; the events have all."""
+_AGAIN_SECONDS = 5.0  # how long after a keeper has gone it is tried again, doubled each time up to a minute
+SLOW_FILE = "slow_machines.out"  # gets the hosts that are left out, a name a line, as Varuna writes it
+_BETWEEN_SECONDS = 120.0  # the least time between two plans that are made anew for the sake of speeds
+_LASTING_SECONDS = 10.0  # what is slow for less than a restart takes is not worth one
+_QUIET_SECONDS = 60.0  # how long nothing more is printed of a rank that is slow from time to time; the events have all
 _LEFT_OUT_SECONDS = 600.0
 """After so long a host that was left out is tried again; doubled each time that it is still slow."""
 
@@ -74,11 +68,7 @@ class Hosts:
         self._fault_of_list = ""
 
     def start(self, check: Callable[[], None]) -> None:
-        """Starts the keepers and waits, calling `check`, until each is up, or has failed.
-
-        Raises:
-            ConfigError: none can be started, or too few.
-        """
+        """Starts the keepers and calls `check` until each is up, or has failed; ConfigError if too few can start."""
         for host in self.listed:
             self._open(host)
         deadline = time.monotonic() + _START_SECONDS

@@ -31,8 +31,7 @@ from autovaruna.runtime.progress import JobPlace
 
 Grid = Sequence[Sequence[int]]
 
-_SILENT_SECONDS = 2.0
-"""How long the output of an mpirun that has ended may be silent and still go on."""
+_SILENT_SECONDS = 2.0  # how long the output of an mpirun that has ended may be silent and still go on
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
 _START = re.compile(rf"{_END.pattern}|{_TAG.pattern}")
@@ -149,22 +148,15 @@ _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 loses its power says nothing."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
-LOST_OTHERS = 14
-"""What Open MPI ends a rank with that has done nothing, but has lost its connection to another one."""
+LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
 
 
 class Job:
-    """One mpirun of a script.
+    """One mpirun of a script on `options.hosts`; ConfigError if mpirun is missing.
 
-    Args:
-        options: What the user asked for; `hosts` are those to run on.
-        grid: The ranks of each stage; None: the script finds them.
-        place: What ranks are told of their hosts' memory; None: there is no manager.
-        standby: The socket of the standby process on each host; empty: there is none.
-        on_end: Hears of each rank that ends, from a thread: rank and status, negative for a signal.
-
-    Raises:
-        ConfigError: mpirun is missing.
+    Without a `grid` the script finds the ranks of each stage; without a `place` there is no manager, without the socket
+    of a `standby` process Python is started. `on_end` hears of each rank that ends, from a thread: rank and status,
+    negative for a signal.
     """
 
     def __init__(

@@ -27,19 +27,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.elsewhere import MOST_BYTES, TOKEN, Pointer, connect
-from autovaruna.checkpoint.part import (
+from autovaruna.checkpoint.host_memory import (
     COPIED,
     HOLD,
     LEAVE,
+    MOST_BYTES,
     RECORD,
+    TOKEN,
+    Pointer,
     RankPart,
+    Server,
+    connect,
+    copy_synced,
     read_part,
     slots_of,
     write_record,
 )
 from autovaruna.config.files import read_record, write_whole
-from autovaruna.elastic.server import Server
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
@@ -47,10 +51,8 @@ from autovaruna.runtime.progress import Progress, attempt_folder, folders_in, re
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
-_SILENT_SECONDS = 30.0
-"""After so long without a word of the manager it counts as lost."""
-_STARTING_SECONDS = 60.0
-"""What is younger may be of a job that starts just now."""
+_SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
+_STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
 @dataclass
@@ -153,13 +155,10 @@ class Keeper:
     def restore(
         self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
     ) -> None:
-        """Puts a state together for the next ranks; what is older than its attempt is forgotten.
+        """Puts a state of an attempt together for the next ranks; what is older than that is forgotten.
 
-        Args:
-            texts: Small files.
-            own: Files of this host, by name, with where they are in its folder.
-            others: Files of other hosts, by name, with what is in a `Pointer`.
-            attempt: The one that the state is of.
+        All by name: `texts` are small files, `own` tells where files of this host are in its folder, `others` has what
+        is in a `Pointer`.
         """
         place = self.folder / "restore"
         shutil.rmtree(place, ignore_errors=True)
@@ -201,9 +200,7 @@ class Keeper:
             if part is None:
                 raise OSError(f"{place} has gone")
             for name in part.files:
-                shutil.copyfile(slot / name, Path(partial, name))
-                with open(Path(partial, name), "rb+") as file:
-                    os.fsync(file.fileno())
+                copy_synced(slot / name, Path(partial, name))
 
     def quit(self) -> None:
         """Removes all that is the job's on this host."""

@@ -20,8 +20,7 @@ from autovaruna.elastic.options import is_this_machine
 _CONNECT_SECONDS = 3
 _BEAT_SECONDS, _ANSWER_SECONDS = 0.25, 1.0
 """How often a keeper is asked for its ranks, and how long it may take to answer."""
-_MOST_MISSED = 3
-"""Answers that may be missed: a pause of the manager's own, however long, is one."""
+_MOST_MISSED = 3  # answers that may be missed: a pause of the manager's own, however long, is one
 
 
 class Link:

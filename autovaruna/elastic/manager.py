@@ -34,17 +34,13 @@ from autovaruna.runtime.progress import JobPlace
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
-_NO_PROGRESS = 3
-"""How often the job is started again after a fault of its own without having come any further."""
+_NO_PROGRESS = 3  # how often the job is started again after a fault of its own without having come any further
 
 
 class Manager:
-    """Looks after one job from its first start to its end.
+    """Looks after one job from its first start to its end; ConfigError if it cannot be started.
 
     `choose` returns options with stages and micro-batch size for some hosts, and the ranks of each stage.
-
-    Raises:
-        ConfigError: mpirun is missing, or a host cannot be used.
     """
 
     def __init__(self, options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> None:

@@ -5,6 +5,7 @@ Notices reach the managers of this user's jobs from every host with the same HOM
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
@@ -19,10 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autovaruna.checkpoint.elsewhere import connect
+from autovaruna.checkpoint.host_memory import Server, connect
 from autovaruna.config.files import at_home, read_record, write_whole
 from autovaruna.elastic.job import show
-from autovaruna.elastic.server import Server
 from autovaruna.errors import ConfigError
 
 _FOLDER = "~/.autovaruna/jobs"
@@ -57,13 +57,9 @@ class Address:
 
 
 class Notices:
-    """Listens for notices while the context lasts.
+    """Listens for notices while the context lasts; `path` is a file that tells how the manager is reached.
 
-    Args:
-        take: Gets a host and after how many seconds it goes; returns what is wrong with that, in words.
-
-    Attributes:
-        path: a file that tells how the manager is reached.
+    `take` gets a host and after how many seconds it goes, and returns what is wrong with that, in words.
     """
 
     def __init__(self, take: Callable[[str, float], str]) -> None:
@@ -105,19 +101,19 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     if seconds < 0:
         raise ConfigError(f"seconds is {seconds}; expected after how many seconds {host} goes, 0 or more")
     faults = []
-    num_told = 0
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         try:
             address = read_record(json.loads(path.read_bytes()), Address)
+        except (OSError, ValueError):
+            continue
+        try:
             with connect(address.host, address.port, address.token.encode()) as connection:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
-                fault = json.loads(connection.recv_bytes(1 << 20))["fault"]
-        except (OSError, EOFError, ValueError):  # of a manager that was killed
-            if _is_of_dead(path):
-                path.unlink(missing_ok=True)
-            continue
-        num_told += not fault
-        faults += [fault] if fault else []
+                faults.append(json.loads(connection.recv_bytes(1 << 20))["fault"])
+        except (OSError, EOFError, ValueError):
+            if address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists():
+                path.unlink(missing_ok=True)  # of a manager that was killed
+    num_told = faults.count("")
     if not num_told:
         raise ConfigError(
             f"no job was told that {host} goes: {'; '.join(faults) or 'none of this user runs'}. Expected a host in "
@@ -126,8 +122,17 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     return num_told
 
 
-def _is_of_dead(path: Path) -> bool:
-    with suppress(OSError, ValueError):
-        address = read_record(json.loads(path.read_bytes()), Address)
-        return address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists()
-    return False
+HELP = "tell running jobs that a host will be taken away"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the host and its time."""
+    parser.add_argument("host", metavar="HOST", help="as the machine list has it")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="after which it goes (30)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Tells the jobs of this user that a host will be taken away: they finish the step, and go on without it in
+    time.
+    """
+    notify_manager_preempt(options.host, options.seconds)

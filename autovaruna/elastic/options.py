@@ -19,8 +19,7 @@ from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
 _DISCOVER_SECONDS = 30.0
-_MOST_CHARACTERS = 131_071
-"""Of a line: the system takes no longer variables."""
+_MOST_CHARACTERS = 131_071  # of a line: the system takes no longer variables
 _ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
 _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
@@ -68,11 +67,7 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
-    """Returns the options of a command line, as Varuna's launcher has it.
-
-    Raises:
-        ConfigError: a file that it names cannot be used, or numbers contradict each other.
-    """
+    """Returns the options of a command line, as Varuna's launcher has it; ConfigError if they cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m autovaruna.run_varuna",
         description="Starts a training script on every rank of the machines in a list.",
@@ -150,12 +145,9 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
 
 
 def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[str, int]:
-    """Returns the ranks of each machine that a file lists, or that a command prints.
+    """Returns the ranks of each machine that a file lists, or that a command prints; ConfigError if there is none.
 
     One that is listed twice has twice as many, by whatever names and addresses.
-
-    Raises:
-        ConfigError: there is no machine, or the command or the file fails.
     """
     if path is None and command is None:
         return {"localhost": num_slots}

@@ -17,8 +17,7 @@ from typing import Any
 
 VARIABLE = "VARUNA_LAUNCH"
 """Holds what all ranks get, as JSON: the script and its arguments too, so that nothing reads them but the script."""
-STARTED = "\x1estarted"
-"""Tells the launcher that a rank runs; it shows no such line."""
+STARTED = "\x1estarted"  # tells the launcher that a rank runs; it shows no such line
 STAND_INS = {signal.SIGTERM: signal.SIGVTALRM, signal.SIGINT: signal.SIGURG}
 """What mpirun forwards in place of what it would end the job for."""
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from autovaruna.config.files import at_home
 from autovaruna.errors import InputError
@@ -31,27 +32,24 @@ class Change:
     event: str = ""
 
 
+Number = TypeVar("Number", int, float)
+
+
+def _cost(default: Number, meaning: str) -> Number:
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True)
 class Costs:
-    """What the faults of a job cost.
+    """What the faults of a job cost: seconds to the next step under way, and steps that may be lost."""
 
-    Attributes:
-        kill_seconds: From the death of a rank to the next step under way.
-        loss_seconds: From the loss of a host.
-        change_seconds: From a notice, or from a host that comes.
-        stop_seconds: The last of these `change_seconds`, in which nothing is computed.
-        cold_seconds: From the first host that comes where none was left.
-        copy_steps: Steps between two copies to other hosts, from which one lost host is made good.
-        checkpoint_steps: Steps between two checkpoints on disk, for all that copies do not make good.
-    """
-
-    kill_seconds: float = 3.0
-    loss_seconds: float = 6.0
-    change_seconds: float = 4.0
-    stop_seconds: float = 1.0
-    cold_seconds: float = 15.0
-    copy_steps: int = 10
-    checkpoint_steps: int = 100
+    kill_seconds: float = _cost(3.0, "from the death of a rank to the next step")
+    loss_seconds: float = _cost(6.0, "from the loss of a host")
+    change_seconds: float = _cost(4.0, "from a notice, or a host that comes")
+    stop_seconds: float = _cost(1.0, "the last part of these, in which nothing is computed")
+    cold_seconds: float = _cost(15.0, "from the first host that comes where none was left")
+    copy_steps: int = _cost(10, "steps between two copies to other hosts")
+    checkpoint_steps: int = _cost(100, "steps between two checkpoints on disk")
 
 
 @dataclass
@@ -87,12 +85,10 @@ class Throughput:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Change]:
-    """Reads a trace: a CSV file with the columns ``seconds,hosts`` or ``seconds,hosts,event``.
+    """Reads a trace: a CSV file with the columns ``seconds,hosts`` or ``seconds,hosts,event``; its last row ends it.
 
-    Its last row ends it. The row of names may be left out; empty lines and those that begin with ``#`` are skipped.
-
-    Raises:
-        InputError: it cannot be read, or a row is wrong; names the file and the line.
+    The row of names may be left out; empty lines and those that begin with ``#`` are skipped. Raises InputError, with
+    file and line, if it cannot be read, or a row is wrong.
     """
     try:
         lines = Path(at_home(path)).read_text(encoding="utf-8").splitlines()
@@ -157,15 +153,10 @@ def _hosts(text: str) -> int:
 
 
 def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: Costs | None = None) -> Throughput:
-    """Replays a trace.
+    """Replays a trace, whose last change ends it, with the seconds of a step by number of hosts.
 
     The job runs on the hosts of the first row when the trace begins. A host that is lost is one that it uses. Where two
     hosts are lost before the job runs again, or the last one is, it goes on from disk.
-
-    Args:
-        trace: Changes, ascending in seconds; the last one ends the trace.
-        step_seconds: Seconds of a step by number of hosts; hosts of another number run the best plan for fewer.
-        costs: What faults cost.
     """
     job = _Job(Rates(step_seconds), costs or Costs(), trace[0])
     most = max(change.hosts for change in trace)

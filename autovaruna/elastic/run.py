@@ -21,8 +21,7 @@ from autovaruna.elastic.snapshots import Checkpoints
 from autovaruna.elastic.watch import Watch
 from autovaruna.runtime.progress import JobPlace
 
-LEFT = 75
-"""What a rank ends with that has left at a step's border."""
+LEFT = 75  # what a rank ends with that has left at a step's border
 _LEAVE_SECONDS = 120.0
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
@@ -50,13 +49,9 @@ class Outcome:
 
 
 class Run:
-    """One run of a job, which has begun when it is made; `options.hosts` are those of the run.
+    """One run of a job, which has begun when it is made, on `options.hosts`; `watch` gets what the ranks report.
 
-    Args:
-        grid: The ranks of each stage; None: the script finds them.
-        place: What ranks are told of their hosts' memory.
-        standby: The socket of the standby process on each host; empty: there is none.
-        watch: Gets what the ranks report.
+    The other arguments are those of `Job`.
     """
 
     def __init__(
@@ -88,11 +83,8 @@ class Run:
     ) -> Outcome:
         """Returns how the run ends, as soon as that is known.
 
-        Args:
-            since: When the run before ended, on the monotonic clock, seconds.
-            seconds: What the start has taken so far, by phase.
-            checkpoints: Where states are written, from time to time.
-            signals: Those that this process has got, now and later.
+        `since` is when the run before ended, on the monotonic clock, `seconds` what the start has taken so far, by
+        phase. States are written to `checkpoints` from time to time. `signals` are those of now and later.
         """
         hosts, started = self._hosts, time.monotonic()
         has_dropped = has_stepped = False

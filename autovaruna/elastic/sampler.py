@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from autovaruna.errors import ConfigError, InputError
-from autovaruna.session.device import get_rank, get_world_size
-
-
-class Sized(Protocol):
-    """A dataset that knows its length."""
-
-    def __len__(self) -> int: ...
+from autovaruna.session.machine import get_rank, get_world_size
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -59,11 +53,7 @@ class ElasticSampler(Sampler[list[int]]):
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's samples of each batch from `batch` to the end of the epoch.
-
-        Raises:
-            InputError: a batch has fewer samples than there are ranks.
-        """
+        """Yields this rank's samples of each batch that the epoch still has; InputError if one has fewer than ranks."""
         rank, num_ranks = get_rank(), get_world_size()
         least = self.num_samples - (len(self) - 1) * self.global_batch_size
         if min(least, self.global_batch_size) < num_ranks:

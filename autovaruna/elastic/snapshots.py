@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.elsewhere import Pointer
-from autovaruna.checkpoint.part import RankPart, small_files
+from autovaruna.checkpoint.host_memory import Pointer, RankPart, small_files
 from autovaruna.config.files import read_record
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
@@ -20,8 +19,7 @@ from autovaruna.elastic.notices import EventLog
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0
 _WRITE_SECONDS = 3600.0
-_NUM_KEPT = 2
-"""Checkpoints that stay in the folder."""
+_NUM_KEPT = 2  # checkpoints that stay in the folder
 
 
 @dataclass(frozen=True)

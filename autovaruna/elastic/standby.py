@@ -25,6 +25,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import autovaruna
 from autovaruna.elastic import rank_script
@@ -36,8 +37,7 @@ _NOT_IMPORTED = ("__main__", "run_varuna")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Has torch count GPUs without the driver, which a process that is forked afterwards could not use."""
 _LOOK_SECONDS = 1.0
-_MOST_LOOKS = 20
-"""How long the process outlives the host's keeper, for a new one to come."""
+_MOST_LOOKS = 20  # how long the process outlives the host's keeper, for a new one to come
 _LENGTH_BYTES = 8
 
 
@@ -98,7 +98,8 @@ def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:
         length, control, _, _ = stub.recvmsg(_LENGTH_BYTES, socket.CMSG_LEN(12))
         files = array.array("i")
         files.frombytes(control[0][2][:12])
-        job = json.loads(_receive(stub, int.from_bytes(length, "little")))
+        with stub.makefile("rb") as rest:
+            job = json.loads(rest.read(int.from_bytes(length, "little")))
         stub.settimeout(None)
     except (OSError, ValueError, IndexError):
         stub.close()
@@ -119,35 +120,21 @@ def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:
     return False
 
 
-def _receive(stub: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = stub.recv(count - len(data))
-        if not piece:
-            raise OSError("the stub has gone")
-        data += piece
-    return bytes(data)
-
-
-def _become(job: dict[str, object], files: array.array[int]) -> None:
+def _become(job: dict[str, Any], files: array.array[int]) -> None:
     """Gives this process the files, variables, folder and process group of a rank."""
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
     os.setpgid(0, 0)
-    variables, folder = job["variables"], job["folder"]
-    assert isinstance(variables, dict) and isinstance(folder, str)
+    variables = job["variables"]
     os.environ.clear()
     os.environ.update(variables)
-    os.chdir(folder)
+    os.chdir(job["folder"])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.path[1:1] = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
-    torch = sys.modules["torch"]
-    if variables.get("OMP_NUM_THREADS", "").isdigit():
-        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    else:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    asked = variables.get("OMP_NUM_THREADS", "")
+    sys.modules["torch"].set_num_threads(int(asked) if asked.isdigit() else len(os.sched_getaffinity(0)))
 
 
 def _end(rank: _Rank) -> None:
@@ -208,13 +195,8 @@ class StandbyProcess:
 
     def _start(self) -> None:
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", _NVML_CHECK: "1"}
-        call = [
-            sys.executable,
-            "-m",
-            "autovaruna.elastic.standby",
-            str(self._folder / SOCKET),
-            str(self._folder / LOCK),
-        ]
+        paths = str(self._folder / SOCKET), str(self._folder / LOCK)
+        call = [sys.executable, "-m", "autovaruna.elastic.standby", *paths]
         with open(self._folder / "standby.log", "wb") as log:
             self._process = subprocess.Popen(
                 call, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

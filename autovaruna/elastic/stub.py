@@ -12,11 +12,10 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
-ENDED = "\x1eended "
-"""Begins the line by which the launcher learns a rank and its status; it shows no such line."""
-SOCKET = "VARUNA_STANDBY"
-"""The variable that names the standby process's socket."""
+ENDED = "\x1eended "  # begins the line by which the launcher learns a rank and its status; it shows no such line
+SOCKET = "VARUNA_STANDBY"  # the variable that names the standby process's socket
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 _PASSED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGVTALRM, signal.SIGURG)
 
@@ -62,15 +61,9 @@ def _forked(connection: socket.socket) -> int:
     last = lines.readline()
     if last:
         return int(last)
-    _kill(process)
-    return -signal.SIGKILL
-
-
-def _kill(process: int) -> None:
-    try:
+    with suppress(OSError):
         os.kill(process, signal.SIGKILL)
-    except OSError:
-        return
+    return -signal.SIGKILL
 
 
 def _started() -> int:

@@ -16,23 +16,18 @@ from dataclasses import dataclass, field
 from statistics import fmean, median_low
 from typing import Any
 
-Place = tuple[str, int]
-"""A host, and the number of a rank among its own."""
-SLOW = 1.10
-"""So many times as long as before, or as predicted, is slow."""
-MEASURED_SLOW = 1.08
-"""What is measured of that over some steps, at the least."""
+Place = tuple[str, int]  # a host, and the number of a rank among its own
+SLOW = 1.10  # so many times as long as before, or as predicted, is slow
+MEASURED_SLOW = 1.08  # what is measured of that over some steps, at the least
 RECOVERED = 1.05
 """A slow rank has recovered that takes less than so many times as long, as each of ten windows on end says."""
 WINDOW_STEPS = 10
-FIRST_STEPS = 20
-"""The steps that a rank's own past is made of: its first, or as many later ones that are faster."""
+FIRST_STEPS = 20  # the steps that a rank's own past is made of: its first, or as many later ones that are faster
 _SETTLING_STEPS, _FASTER = 200, 1.05
 """Until then a rank's past may get faster, by so much: while a job starts, so do other programs on its hosts."""
 _SLOW_STEPS = 7
 """So many of a window are slower than `RECOVERED`, each by itself: neither hiccups nor a common change are slowness."""
-_MISSING_STEPS = 100
-"""After so many, a step that some rank has not reported is judged without it."""
+_MISSING_STEPS = 100  # after so many, a step that some rank has not reported is judged without it
 
 
 @dataclass(frozen=True)
@@ -56,12 +51,8 @@ class Recovered:
 class Speeds:
     """Compares ranks with their past, the predicted seconds of a step by rank, and each other.
 
-    Attributes:
-        slow: The slow ones, with what was said of them.
-
-    Args:
-        predicted: By rank.
-        planned_for: How many times as long as it should a rank takes by what the plan knows, if that is more than 1.
+    `planned_for` is how many times as long as it should a rank takes by what the plan knows, if that is more than 1;
+    `slow` has the slow ones, with what was said of them.
     """
 
     def __init__(self, predicted: Mapping[int, float], planned_for: Mapping[int, float] | None = None) -> None:
@@ -195,10 +186,8 @@ def _middle(values: Iterable[float]) -> float:
 
 _LEAST_SECONDS = 20.0
 _TIMES_LONGEST = 20.0
-_LEAST_WORK_SECONDS = 5e-3
-"""Of a step; what takes less varies by more than slow ranks do."""
-_STOPPED_SECONDS = 4.0
-"""How long a process may be stopped, as by a debugger that comes and goes."""
+_LEAST_WORK_SECONDS = 5e-3  # of a step; what takes less varies by more than slow ranks do
+_STOPPED_SECONDS = 4.0  # how long a process may be stopped, as by a debugger that comes and goes
 _MOST_NAMES = 4
 
 

@@ -82,7 +82,6 @@ class CallSpec:
     method: str = "forward"
 
     def of(self, model: nn.Module) -> Callable[..., Any]:
-        """Returns what is called of a model."""
         return model if self.method == "forward" else getattr(model, self.method)
 
     def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -190,15 +189,11 @@ class CallReader:
 
 
 class UnfamiliarError(Exception):
-    """A part of a call is of a class that no outline tells enough of."""
+    """Says that a part of a call is of a class that `outline` cannot tell enough of."""
 
 
 def outline(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order.
-
-    Raises:
-        UnfamiliarError: a part is of a class that no outline tells enough of.
-    """
+    """Returns what is equal for values that only differ in the numbers of their tensors, which it collects in order."""
     kind = type(value)
     if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
         tensors.append(value)
@@ -213,7 +208,6 @@ def outline(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Refuses inputs that are not plain tensors in memory."""
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.layout is not torch.strided:
             raise InputError(

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -53,11 +52,7 @@ class CutPoint(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `x`, of any shape and dtype.
-
-        Raises:
-            InputError: `x` is no tensor.
-        """
+        """Returns `x`, of any shape and dtype."""
         if not isinstance(x, Tensor):
             raise InputError(
                 f"A CutPoint takes one tensor and returns it: got {type(x).__name__}. Pass one of the tensors that "
@@ -83,31 +78,19 @@ def named_cut_points(model: nn.Module) -> Iterator[None]:
 def _cut_points(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
     """Yields the cut points of a model with their paths; those in plain lists and dicts of its modules, too."""
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            for place, entry in _entries(value) if not name.startswith("_") else ():
-                if isinstance(entry, CutPoint):
-                    yield ".".join(filter(None, (path, name, place))), entry
         if isinstance(module, CutPoint):
             yield path, module
-
-
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, list | tuple):
-        yield from ((str(place), entry) for place, entry in enumerate(value))
-    elif isinstance(value, dict):
-        yield from ((str(key), entry) for key, entry in value.items())
-    else:
-        yield "", value
+        for name, value in vars(module).items():
+            held = value if isinstance(value, list | tuple) and not name.startswith("_") else ()
+            entries = value.items() if isinstance(value, dict) and not name.startswith("_") else enumerate(held)
+            for place, entry in entries:
+                if isinstance(entry, CutPoint):
+                    yield f"{path}.{name}.{place}".removeprefix("."), entry
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A place in a traced graph.
-
-    Attributes:
-        users: nodes that used it through the cut point.
-        region: whether it lies inside a region that is one node of the graph.
-    """
+    """A place in a traced graph, in a region that is one node of it or not; `users` used it through the cut point."""
 
     name: str
     source: str
@@ -117,11 +100,7 @@ class Marker:
 
 
 def take_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
-    """Takes the markers out of a graph and returns where they were, in order of execution.
-
-    Raises:
-        TraceError: a cut point was used more than once.
-    """
+    """Takes the markers out of a graph and returns where they were, in order of execution; each may be used once."""
     markers = _take(module)
     counts = Counter(marker.name for marker in markers)
     repeated = [name for name, count in counts.items() if count > 1]
@@ -142,18 +121,15 @@ def _take(module: fx.GraphModule, is_region: bool = False) -> list[Marker]:
             markers += _take(region, is_region=True)
         if node in marks:
             users = tuple(user.name for user in _final_users(node))
-            markers.append(Marker(str(node.args[2]), _source(node).name, users, kept, is_region))
+            source = node
+            while is_mark(source):
+                source = source.args[0]
+            markers.append(Marker(str(node.args[2]), source.name, users, kept, is_region))
         kept += not is_mark(node)
     drop(marks)
     if markers and is_region:
         module.recompile()
     return markers
-
-
-def _source(node: fx.Node) -> fx.Node:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return _source(source) if is_mark(source) else source
 
 
 def _final_users(node: fx.Node) -> Iterator[fx.Node]:

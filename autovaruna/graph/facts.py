@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,10 +22,9 @@ from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import Counting, changed_statistics, is_random
 from autovaruna.graph.call import CallSpec, InputSpec
-from autovaruna.graph.export.errors import reason_of
+from autovaruna.graph.export.errors import origin, reason_of
 from autovaruna.graph.export.exported import Exported
 from autovaruna.graph.export.fakes import example_inputs, fake_like, without_cudnn
-from autovaruna.graph.export.user_lines import origin
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 
@@ -41,7 +40,9 @@ class _NoModules(nullcontext[None]):
 
 def flop_counter() -> FlopCounterMode:
     """Returns a counter for everything that runs in its context, whichever module it is in."""
-    made = FlopCounterMode(display=False, custom_mapping=_FORMULAS | _of_transformers())
+    own = torch.ops.transformers  # what that library adds, once it is imported
+    added = {getattr(own, name): formula for name, formula in _OF_TRANSFORMERS.items() if hasattr(own, name)}
+    made = FlopCounterMode(display=False, custom_mapping=_FORMULAS | added)
     made.mod_tracker = _NoModules()  # type: ignore[assignment]
     return made
 
@@ -80,13 +81,10 @@ def _grouped(one: Shape, other: Shape, *rest: Any, **more: Any) -> int:
     return 2 * math.prod(one) * other[-1]
 
 
-def _of_transformers() -> dict[Any, Callable[..., int]]:
-    """Returns the formulas of operators that the library transformers adds once it is imported."""
-    own = torch.ops.transformers
-    names = {"grouped_mm_fallback": _grouped, "grouped_mm_fallback_backward": lambda *args, **more: 2 * _grouped(*args)}
-    return {getattr(own, name): formula for name, formula in names.items() if hasattr(own, name)}
-
-
+_OF_TRANSFORMERS: dict[str, Callable[..., int]] = {
+    "grouped_mm_fallback": _grouped,
+    "grouped_mm_fallback_backward": lambda *args, **more: 2 * _grouped(*args),
+}
 _ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **{getattr(_aten, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTIONS},
@@ -132,7 +130,6 @@ class _Pass(fx.Interpreter):
     attributes: dict[str, Tensor]
     counter: FlopCounterMode
     facts: dict[str, Fact] = field(default_factory=dict)
-    num_flops: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(self.module, garbage_collect_values=False)
@@ -145,9 +142,7 @@ class _Pass(fx.Interpreter):
         if _is_view(target):
             return super().call_function(target, args, kwargs)
         with self.counter, Counting():
-            value = super().call_function(target, args, kwargs)
-        self.num_flops = self.counter.get_total_flops()
-        return value
+            return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -162,10 +157,10 @@ class _Pass(fx.Interpreter):
     def _run(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in tensors_in(self.env[arg])]
         versions = [tensor._version for tensor in inputs]
-        self.num_flops = 0
         precision = precision_of(n)
         with in_precision(precision) if precision else nullcontext():
             value = super().run_node(n)
+        is_counted = n.op == "call_function" and not _is_view(n.target)
         written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
         statistics = {storage_of(self.env[each]) for each in changed_statistics(self.module, n)}
         outputs = tensors_in(value)
@@ -176,19 +171,14 @@ class _Pass(fx.Interpreter):
             writes=frozenset(written | statistics),
             makes=frozenset(map(storage_of, outputs)),
             is_random=is_random(self.module, n),
-            num_flops=_plain(self.num_flops),
+            num_flops=_plain(self.counter.get_total_flops()) if is_counted else 0.0,
         )
         return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownGraph(Exported):
-    """A graph of torch.export with what is known of it.
-
-    Attributes:
-        parameters: first name of each parameter, by each of its names.
-        buffers: first name of each buffer, by each of its names.
-    """
+    """A graph of torch.export with what is known of it; `parameters` and `buffers` map each name to the first one."""
 
     facts: dict[str, Fact]
     sizes: Sizes
@@ -236,14 +226,10 @@ def learn(
     with mode, without_autocast(), without_cudnn():
         graph_pass = _Pass(exported.module, attributes, flop_counter())
         graph_pass.run(*inputs, enable_io_processing=False)
-    return graph_pass.facts | _later_in_need(exported.module.graph, graph_pass.facts)
-
-
-def _later_in_need(graph: fx.Graph, facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Returns the facts of values that need a gradient since something was written into them, or into a view."""
-    return {
-        node.name: replace(facts[node.name], needs_gradient=True)
-        for node in graph.nodes
+    facts = graph_pass.facts
+    return facts | {
+        node.name: replace(facts[node.name], needs_gradient=True)  # since something was written into it, or into a view
+        for node in exported.module.graph.nodes
         if node.op == "call_function" and not facts[node.name].needs_gradient
         if any(tensor.requires_grad for tensor in tensors_in(facts[node.name].value))
     }

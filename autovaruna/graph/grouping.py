@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import networkx as nx
@@ -20,8 +21,8 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import counted
 from autovaruna.graph.cuts import Marker
+from autovaruna.graph.export.errors import modules_of
 from autovaruna.graph.export.idioms import check
-from autovaruna.graph.export.user_lines import modules_of
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.precision import cast_dtype, precision_of
@@ -33,12 +34,10 @@ _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.o
 
 @dataclass(frozen=True)
 class Grouping:
-    """The result: names of nodes, in blocks in execution order.
+    """The result: names of nodes, in blocks in execution order; `joins` are those that no cut may part, and the rule.
 
-    Attributes:
-        repeated: nodes that are in no block; each maps to all nodes that are repeated together with it. They come in
-            the order of their first uses, which is the same on every rank where forward goes over a set, too.
-        joins: nodes that no cut may part, and the rule that says so.
+    Each node that is `repeated`, and in no block, maps to all that are repeated with it. They come in the order of
+    their first uses, which is the same on every rank where forward goes over a set, too.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -55,8 +54,7 @@ def group(known: KnownGraph) -> Grouping:
     rules = _Rules(nodes, known)
     rules.tuples_stay_whole()
     rules.changes_stay_with_what_they_change()
-    rules.data_dependent_shapes_stay()
-    rules.numbers_stay_with_what_they_count()
+    rules.what_data_decide_stays()
     rules.changes_of_a_module_stay_together()
     repeated = _repeated(rules, parameters)
     worked = [node for node in nodes if node.name not in repeated]
@@ -75,7 +73,6 @@ class _Rules:
         self.nodes = nodes
         self.known = known
         self.facts = known.facts
-        self.depends_on_data = known.sizes.depends_on_data
         self.position = {node: index for index, node in enumerate(nodes)}
         self.sets = nx.utils.UnionFind(nodes)
         self.joins: list[tuple[tuple[str, ...], str]] = []
@@ -85,6 +82,15 @@ class _Rules:
         for node in self.nodes:
             if node.target is operator.getitem:
                 self._join([node, *node.all_input_nodes], "a value of several tensors stays with what takes it apart")
+
+    def what_data_decide_stays(self) -> None:
+        """Applies rules 4 and 7."""
+        data = [node for node in self.nodes if self.known.sizes.depends_on_data(node)]
+        for node in data:
+            self._join([node, *node.users], "a value whose shape depends on data stays with its users")
+        numbers = [node for node in data if not isinstance(self.facts[node.name].value, Tensor)]
+        for number, sources in counted(numbers, self.known):
+            self._join([number, *sources], "a number out of a tensor stays with what it was counted from")
 
     def changes_stay_with_what_they_change(self) -> None:
         """Applies rules 2 and 3."""
@@ -101,19 +107,6 @@ class _Rules:
                     touching[storage].append(node)
         for members in touching.values():
             self._join(members, "memory that is changed in place stays with what made or read it before")
-
-    def data_dependent_shapes_stay(self) -> None:
-        """Applies rule 4."""
-        for node in self.nodes:
-            if self.depends_on_data(node):
-                self._join([node, *node.users], "a value whose shape depends on data stays with its users")
-
-    def numbers_stay_with_what_they_count(self) -> None:
-        """Applies rule 7."""
-        data = [node for node in self.nodes if self.depends_on_data(node)]
-        numbers = [node for node in data if not isinstance(self.facts[node.name].value, Tensor)]
-        for number, sources in counted(numbers, self.known):
-            self._join([number, *sources], "a number out of a tensor stays with what it was counted from")
 
     def changes_of_a_module_stay_together(self) -> None:
         """Applies rule 8: in another mode, or with other options, one operation may use what two change now."""
@@ -188,14 +181,17 @@ def _owner(name: str) -> str:
 
 def _repeated(rules: _Rules, parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Returns the nodes of every group that can be run again in each stage that uses it."""
-    total = sum(fact.num_flops for fact in rules.facts.values())
+    most_flops = _CHEAP_SHARE * sum(fact.num_flops for fact in rules.facts.values())
     written = {storage for node in rules.nodes for storage in rules.facts[node.name].writes}
     changed = written & rules.known.outliving_storages()
     repeated: dict[str, tuple[str, ...]] = {}
 
     def may_repeat(node: fx.Node) -> bool:
+        """Whether a node needs no gradient, no random numbers and little arithmetic, and is no check."""
         fact = rules.facts[node.name]
-        return _is_cheap(fact, node, total) and not (fact.reads | fact.writes | fact.makes) & changed
+        is_light = node.target is not check and fact.num_flops <= most_flops and node.target not in _LOOKUPS
+        is_pure = not fact.needs_gradient and not fact.is_random
+        return is_light and is_pure and not (fact.reads | fact.writes | fact.makes) & changed
 
     def is_there(source: fx.Node) -> bool:
         """Whether every stage has a value: an input without gradient, a buffer, constant or size, or a repeated one."""
@@ -233,12 +229,6 @@ def _in_order_of_use(worked: Sequence[fx.Node], repeated: Collection[str]) -> di
     return found
 
 
-def _is_cheap(fact: Fact, node: fx.Node, total_flops: float) -> bool:
-    """Whether a node needs no gradient, no random numbers and little arithmetic, and is no check, which nobody uses."""
-    is_light = node.target is not check and fact.num_flops <= _CHEAP_SHARE * total_flops and node.target not in _LOOKUPS
-    return is_light and not fact.needs_gradient and not fact.is_random
-
-
 _SYMBOL = re.compile(r"\b[suz]\d+\b")
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
@@ -258,12 +248,19 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
     every = names | outside
     lines = []
     for node in nodes:
-        words = [_operation(node.target), *map(str, precision_of(node))]
+        target: Any = node.target
+        has_name = hasattr(target, "__qualname__") and not isinstance(target, str | OpOverload)
+        words = [
+            f"{target.__module__}.{target.__qualname__}" if has_name else str(target),
+            *map(str, precision_of(node)),
+        ]
         lines.append(f"{' '.join(words)} {fx.map_arg((node.args, node.kwargs), every.__getitem__)}")
     leaving = [node for node in nodes if any(user not in names for user in node.users)]
     outputs = [f"{names[node]} {facts[node.name].needs_gradient}" for node in leaving]
+    order = {str(sizes.symbol): "batch"}  # torch counts the names of symbols up: they are replaced by their order
     text = _DEVICE.sub("device", "\n".join([*lines, *outputs]))
-    return hashlib.sha256(_plain(text, str(sizes.symbol)).encode()).hexdigest()[:16]
+    text = _SYMBOL.sub(lambda match: order.setdefault(match[0], f"size{len(order)}"), text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _incoming(node: fx.Node, facts: Mapping[str, Fact]) -> str:
@@ -277,18 +274,6 @@ def _incoming(node: fx.Node, facts: Mapping[str, Fact]) -> str:
     if isinstance(value, fx.GraphModule):
         return "\n".join(str(each.code) for each in value.modules() if isinstance(each, fx.GraphModule))
     return repr(value)
-
-
-def _operation(target: Any) -> str:
-    if isinstance(target, str | OpOverload) or not hasattr(target, "__qualname__"):
-        return str(target)
-    return f"{target.__module__}.{target.__qualname__}"
-
-
-def _plain(text: str, batch: str) -> str:
-    """Returns the text with the names of symbols, which torch counts up, replaced by their order in it."""
-    names = {batch: "batch"}
-    return _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size{len(names)}"), text)
 
 
 class Builder:
@@ -306,7 +291,7 @@ class Builder:
         """Returns the record, with the user's cut points as `marks`."""
         buffer_bytes = self._buffer_bytes()
         blocks = tuple(
-            self._block(index, names, buffer_bytes.get(index, 0)) for index, names in enumerate(self.grouping.blocks)
+            self._block(index, names, buffer_bytes[index]) for index, names in enumerate(self.grouping.blocks)
         )
         values = self.values()
         inputs = tuple(
@@ -332,8 +317,9 @@ class Builder:
 
     def values(self) -> tuple[Value, ...]:
         """Returns the tensors that are used by another block than their own, in execution order."""
-        users = {name: self._later_users(name) for name in self.nodes if name in self.block_of}
-        sizes = {name: self.sizes.num_bytes(self.nodes[name].meta["val"]) for name in users if users[name]}
+        tensors = [name for name in self.nodes if name in self.block_of and isinstance(self.facts[name].value, Tensor)]
+        users = {name: tuple(sorted(self.users(self.nodes[name]) - {self.block_of[name]})) for name in tensors}
+        sizes = {name: self.sizes.num_bytes(self.nodes[name].meta["val"]) for name in tensors if users[name]}
         return tuple(
             Value(name, self.block_of[name], users[name], size, self.facts[name].needs_gradient)
             for name, size in sizes.items()
@@ -353,11 +339,6 @@ class Builder:
             self._users |= dict.fromkeys(together, found)
         return self._users[node]
 
-    def _later_users(self, name: str) -> tuple[int, ...]:
-        if not isinstance(self.facts[name].value, Tensor):
-            return ()
-        return tuple(sorted(self.users(self.nodes[name]) - {self.block_of[name]}))
-
     def _attributes(self, names: Mapping[str, str]) -> dict[str, tuple[Tensor, set[int]]]:
         """Returns, for each attribute in `names`, its tensor and the blocks that use it."""
         found: dict[str, tuple[Tensor, set[int]]] = {}
@@ -368,26 +349,21 @@ class Builder:
                 blocks |= self.users(node)
         return found
 
-    def _buffer_bytes(self) -> dict[int, int]:
-        num_bytes: dict[int, int] = {}
+    def _buffer_bytes(self) -> Counter[int]:
+        """Returns, by block, the bytes of its buffers and of the copies of weights that autocast keeps for a step."""
+        num_bytes: Counter[int] = Counter()
         for tensor, blocks in self._attributes(self.buffers).values():
-            for block in blocks:
-                num_bytes[block] = num_bytes.get(block, 0) + tensor.numel() * tensor.element_size()
-        for (_, block), size in self._cast_bytes().items():
-            num_bytes[block] = num_bytes.get(block, 0) + size
-        return num_bytes
-
-    def _cast_bytes(self) -> dict[tuple[str, int], int]:
-        """Returns the bytes of the copy of a weight that autocast keeps for a step, by weight and block."""
-        found: dict[tuple[str, int], int] = {}
+            num_bytes.update(dict.fromkeys(blocks, tensor.numel() * tensor.element_size()))
+        casts: dict[tuple[str, int], int] = {}
         for node in self.module.graph.find_nodes(op="get_attr"):
             name = self.parameters.get(str(node.target), "")
-            users = [user for user in node.users if name and user.name in self.block_of]
-            for user in users:
+            for user in [user for user in node.users if name and user.name in self.block_of]:
                 dtype = cast_dtype(user, self.facts[node.name].value, self.facts[user.name].value)
                 if dtype is not None:
-                    found[name, self.block_of[user.name]] = self.facts[node.name].value.numel() * dtype.itemsize
-        return found
+                    casts[name, self.block_of[user.name]] = self.facts[node.name].value.numel() * dtype.itemsize
+        for (_, block), size in casts.items():
+            num_bytes[block] += size
+        return num_bytes
 
     def _block(self, index: int, names: Iterable[str], buffer_bytes: int) -> Block:
         nodes = [self.nodes[name] for name in names]
@@ -416,7 +392,9 @@ def locate(
     found = []
     for marker in markers:
         least = graph.block_of.get(marker.source, -1) + 1
-        most = min(_user_blocks(marker, graph), default=len(blocks))
+        users = () if marker.region else marker.users
+        after = [{graph.block_of[name]} if name in graph.block_of else graph.users(graph.nodes[name]) for name in users]
+        most = min(set().union(*after), default=len(blocks))
         block = min(max(sum(start < marker.place for start in starts), least), most)
         if marker.region:
             reason = "it lies inside a region of the graph that is run as one operation (torch.no_grad(), torch.cond)"
@@ -429,19 +407,11 @@ def locate(
     return found
 
 
-def _user_blocks(marker: Marker, graph: Builder) -> set[int]:
-    found: set[int] = set()
-    for name in marker.users if not marker.region else ():
-        found |= {graph.block_of[name]} if name in graph.block_of else graph.users(graph.nodes[name])
-    return found
-
-
 def _why_joined(source: str, users: Collection[str], joins: Sequence[tuple[Sequence[str], str]]) -> str:
     """Returns the rules that keep a value and its users on one stage, by the shortest chain of joins."""
     reached: dict[str, tuple[str, ...]] = {source: ()}
     waiting = [source]
-    while waiting:
-        name = waiting.pop(0)
+    for name in waiting:
         if name in users:
             return "no cut may part what is before and after it: " + "; ".join(dict.fromkeys(reached[name]))
         for members, rule in joins:
@@ -487,12 +457,8 @@ def merge_free_blocks(
     if kept and is_free(0):
         first_run = [cut for cut in range(len(blocks) - 1) if all(is_free(block) for block in range(cut + 1))]
         kept = [cut for cut in kept if cut not in first_run]
-    kept = sorted({*kept, *marked})
-    starts = [0, *(cut + 1 for cut in kept)]
-    ends = [*(cut + 1 for cut in kept), len(blocks)]
-    return tuple(
-        tuple(name for block in blocks[start:end] for name in block) for start, end in zip(starts, ends, strict=True)
-    )
+    bounds = pairwise([0, *(cut + 1 for cut in sorted({*kept, *marked})), len(blocks)])
+    return tuple(tuple(chain.from_iterable(blocks[start:end])) for start, end in bounds)
 
 
 def _unbeaten(run: Sequence[int], crossing: Sequence[Size]) -> list[int]:

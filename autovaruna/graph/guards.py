@@ -7,9 +7,10 @@ without it, and with something unusable in its place: if neither makes a differe
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from enum import Enum
 from itertools import chain
 from operator import itemgetter, methodcaller
@@ -26,7 +27,7 @@ from autovaruna.graph.tree import is_array, words
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_MODULES = frozenset(vars(nn.Module()))
 """What torch itself keeps in every module."""
-_TRAINING, _VALUES = itemgetter("training"), methodcaller("values")
+_VALUES = methodcaller("values")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
@@ -89,6 +90,23 @@ def _collect(path: str, owner: Any, depth: int, found: dict[int, tuple[str, Any]
 def full_name(path: str, name: str) -> str:
     """Returns the name of an attribute, as ``path.of.module.attribute``."""
     return f"{path}.{name}" if path else name
+
+
+@contextmanager
+def restored(containers: Iterable[Any]) -> Iterator[None]:
+    """Puts back what lists, dicts and sets hold when the context ends."""
+    before = [(each, copy(each)) for each in containers]
+    try:
+        yield
+    finally:
+        for container, content in before:
+            if _held_by(container) != _held_by(content):
+                container.clear()
+                container.extend(content) if isinstance(container, list | deque) else container.update(content)
+
+
+def _held_by(container: Any) -> list[int]:
+    return [id(each) for each in (chain.from_iterable(container.items()) if isinstance(container, dict) else container)]
 
 
 class Guards:
@@ -164,16 +182,11 @@ class Guards:
         owners = {path: vars(owner) for path, owner in [*self._model.named_modules(), *records(self._model)]}
         split = [(*name.rpartition("."), value) for name, value in values.items()]
         places = [(owners[path], name, value) for path, _, name, value in split if path in owners]
-        before = [(place, dict(place)) for place, *_ in places]
-        try:
+        with restored([place for place, *_ in places]):
             for place, name, value in places:
                 place.pop(name, None)
                 place |= {} if value is GONE else {name: value}
             yield
-        finally:
-            for place, own in before:
-                place.clear()
-                place.update(own)
 
     def _note_changes(self) -> None:
         before = self._last
@@ -194,11 +207,12 @@ class Guards:
 
     def _learn(self) -> None:
         named = list(self._model.named_modules())
-        self._modules = [vars(module) for _, module in named]
-        self._hooks = [place[kind] for place in self._modules for kind in HOOKS if kind in place]
-        self._tables = [place["_parameters"] for place in self._modules]
-        self._holders = [place["_modules"] for place in self._modules]
-        self._buffers = [place["_buffers"] for place in self._modules]
+        self._modules = [module for _, module in named]
+        own = [vars(module) for module in self._modules]
+        self._hooks = [place[kind] for place in own for kind in HOOKS if kind in place]
+        self._tables = [place["_parameters"] for place in own]
+        self._holders = [place["_modules"] for place in own]
+        self._buffers = [place["_buffers"] for place in own]
         owners = [(path, vars(owner)) for path, owner in [*named, *records(self._model)]]
         self._places = [place for _, place in owners]
         self._getters: list[tuple[Any, dict[str, Any]]] = []
@@ -255,10 +269,7 @@ class Guards:
 
     def _flags(self) -> tuple[list[bool], list[bool]]:
         """Returns which modules are in training, and which parameters are trained."""
-        try:
-            training = list(map(_TRAINING, self._modules))
-        except KeyError:  # one keeps it elsewhere
-            training = [module.training for module in self._model.modules()]
+        training = [module.training for module in self._modules]
         parameters = [each for each in self._parameters() if each is not None]
         with DisableTorchFunctionSubclass():  # those that other ranks hold answer through Python otherwise
             return training, [each.requires_grad for each in parameters]
@@ -292,7 +303,6 @@ def _in_words(changed: str, training: list[bool], trained: list[bool], is_grad: 
 
 
 def mode_of(model: nn.Module) -> str:
-    """Returns the words of a model's guards now, as `Guards.words`."""
     return Guards(model).words()
 
 

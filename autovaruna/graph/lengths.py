@@ -64,7 +64,6 @@ class Sizes:
         return _number(value, (*self.lengths.symbols, *batch), (*lengths, batch_size)[: len(lengths) + len(batch)])
 
     def shape(self, value: Tensor, batch_size: int) -> tuple[int, ...]:
-        """Returns the shape of a traced value for a micro-batch of `batch_size` samples."""
         return tuple(self.number(length, batch_size) for length in value.shape)
 
     def num_bytes(self, value: Tensor) -> Size:
@@ -96,7 +95,6 @@ class Sizes:
         return self.symbol is not None and sum(self.grows(length) for length in value.shape) > 1
 
     def grows(self, length: Any) -> bool:
-        """Whether a size grows with the batch."""
         expression = _expression(length)
         return isinstance(expression, sympy.Basic) and self.symbol in expression.free_symbols
 
@@ -212,9 +210,6 @@ def find_lengths(
     """Finds the lengths that are symbols in a graph of torch.export, and puts numbers in their place.
 
     Returns None if the model has fixed them all.
-
-    Raises:
-        TraceError: it cannot be told which they may be.
     """
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     batch = None

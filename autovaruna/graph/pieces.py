@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autovaruna._torch import OpOverload, run_backward
 from autovaruna.graph.batch.operators import is_of_batch
-from autovaruna.graph.export.user_lines import GENERATED
+from autovaruna.graph.export.errors import GENERATED
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
@@ -40,11 +40,11 @@ def normalize(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Te
     value: Tensor = args[0]
     if value.shape[0] == 1 and value.dim() in _CHANNELS_LAST and result.requires_grad and not value.is_cuda:
         is_joined = operation is aten.instance_norm.default
-        result.register_hook(Tensor.contiguous if is_joined else partial(_told_apart, order_of(value)))  # type: ignore[no-untyped-call]
+        result.register_hook(Tensor.contiguous if is_joined else partial(_told_apart, _order_of(value)))  # type: ignore[no-untyped-call]
     return result
 
 
-def order_of(tensor: Tensor) -> torch.memory_format | None:
+def _order_of(tensor: Tensor) -> torch.memory_format | None:
     """Returns in which order one sample lies in memory, whatever the stride of its batch; None: in neither."""
     orders = torch.contiguous_format, _CHANNELS_LAST[tensor.dim()]
     return next((order for order in orders if tensor.is_contiguous(memory_format=order)), None)
@@ -52,7 +52,7 @@ def order_of(tensor: Tensor) -> torch.memory_format | None:
 
 def _told_apart(order: torch.memory_format | None, gradient: Tensor) -> Tensor | None:
     """Returns a gradient of another order than the input's with strides that say so."""
-    its = order_of(gradient)
+    its = _order_of(gradient)
     if its is order or its is None or order is None:
         return None
     return torch.empty_like(gradient, memory_format=_CHANNELS_LAST[gradient.dim()]).copy_(gradient)
@@ -61,22 +61,15 @@ def _told_apart(order: torch.memory_format | None, gradient: Tensor) -> Tensor |
 class Source(str, Enum):
     """Where an argument of a piece comes from."""
 
-    INPUT = "input"
-    """The caller's input tensor of that name."""
-    VALUE = "value"
-    """A tensor made by a block outside the piece."""
-    SIZE = "size"
-    """A number that follows from the micro-batch size."""
-    OF_BATCH = "of_batch"
-    """A value of the whole batch, by the name of the call of `of_batch` that stands for it."""
+    INPUT = "input"  # the caller's input tensor of that name
+    VALUE = "value"  # a tensor made by a block outside the piece
+    SIZE = "size"  # a number that follows from the micro-batch size
+    OF_BATCH = "of_batch"  # a value of the whole batch, by the name of the call of `of_batch` that stands for it
     PARAMETER = "parameter"
     """A parameter, by first name; one argument for each block that uses it, so that each has its own gradient."""
-    BUFFER = "buffer"
-    """A buffer, by first name; the stage may change it."""
-    CONSTANT = "constant"
-    """A tensor that is neither parameter nor buffer."""
-    RANDOM = "random"
-    """The stream that random nodes draw from."""
+    BUFFER = "buffer"  # a buffer, by first name; the stage may change it
+    CONSTANT = "constant"  # a tensor that is neither parameter nor buffer
+    RANDOM = "random"  # the stream that random nodes draw from
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +95,13 @@ class Piece:
 
 
 def extract(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str], *, is_bare: bool = False) -> Piece:
-    """Takes nodes out of a traced graph, in the order of one process.
+    """Takes the nodes of some blocks out of a traced graph, in the order of one process.
 
-    Args:
-        nodes: Names of the nodes of the blocks that the piece holds; repeated nodes come along by themselves.
-        outputs: What the piece returns: its own nodes, repeated ones, inputs or values that pass through.
-        is_bare: Whether repeated nodes stay outside; what the piece needs of them are then `VALUE` arguments.
+    Repeated nodes come along by themselves, unless it `is_bare`: what it needs of them are then `VALUE` arguments. It
+    returns its own nodes, repeated ones, inputs or values that pass through.
     """
-    return _Extraction(traced, set(nodes), {} if is_bare else traced.repeated).run(outputs)
+    wanted = _wanted(traced, nodes, {} if is_bare else traced.repeated, outputs)
+    return _Extraction(traced).run(wanted, outputs)
 
 
 def reads(traced: TracedModel, nodes: Iterable[str], outputs: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -140,18 +132,16 @@ def _wanted(
 
 
 class _Extraction:
-    def __init__(self, traced: TracedModel, inside: set[str], repeated: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, traced: TracedModel) -> None:
         self.traced = traced
-        self.inside = inside
-        self.repeated = repeated
         self.graph = fx.Graph()
         self.arguments: dict[Argument, fx.Node] = {}
         self.copies: dict[str, fx.Node] = {}
         self.regions: dict[str, fx.GraphModule | OpaqueModule] = {}
 
-    def run(self, outputs: Sequence[str]) -> Piece:
+    def run(self, nodes: Iterable[fx.Node], outputs: Sequence[str]) -> Piece:
         switch = Switch(self.graph)
-        for node in _wanted(self.traced, self.inside, self.repeated, outputs):
+        for node in nodes:
             switch.to(precision_of(node))
             self.copies[node.name] = self._copy(node)
         switch.to(())
@@ -195,10 +185,8 @@ class _Extraction:
     def _attribute(self, node: fx.Node, block: int) -> fx.Node:
         name = str(node.target)
         if name in self.traced.parameters:
-            needs_gradient = self.traced.facts[node.name].needs_gradient
-            return self._argument(
-                Argument(Source.PARAMETER, self.traced.parameters[name], block if needs_gradient else -1)
-            )
+            user = block if self.traced.facts[node.name].needs_gradient else -1
+            return self._argument(Argument(Source.PARAMETER, self.traced.parameters[name], user))
         if name in self.traced.buffers:
             return self._argument(Argument(Source.BUFFER, self.traced.buffers[name]))
         if name in self.traced.constants:
@@ -293,12 +281,11 @@ def defer(deferred: Deferred, operation: Callable[..., Any], weights: Sequence[i
 
 def defer_einsum(deferred: Deferred, weights: Sequence[int], equation: str, *operands: Tensor) -> Any:
     """Runs an einsum whose weight gradients are deferred; `weights` count from the equation on."""
-    return defer(deferred, _einsum, weights, equation, *operands)
 
+    def einsum(equation: str, *operands: Tensor) -> Tensor:
+        return aten.einsum.default(equation, operands)  # type: ignore[no-any-return]
 
-def _einsum(equation: str, *operands: Tensor) -> Tensor:
-    result: Tensor = torch.ops.aten.einsum.default(equation, operands)
-    return result
+    return defer(deferred, einsum, weights, equation, *operands)
 
 
 class _Deferring(torch.autograd.Function):
@@ -428,7 +415,8 @@ def _may_defer(node: fx.Node, weights: set[fx.Node]) -> bool:
     if _packet(node) not in _BIAS_PLACE or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return False
     bias = _BIAS_PLACE[_packet(node)]
-    return any(value in weights for place, value in enumerate(_arguments(node)) if place != bias and _is_node(value))
+    places = [place for place, value in enumerate(_arguments(node)) if isinstance(value, fx.Node) and value in weights]
+    return places not in ([], [bias])
 
 
 def _rewritten(graph: fx.Graph, weights: set[fx.Node], operations: set[fx.Node]) -> fx.Graph:
@@ -440,7 +428,7 @@ def _rewritten(graph: fx.Graph, weights: set[fx.Node], operations: set[fx.Node])
             copies[node] = made.node_copy(node, copies.__getitem__)
             continue
         arguments = _arguments(node)
-        places = tuple(k for k, value in enumerate(arguments) if _is_node(value) and value in weights)
+        places = tuple(k for k, value in enumerate(arguments) if isinstance(value, fx.Node) and value in weights)
         given: tuple[Any, ...] = fx.map_arg(tuple(arguments), copies.__getitem__)
         if _packet(node) is aten.einsum:
             target: Callable[..., Any] = defer_einsum
@@ -460,7 +448,3 @@ def _arguments(node: fx.Node) -> list[Any]:
 
 def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)

@@ -51,7 +51,6 @@ Precision = tuple[Autocast, ...]
 
 
 def current_precision() -> Precision:
-    """Returns the autocasts that are on now."""
     if not is_autocast():
         return ()
     is_cached = torch.is_autocast_cache_enabled()

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
@@ -25,14 +25,9 @@ class RandomStream:
     """Seeds the device's default generator before each random node of one micro-batch."""
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
-        self._place = seed, step, micro_batch
-        self._device = device
-
-    @cached_property
-    def _base(self) -> int:
-        seed, step, micro_batch = self._place
         digest = hashlib.blake2b(f"{seed},{step},{micro_batch}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+        self._base = int.from_bytes(digest, "little")
+        self._device = device
 
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a random operation with the numbers that belong to `node`."""
@@ -76,7 +71,6 @@ def python_generators(seed: int) -> Iterator[None]:
 
 @contextmanager
 def untouched_generator(device: torch.device) -> Iterator[None]:
-    """Gives the user's generator back as it was."""
     generator = default_generator(device)
     with _generator_lock:  # ranks that are threads share the generator
         state = generator.get_state()
@@ -127,7 +121,6 @@ def noted_draws(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _place() -> tuple[Any, ...]:
-    """Returns where the generators are."""
     own = random.getstate()[1]
     other: Any = numpy.random.get_state()
     return own[0], own[-1], int(other[1][0]), other[2]

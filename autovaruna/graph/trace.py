@@ -106,7 +106,6 @@ def trace(
 
 
 def _num_kept(traced: TracedModel) -> int:
-    """Returns how many calls of modules and functions are kept whole."""
     return sum(len(each.graph.find_nodes(op="call_function", target=run_opaque)) for each in traced.regions)
 
 
@@ -205,7 +204,6 @@ def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
 
 
 def _check_computes(exported: Exported, name: str) -> None:
-    """Refuses a graph without operations."""
     if any(node.op == "call_function" for node in exported.module.graph.nodes):
         return
     hiding = sorted({leaf.type_name for leaf in exported.output_tree.leaves if isinstance(leaf, Opaque)})

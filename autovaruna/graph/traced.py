@@ -18,7 +18,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.user_lines import origin
+from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
 from autovaruna.graph.opaque.run import OpaqueModule
@@ -182,7 +182,6 @@ def _reshaped(outer: Any, given: tuple[list[Any], int | None], made: tuple[list[
 
 
 def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that depend on an input."""
     fed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or any(source in fed for source in node.all_input_nodes):
@@ -277,7 +276,6 @@ class TracedModel(KnownGraph):
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
-        """Nodes by name, in execution order."""
         return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property
@@ -292,7 +290,6 @@ class TracedModel(KnownGraph):
 
     @cached_property
     def needs_gradient(self) -> bool:
-        """Whether any output does."""
         return any(spec.needs_gradient for spec in self.outputs)
 
     @cached_property
@@ -317,7 +314,6 @@ class TracedModel(KnownGraph):
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Position of each node in execution order."""
         return {name: place for place, name in enumerate(self.nodes)}
 
     @cached_property
@@ -329,7 +325,6 @@ class TracedModel(KnownGraph):
 
     @cached_property
     def block_of(self) -> dict[str, int]:
-        """Block of each node that is in one."""
         return {name: block.index for block in self.graph.blocks for name in block.nodes}
 
     @cached_property

@@ -38,7 +38,6 @@ def words(value: Any, depth: int = _DEPTH) -> str:
 
 
 def is_array(kind: type) -> bool:
-    """Says whether objects of a class hold an array."""
     return hasattr(kind, "__array__") or hasattr(kind, "__array_interface__")
 
 
@@ -108,7 +107,6 @@ class Tree:
     leaves: tuple[Leaf, ...]
 
     def tensor_paths(self) -> list[str]:
-        """Returns the path of each tensor, in order."""
         return [leaf.path for leaf in self.walk() if isinstance(leaf, TensorLeaf)]
 
     def constants(self) -> list[tuple[str, str]]:
@@ -122,7 +120,6 @@ class Tree:
         return list(dict.fromkeys(f"{each.__module__}.{each.__qualname__}" for each in kinds if is_array(each)))
 
     def key(self) -> str:
-        """Returns a text that is equal for equal structures and constants."""
         parts = [_leaf_key(leaf) for leaf in self.leaves]
         return f"{self.spec}|{';'.join(parts)}"
 

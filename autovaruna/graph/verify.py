@@ -26,9 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.operators import is_of_batch
-from autovaruna.graph.export.errors import FOR_COUNTS, first_line
-from autovaruna.graph.export.left_behind import changed_attributes, profiling_mode
-from autovaruna.graph.export.user_lines import modules_of, origin
+from autovaruna.graph.export.errors import FOR_COUNTS, first_line, modules_of, origin
+from autovaruna.graph.export.fakes import changed_attributes, profiling_mode
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.opaque.infer import reduction_of
@@ -126,7 +125,8 @@ class EagerVsGraph:
 
     def _called(self, own: nn.Module, around: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         args, kwargs = self.traced.call.arguments(self._inputs())
-        seeded = [own.get_submodule(path).register_forward_pre_hook(_seed_python) for path in self._kept_paths]
+        for path in self._kept_paths:
+            own.get_submodule(path).register_forward_pre_hook(_seed_python)
         with (
             around or nullcontext(),
             self._alike(),
@@ -135,8 +135,6 @@ class EagerVsGraph:
             own_cache(),
         ):
             outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
-        for hook in seeded:
-            hook.remove()
         named = _state(own)
         return [each.detach().clone() for each in (*outputs, *(named[name] for name in self.state))]
 
@@ -161,7 +159,6 @@ class EagerVsGraph:
 
     @cached_property
     def _kept_paths(self) -> list[str]:
-        """The submodules that are kept whole."""
         modules, held = dict(self.model.named_modules()), vars(self.traced.module).values()
         return [each.path for each in held if isinstance(each, OpaqueModule) and each.path in modules]
 
@@ -376,14 +373,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _noise(both: EagerVsGraph) -> list[float]:
-    """Returns what rounding does to each number of the model."""
     plain = both.plain()
     runs = [both.plain(Rounded(both.device, seed)) for seed in SEEDS]
     return [max(distance(run[place], each) for run in runs) for place, each in enumerate(plain)]
 
 
 def _where(both: EagerVsGraph, allowed: float) -> str:
-    """Returns in which module the first difference is."""
     returned: Returned = {}
     nodes: dict[str, tuple[fx.Node, Any]] = {}
     both.plain(returned=returned)
@@ -538,13 +533,11 @@ def warn_untried(traced: TracedModel, model: nn.Module, reason: str) -> None:
 
 
 def _lines(traced: TracedModel) -> str:
-    """Returns the lines that join counts, the first ones of them."""
     nodes = [traced.nodes[name] for name in traced.joins_counts]
     return ", ".join(list(dict.fromkeys(origin(node) or node.name for node in nodes))[:_MOST_LINES])
 
 
 def _evaluated(run: Run, node: fx.Node) -> Any:
-    """Runs an operation as in evaluation."""
     args, kwargs = run.fetch_args_kwargs_from_env(node)
     target: Any = node.target
     names = [argument.name for argument in target._schema.arguments]

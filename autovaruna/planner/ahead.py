@@ -24,8 +24,7 @@ from autovaruna.config.files import parse, read_record, write_whole
 from autovaruna.errors import AutoVarunaError, DeploymentError
 from autovaruna.planner.deployment import Fingerprint, deployment_of, differences, host_counts, load, save
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.search import make_plan
-from autovaruna.planner.sharing import plan_with_sharing
+from autovaruna.planner.search import make_plan, plan_with_sharing
 
 FILE = "ahead.json"
 """What a rank writes in the folder of its job."""

@@ -10,14 +10,12 @@ from itertools import pairwise, product
 import numpy as np
 
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.exchange import Exchange
-from autovaruna.planner.prediction import Edges, Predictor, least_seconds, pipeline_of, policy_of
+from autovaruna.planner.prediction import Edges, Exchange, Predictor, least_seconds, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.ranges import RangeTables
-from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, fit, peak_of
+from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
-from autovaruna.schedule.instruction import Instruction, Kind
-from autovaruna.schedule.pipeline import Pipeline, latency_depth, textbook_depth
+from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth
 from autovaruna.schedule.simulation import Simulation
 
 _ACTS_OF_A_CANDIDATE = 100
@@ -269,12 +267,12 @@ def priced(plan: Plan, problem: Problem) -> Plan:
     """
     starts = [stage.blocks[0] for stage in plan.stages]
     planner = Planner(problem, RangeTables(problem.graph, [*starts, len(problem.graph.blocks)]))
-    ranks = tuple(stage.ranks for stage in plan.stages)
-    candidate = Candidate(tuple(range(plan.num_stages)), ranks, plan.num_micro_batches, schedule=plan.schedule)
-    sized = planner.sized(plan.num_micro_batches)
-    options = [
-        Option(sized.held_by(s, s + 1), each.ranks, each.in_flight, each.in_flight, each.needs_recompute, each.deferred)
-        for s, each in enumerate(plan.stages)
-    ]
-    whole = planner.predict_whole(planner.put_together(candidate, options))
+    candidate = Candidate(
+        tuple(range(plan.num_stages)),
+        tuple(stage.ranks for stage in plan.stages),
+        plan.num_micro_batches,
+        schedule=plan.schedule,
+        choices=choices_of(plan.stages),
+    )
+    whole = planner.predict_whole(planner.put_together(candidate, planner.fixed_options(candidate)))
     return replace(whole, is_measured=problem.profile.is_measured)

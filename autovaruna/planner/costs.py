@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.ranges import Array, Costs, RangeTables
 from autovaruna.planner.records import Peak, StagePlan
-from autovaruna.planner.stage_memory import (
-    Holdings,
-    HoldingsOfRanges,
-    MemoryModel,
-    RecomputeOptions,
-    StageBytes,
-    state_of_ranges,
-)
+from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, RecomputeOptions, StageBytes
 from autovaruna.profiler.records import Cluster
 
 
@@ -32,16 +25,18 @@ class AllReduces:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self._local_gain = cluster, _local_gain(cluster)
-        self._costs: dict[tuple[int, ...], tuple[float, float]] = {}
+        local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
+        self.cluster = cluster
+        self._local_gain = local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
+        self._cost_over = cache(self._cost_of_ranks)
 
     def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
         """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
-        cost = self._costs.get(ranks)
-        if cost is None:
-            cost = self._costs[ranks] = self.cost(len(ranks), is_local=self.is_local(ranks))
-        latency, seconds_per_byte = cost
+        latency, seconds_per_byte = self._cost_over(ranks)
         return latency + seconds_per_byte * num_bytes
+
+    def _cost_of_ranks(self, ranks: tuple[int, ...]) -> tuple[float, float]:
+        return self.cost(len(ranks), is_local=len({self.cluster.hosts[rank] for rank in ranks}) == 1)
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
         """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank."""
@@ -50,17 +45,6 @@ class AllReduces:
         bandwidth = self.cluster.all_reduce_bytes_per_second * (self._local_gain if is_local else 1.0)
         latency = self.cluster.all_reduce_latency_seconds * num_ranks
         return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
-
-    def is_local(self, ranks: Collection[int]) -> bool:
-        """Returns whether the ranks share a host."""
-        hosts = map(self.cluster.hosts.__getitem__, ranks)
-        first = next(hosts, "")
-        return all(host == first for host in hosts)
-
-
-def _local_gain(cluster: Cluster) -> float:
-    local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
-    return local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
 
 
 class RangeSeconds(NamedTuple):
@@ -75,17 +59,31 @@ class RangeSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class SizedProblem:
-    """A problem at M micro-batches; `is_split`: with weight gradients computed apart from backward."""
+    """A problem at M micro-batches; `is_split`: with weight gradients computed apart from backward.
+
+    `peaks` and `made_stages` keep what was made of stages, by all that it follows from (what they hold by identity),
+    since plans of a search share most of it.
+    """
 
     problem: Problem
     tables: RangeTables
     num_micro_batches: int
     is_split: bool = False
+    peaks: dict[tuple[int, bool, int, int, int, bool], Peak] = field(default_factory=dict, init=False)
+    made_stages: dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def micro_batch_size(self) -> float:
         """The mean number of samples of a micro-batch."""
-        return self.problem.micro_batch_size(self.num_micro_batches)
+        return self.problem.global_batch_size / self.num_micro_batches
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether stages start where segments do and nowhere else."""
+        problem = self.problem
+        return problem.constraints.has_fixed_places or self.tables.num_segments == len(problem.graph.blocks)
 
     @cached_property
     def costs(self) -> Costs:
@@ -135,16 +133,6 @@ class SizedProblem:
         """What each range holds."""
         return self._by_range.all()
 
-    @cached_property
-    def fixed_bytes(self) -> Array:
-        """Bytes of each range that are there whether or not micro-batches run; quicker to know than all of `held`."""
-        return self.model.fixed(state_of_ranges(self.tables))
-
-    @property
-    def saved_bytes(self) -> Array:
-        """Bytes that the forward of each range keeps for backward; quicker to know than all of `held`."""
-        return self.tables.add_up(self.greatest_costs.saved_bytes)
-
     @property
     def greatest_costs(self) -> Costs:
         """The cost of each block for the greatest micro-batch."""
@@ -161,7 +149,6 @@ class SizedProblem:
 
     @cached_property
     def model(self) -> MemoryModel:
-        """The rules of memory."""
         problem, cluster = self.problem, self.problem.cluster
         return MemoryModel(
             problem.optimizer_bytes_factor,
@@ -180,25 +167,11 @@ class SizedProblem:
         return 1.0 / min(num_replicas, self.problem.most_owners)
 
     @cached_property
-    def peaks(self) -> dict[tuple[int, bool, int, int, int, bool], Peak]:
-        """The peaks of stages that were asked for, by the identity of what they hold and all that they follow from."""
-        return {}
-
-    @cached_property
-    def made_stages(self) -> dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan]:
-        """The stages of plans that were made, by all that they follow from; plans of a search share most of them."""
-        return {}
-
-    @cached_property
     def all_reduces(self) -> AllReduces:
-        """What all-reduces take."""
         return AllReduces(self.problem.cluster)
 
     def reduce_seconds(self, num_replicas: int, trained_bytes: Array, *, is_local: bool) -> Array:
-        """Returns the all-reduce seconds of ranges with so many bytes to train and so many replicas.
-
-        Where replicas share the optimizer's state, they are those of its two halves, which start apart.
-        """
+        """Returns the all-reduce seconds of ranges; where state is shared, of its two halves, which start apart."""
         if not self.problem.needs_gradient:
             return np.zeros_like(trained_bytes)
         latency, seconds_per_byte = self.all_reduces.cost(num_replicas, is_local=is_local)
@@ -208,41 +181,33 @@ class SizedProblem:
     @cached_property
     def optimizer_seconds(self) -> Array:
         """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
-        if not self.problem.needs_gradient:
-            return np.zeros_like(self.tables.trained_bytes)
-        cost = self.problem.optimizer_cost
-        return np.asarray(
-            cost.seconds_per_parameter * self.tables.num_trained + cost.seconds_per_byte * self.tables.trained_bytes,
-            dtype=np.float64,
-        )
+        return np.asarray(self._optimizer_seconds_at(), dtype=np.float64)
 
     @property
     def whole_optimizer_seconds(self) -> float:
         """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
-        return self.optimizer_seconds_of(0, self.tables.num_segments)
+        return float(self._optimizer_seconds_at((0, self.tables.num_segments)))
 
-    def optimizer_seconds_of(self, i: int, j: int) -> float:
-        """Returns an entry of `optimizer_seconds`."""
+    def _optimizer_seconds_at(self, where: Any = ...) -> Any:
+        """Returns the table, or one entry of it, which is known much sooner."""
         cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes
-        each = cost.seconds_per_parameter * num_trained[i, j] + cost.seconds_per_byte * trained[i, j]
-        return float(each) if self.problem.needs_gradient else 0.0
+        each = cost.seconds_per_parameter * num_trained[where] + cost.seconds_per_byte * trained[where]
+        return each if self.problem.needs_gradient else each * 0.0
 
     @cached_property
-    def _seconds_of(self) -> dict[tuple[int, int], RangeSeconds]:
-        return {}
+    def seconds_of(self) -> Callable[[int, int], RangeSeconds]:
+        """Says the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+        return cache(self._seconds_of)
 
-    def seconds_of(self, i: int, j: int) -> RangeSeconds:
-        """Returns the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
-        if (i, j) not in self._seconds_of:
-            costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
-            self._seconds_of[i, j] = RangeSeconds(
-                forward=float(costs.forward_seconds[blocks].sum()),
-                backward=float(costs.backward_seconds[blocks].sum()),
-                input=float(costs.input_seconds[blocks].sum()),
-                weight=float(costs.weight_seconds[blocks].sum()),
-                optimizer=self.optimizer_seconds_of(i, j),
-            )
-        return self._seconds_of[i, j]
+    def _seconds_of(self, i: int, j: int) -> RangeSeconds:
+        costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
+        return RangeSeconds(
+            forward=float(costs.forward_seconds[blocks].sum()),
+            backward=float(costs.backward_seconds[blocks].sum()),
+            input=float(costs.input_seconds[blocks].sum()),
+            weight=float(costs.weight_seconds[blocks].sum()),
+            optimizer=float(self._optimizer_seconds_at((i, j))),
+        )
 
     @cached_property
     def overhead_seconds(self) -> float:
@@ -268,12 +233,11 @@ class SizedProblem:
 
     @cached_property
     def ways(self) -> RecomputeOptions:
-        """The ways to run every range."""
         options = []
         for needs_recompute in self.recompute_choices:
             num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
             options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
-        return RecomputeOptions(tuple(options))
+        return options
 
 
 def _forbid_empty(table: Array) -> Array:

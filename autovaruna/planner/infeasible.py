@@ -12,7 +12,7 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.placement import Ranks
-from autovaruna.planner.problem import Problem
+from autovaruna.planner.problem import Problem, forced_stages
 from autovaruna.planner.ranges import Array, RangeTables, partition_chain
 from autovaruna.profiler.records import Cluster
 
@@ -57,10 +57,6 @@ class _Shortage:
     needed_by: Mapping[int, float]
 
     @property
-    def num_stages(self) -> int:
-        return len(self.ranks)
-
-    @property
     def missing_bytes(self) -> float:
         return max(self.needed_bytes - self.limit_bytes, 0.0)
 
@@ -89,7 +85,7 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
     found.sort(key=lambda shortage: (shortage.missing_bytes, sum(shortage.needed_by.values())))
     worst = next((each for each in found if _would_do(problem, tables, counts, each)), found[0])
     return PlanError(
-        f"no plan fits into memory: the best split into {worst.num_stages} stages of {max(counts)} micro-batches needs "
+        f"no plan fits into memory: the best split into {len(worst.ranks)} stages of {max(counts)} micro-batches needs "
         f"{readable(worst.needed_bytes)} for {_places(worst, problem)}, rank {worst.rank} has "
         f"{readable(worst.limit_bytes)}: {readable(worst.missing_bytes)} are missing. {_largest_block(by_block)}. "
         f"To make it fit: {'; or '.join(_advice(problem, by_block, worst))}"
@@ -111,7 +107,7 @@ def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
     if constraints.stage_ranks:
         yield constraints.stage_ranks
         return
-    forced = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
+    forced = forced_stages(problem)
     replicas = max(constraints.num_replicas, 1)
     most = min(cluster.num_ranks // replicas, tables.num_segments)
     largest = sorted(range(cluster.num_ranks), key=lambda rank: -cluster.memory_bytes[rank])
@@ -202,7 +198,7 @@ def _advice(problem: Problem, sized: SizedProblem, worst: _Shortage) -> Iterator
     is_forced = constraints.num_stages or constraints.cuts or constraints.stage_ranks
     if fits_alone and not is_forced:
         yield "use more ranks" + (", or drop num_replicas" if constraints.num_replicas else "")
-    if fits_alone and is_forced and worst.num_stages < len(limits):
+    if fits_alone and is_forced and len(worst.ranks) < len(limits):
         yield "drop num_stages, num_replicas, stage_ranks and cuts, or ask for more stages"
     if len(worst.stages) > 1:
         yield f"give rank {worst.rank} fewer of the stages (stage_ranks)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -199,9 +199,8 @@ def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Seq
     found = []
     for number in range(num_ranks // max(forced, 1), 1, -1):
         groups = in_a_row(problem, order, [forced or num_ranks // number] * number)
-        found += [
-            Shape(0.0, groups, each, count) for each in patterns(number, most_each, num_stages) for count in counts
-        ]
+        every = product(patterns(number, most_each, num_stages), counts)
+        found += [Shape(0.0, groups, pattern, count) for pattern, count in every]
     return found
 
 

@@ -142,7 +142,9 @@ class _Changes:
         self.schedules = tuple(dict.fromkeys([*(schedule for _, schedule in pairs), *more]))
 
     def __iter__(self) -> Iterator[Candidate]:
-        yield from self._of_a_stage()
+        for stage in range(len(self.options)):
+            for way in self._ways(stage):
+                yield self._with(self.start.schedule, [*self.options[:stage], way, *self.options[stage + 1 :]])
         for schedule in self.schedules:
             if self._may_run(schedule, self.options):
                 yield self._with(schedule, self.options)
@@ -151,11 +153,6 @@ class _Changes:
 
     def _with(self, schedule: str, options: Options) -> Candidate:
         return replace(self.start, schedule=schedule, choices=choices_of(options))
-
-    def _of_a_stage(self) -> Iterator[Candidate]:
-        for stage in range(len(self.options)):
-            for way in self._ways(stage):
-                yield self._with(self.start.schedule, [*self.options[:stage], way, *self.options[stage + 1 :]])
 
     def _together(self) -> Iterator[Candidate]:
         """Yields all ways of all stages, if they are few: two may have to change of which neither is of use alone."""

@@ -1,22 +1,27 @@
-"""Predicts the step of a plan: its pipeline for the simulator, folded where replicas are alike, and a rank's order."""
+"""Predicts the step of a plan: its pipeline for the simulator, folded where replicas are alike, and a rank's order.
+
+Also says what a step takes beside its pipeline: what the ranks exchange before, between and after its instructions.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 
 from autovaruna.errors import PlanError, ScheduleError
-from autovaruna.graph.records import Graph
+from autovaruna.graph.records import Graph, Size
+from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import Bounds, lower_bound
 from autovaruna.schedule.check import check
-from autovaruna.schedule.instruction import Instruction, Schedule
-from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
+from autovaruna.schedule.pipeline import Edge, Instruction, Pipeline, Schedule, StageTimes
 from autovaruna.schedule.registry import POLICIES, Policy
 from autovaruna.schedule.simulation import Simulation
 from autovaruna.schedule.simulator import simulate, simulate_below
@@ -54,10 +59,14 @@ class Edges:
         return tuple(Edge(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
+_TIMES = attrgetter(*(part.name for part in fields(StageTimes)))
+"""What the simulator knows of a stage has the same names in its plan."""
+
+
 def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
     """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
     return Pipeline(
-        tuple(_times(stage) for stage in plan.stages),
+        tuple(StageTimes(*_TIMES(stage)) for stage in plan.stages),
         (edges or Edges(graph)).between(tuple(stage.blocks for stage in plan.stages), plan.micro_batch_size),
         plan.num_ranks,
         plan.num_micro_batches,
@@ -75,29 +84,13 @@ def policy_of(name: str) -> Policy:
     return POLICIES[name]
 
 
-def _times(stage: StagePlan) -> StageTimes:
-    return StageTimes(
-        ranks=stage.ranks,
-        forward_seconds=stage.forward_seconds,
-        backward_seconds=stage.backward_seconds,
-        in_flight=stage.in_flight,
-        needs_recompute=stage.needs_recompute,
-        recompute_seconds=stage.recompute_seconds,
-        reduce_seconds=stage.reduce_seconds,
-        speeds=stage.speeds,
-        deferred=stage.deferred,
-        input_seconds=stage.input_seconds,
-        weight_seconds=stage.weight_seconds,
-    )
-
-
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
 ACTS_OF_A_SHARED_ACT = 3
 """A rank with several stages has more to choose from."""
 
 
 def short_enough(pipeline: Pipeline) -> Pipeline:
-    """Returns the pipeline, or, if it has too many instructions to simulate all, the part that takes longest."""
+    """Returns the pipeline, or, if it is too long to simulate whole, the part that takes longest."""
     num_acts = 3 * pipeline.num_micro_batches * pipeline.num_stages * acts_of_an_act(pipeline)
     return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
 
@@ -205,11 +198,8 @@ def _ranks_of_part(pipeline: Pipeline, parts: int, place: int) -> list[int]:
 
 def _keep_apart(pipeline: Pipeline, parts: int) -> bool:
     """Returns whether each rank has the same place, modulo `parts`, in all stages that it holds."""
-    groups = {stage.ranks for stage in pipeline.stages}
-    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
-        return True
     places: dict[int, int] = {}
-    for ranks in groups:
+    for ranks in {stage.ranks for stage in pipeline.stages}:
         for place, rank in enumerate(ranks):
             if places.setdefault(rank, place % parts) != place % parts:
                 return False
@@ -233,11 +223,7 @@ class Orders:
         self.planned = checked(self.pipeline, self._policy)
 
     def along(self, dependences: Iterable[Dependence]) -> Schedule:
-        """Returns the schedule of a graph with these dependences: the planned one, if they are among its own.
-
-        Raises:
-            ScheduleError: the plan allows no schedule.
-        """
+        """Returns the schedule of a graph with these dependences: the planned one, if they are among its own."""
         known = {(edge.source, edge.destination): edge for edge in self.pipeline.edges}
         edges = dict(known)
         for source, destination, needs_gradient in dependences:
@@ -354,3 +340,175 @@ class Predictor:
 def least_seconds(counts: list[int], num_micro_batches: int) -> float:
     """Returns what a simulation takes at least, by replicas of each stage and M, counted as `spent_seconds` is."""
     return 2 * num_micro_batches / math.gcd(*counts) * len(counts) * SECONDS_OF_AN_ACT
+
+
+_HUB = 0
+"""The rank that hears of all others, and answers."""
+_EAGER_BYTES = 64 << 10
+"""What takes more asks the receiver first, by Open MPI's default over TCP; then it goes there and back once more."""
+_MOST_LOOKED_AT = 3
+"""Of the replicas of a stage, of the ranks that pass samples of a replica, and of ranks: these, and the last."""
+
+
+class Exchange:
+    """What the ranks of a problem exchange in a step: nothing, where it does not say who passes which samples.
+
+    Ranks tell each other of their calls, by way of the first one. Samples go from the rank that passed them to the
+    stages that use them. Where the script makes the loss of the model's outputs, these go to the ranks that passed the
+    samples, and their gradients come back. Between hosts that are far from each other most of a step may be this.
+
+    All of it is counted in the steady state, in which a rank begins its next call when it has ended the last.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._cluster, self._groups = problem.cluster, problem.input_groups
+        self._has_turn = problem.needs_gradient and not problem.has_loss
+        outputs = problem.graph.outputs if problem.delivers_outputs or not problem.has_loss else ()
+        self._input_bytes = _bytes_of_blocks([(each.consumers, each.size) for each in problem.graph.inputs])
+        self._output_bytes = _bytes_of_blocks([((each.producer,), each.size) for each in outputs])
+        self._far = lru_cache(maxsize=1024)(lambda ranks: max(map(self._to_hub, ranks)))
+
+    def seconds(self, plan: Plan) -> float:
+        """Returns what a step of a plan takes more than its pipeline."""
+        if not self._groups or self._cluster.num_ranks == 1:
+            return 0.0
+        turn = self._turn(plan) if self._has_turn else 0.0
+        return self._late(plan) + turn + self._next_call(plan)
+
+    def _late(self, plan: Plan) -> float:
+        """Returns how much later than the first rank's call the pipeline flows, as other calls, and samples, come.
+
+        A sample comes late if its stage could have begun with it, had it been there; and a message of the pipeline, if
+        it waits on its line for samples.
+        """
+        start = self._far(plan.stages[0].ranks)
+        late, fills = 0.0, list(accumulate((stage.forward_seconds for stage in plan.stages), initial=0.0))
+        slowest = list(accumulate((stage.forward_seconds for stage in plan.stages), max))
+        for number, stage in enumerate(plan.stages):
+            later = max(stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds - slowest[number], 0.0)
+            num_bytes = self._input_bytes(stage.blocks) * plan.micro_batch_size
+            for made in self._made(plan, stage) if num_bytes else ():
+                sender = made.owners[0]
+                if made.rank in made.owners:
+                    continue
+                begin = self._to_hub(sender) - start
+                for turn in (0, made.count - 1):
+                    comes = begin + self._seconds(sender, made.rank, num_bytes, turn + 1)
+                    place = made.first + turn * made.every
+                    goes = fills[number] + place * slowest[number] + max(place - stage.in_flight, 0) * later
+                    late = max(late, comes - goes)
+                is_free = begin + made.count * num_bytes / self._cluster.link(sender, made.rank).bytes_per_second
+                late = max(late, is_free - self._first_use(plan, fills, number, sender))
+        return start + late
+
+    def _first_use(self, plan: Plan, fills: Sequence[float], number: int, sender: int) -> float:
+        """Returns when the pipeline has the first message from a rank for a stage, if it has one of its neighbours."""
+        if number > 0 and sender in plan.stages[number - 1].ranks:
+            return fills[number]
+        behind = plan.stages[number + 1 :]
+        if not (behind and sender in behind[0].ranks):
+            return math.inf
+        forwards = fills[-1]
+        if plan.schedule == "gpipe":
+            forwards += (plan.num_micro_batches // len(behind[-1].ranks) - 1) * max(
+                stage.forward_seconds for stage in plan.stages
+            )
+        return forwards + sum(stage.backward_seconds + stage.recompute_seconds for stage in behind)
+
+    def _turn(self, plan: Plan) -> float:
+        """Returns what lies between the forwards and the backwards of a step whose loss the script makes."""
+        stages = [stage for stage in plan.stages if self._output_bytes(stage.blocks)]
+        agreed, back = 0.0, []
+        for stage in stages:
+            num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
+            agreed = max([agreed, *self._known_outputs(plan, stage)])
+            for made in self._made(plan, stage):
+                agreed = max(agreed, self._to_hub(made.rank))
+                sender = made.owners[0]
+                if made.rank in made.owners:
+                    back.append(self._to_hub(made.rank))
+                    continue
+                goes = self._to_hub(sender)
+                back.append(goes + self._seconds(sender, made.rank, num_bytes))
+                hidden = (made.count - 1) * made.every * stage.backward_seconds
+                back.append(goes + self._seconds(sender, made.rank, num_bytes, made.count) - hidden)
+        return agreed + max(back, default=0.0)
+
+    def _next_call(self, plan: Plan) -> float:
+        """Returns how long after the end of a pipeline the first rank has heard of all others' next calls."""
+        before, known = 0.0, [0.0]
+        for stage in plan.stages:  # the backwards of earlier stages come last
+            known.append(self._far(stage.ranks) - before)
+            if not self._has_turn:
+                end = -before - stage.reduce_seconds - stage.optimizer_seconds
+                known += [end + each for each in self._known_outputs(plan, stage)]
+                if stage is plan.stages[-1]:
+                    known += [end + each for each in self._known_loss(stage)]
+            before += stage.backward_seconds + stage.recompute_seconds
+        return max(known)
+
+    def _known_outputs(self, plan: Plan, stage: StagePlan) -> Iterator[float]:
+        """Yields when the first rank hears of those that wait for outputs of samples, after the stage has sent them."""
+        num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
+        for made in self._made(plan, stage) if num_bytes else ():
+            for owner in _some(made.owners):
+                if owner != made.rank:
+                    yield self._seconds(made.rank, owner, num_bytes, made.count) + self._to_hub(owner)
+
+    def _known_loss(self, stage: StagePlan) -> Iterator[float]:
+        """Yields the same of those that wait for the loss, which goes to all."""
+        for rank in _some(stage.ranks):
+            for other in self._ranks:
+                if other != rank:
+                    yield self._seconds(rank, other, 0.0) + self._to_hub(other)
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """A rank of each host, of the first and of the last hosts."""
+        first = {host: rank for rank, host in reversed(list(enumerate(self._cluster.hosts)))}
+        return _some(sorted(first.values()))
+
+    def _made(self, plan: Plan, stage: StagePlan) -> Iterator[_Made]:
+        """Yields what ranks of a stage make of others' samples: of some ranks, for some of those that passed them."""
+        count, num_groups = len(stage.ranks), len(self._groups)
+        every = num_groups // math.gcd(num_groups, count)
+        for index in _some(range(count)):
+            num_parts = len(range(index, plan.num_micro_batches, count))
+            for first in _some(range(min(every, num_parts))):
+                owners = self._groups[(index + first * count) % num_groups]
+                yield _Made(stage.ranks[index], owners, first, every, len(range(first, num_parts, every)))
+
+    def _to_hub(self, rank: int) -> float:
+        return 0.0 if rank == _HUB else self._cluster.link(rank, _HUB).latency_seconds
+
+    def _seconds(self, source: int, destination: int, num_bytes: float, count: int = 1) -> float:
+        """Returns when the last of some messages that are sent at once has come."""
+        link = self._cluster.link(source, destination)
+        asks = 2 * link.latency_seconds if num_bytes > _EAGER_BYTES else 0.0
+        return asks + link.seconds(count * num_bytes)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Micro-batches that a rank runs of samples from the same owners: their places among the rank's, and number."""
+
+    rank: int
+    owners: tuple[int, ...]
+    first: int
+    every: int
+    count: int
+
+
+def _some(places: Sequence[int]) -> tuple[int, ...]:
+    return (*places[:_MOST_LOOKED_AT], *places[_MOST_LOOKED_AT:][-1:])
+
+
+def _bytes_of_blocks(things: Sequence[tuple[Sequence[int], Size]]) -> Callable[[tuple[int, ...]], float]:
+    """Returns what says the bytes of a sample of all things that some blocks, which follow each other, have."""
+
+    @lru_cache(maxsize=1024)
+    def of(blocks: tuple[int, ...]) -> float:
+        first, last = blocks[0], blocks[-1]
+        return sum(size.sample_bytes for users, size in things if any(first <= user <= last for user in users))
+
+    return of

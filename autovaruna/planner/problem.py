@@ -72,7 +72,6 @@ class Problem:
     Attributes:
         global_batch_size: samples of all ranks together.
         optimizer_bytes_factor: bytes of optimizer state for each byte of a trained parameter (AdamW: 2).
-        optimizer_cost: what a step of the optimizer takes.
         shares_state: whether the replicas of a stage share the optimizer's state.
         needs_gradient: False for a model that only runs forward.
         min_micro_batches_for_inputs: least M with which every rank can pass its own mini-batch (N, or 1).
@@ -124,10 +123,6 @@ class Problem:
         is_pipeline = self.cluster.num_ranks > 1 and forced_stages(self) != 1 and len(self.graph.blocks) > 1
         is_asked = constraints.schedule == "auto" and constraints.may_split and self.needs_gradient
         return is_asked and has_weights and is_pipeline
-
-    def micro_batch_size(self, num_micro_batches: int) -> float:
-        """Returns the mean number of samples of one of M micro-batches."""
-        return self.global_batch_size / num_micro_batches
 
 
 def forced_stages(problem: Problem) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autovaruna.planner.candidate import Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.range_bounds import Demand, RangeSeconds, RangeWaits, is_exact, range_waits_of
+from autovaruna.planner.range_bounds import RangeSeconds, RangeWaits, range_waits_of
 from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_memory import ROUNDING
@@ -23,66 +23,31 @@ _ENDLESS = 1e30
 """More seconds than any step takes."""
 
 
-def step_bounds(sized_of: Callable[[int], SizedProblem], counts: Sequence[int]) -> Iterator[StepBound]:
-    """Yields the bounds for some numbers of micro-batches; what they wait for is found for many of them at once.
+def step_bound(sized: SizedProblem, upper: float = math.inf, waits: RangeWaits | None = None) -> float:
+    """Returns seconds that no plan with one stage a rank beats, at one number of micro-batches.
 
-    The problem at each is let go of, since its tables are large.
+    `upper` at most: nothing is gained by proving more than the best plan takes. Where the user has ranks hold several
+    stages, it is all work over all ranks.
     """
-    for start in range(0, len(counts), _AT_ONCE):
-        some = counts[start : start + _AT_ONCE]
-        each = [sized_of(count) for count in some]
-        found = range_waits_of(each, is_exact=is_exact(each[0]))
-        del each
-        for count, waits in zip(some, found, strict=True):
-            yield StepBound(sized_of(count), waits=waits)
+    stage_ranks = sized.problem.constraints.stage_ranks
+    is_shared = len({rank for ranks in stage_ranks for rank in ranks}) < sum(map(len, stage_ranks))
+    low = min(_work(sized), upper)
+    if low < upper and not is_shared:
+        low = max(low, min(_stage_bound(RangeSeconds(sized, waits), low, upper), upper))
+    return low * (1.0 - ROUNDING)
 
 
-class StepBound:
-    """The bound for one number of micro-batches."""
-
-    def __init__(self, sized: SizedProblem, waits: RangeWaits | None = None) -> None:
-        self.sized = sized
-        self.constraints, self.cluster = sized.problem.constraints, sized.problem.cluster
-        self.num_ranks = self.cluster.num_ranks
-        self.num_micro_batches = sized.num_micro_batches
-        self.ranges = RangeSeconds(sized, waits=waits)
-        self.is_shared = len({r for ranks in self.constraints.stage_ranks for r in ranks}) < sum(
-            len(ranks) for ranks in self.constraints.stage_ranks
-        )
-
-    def seconds(self, upper: float) -> float:
-        """Returns a proven bound, `upper` at most: nothing is gained by proving more than the best plan takes."""
-        low = min(self.work_bound(), upper)
-        if low < upper and not self.is_shared:
-            low = max(low, min(self._stage_bound(low, upper), upper))
-        return low * (1.0 - ROUNDING)
-
-    def work_bound(self) -> float:
-        """Returns the bound of total work: every micro-batch passes every block on some rank."""
-        ranks = {rank for ranks in self.constraints.stage_ranks for rank in ranks} or range(self.num_ranks)
-        speeds = [self.cluster.speeds[rank] for rank in ranks]
-        total, overhead = float(self.sized.step_seconds.sum()), self.sized.overhead_seconds
-        return (total + overhead * min(speeds)) * self.num_micro_batches / sum(speeds)
-
-    def _stage_bound(self, low: float, upper: float) -> float:
-        if self.constraints.stage_ranks:
-            replicas = [len(ranks) for ranks in self.constraints.stage_ranks]
-            split = partition_chain([self.ranges.stage_seconds(count) for count in replicas])
-            return split.objective if split else math.inf
-        demand = self._demand()
-        high = min(upper * (1.0 - _PRECISION), _ENDLESS)
-        if not demand.is_met(high):
-            return upper * (1.0 - _PRECISION)
-        while high - low > _PRECISION * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if demand.is_met(middle) else (middle, high)
-        return low
-
-    def _demand(self) -> Demand:
-        constraints, n = self.constraints, self.sized.tables.num_segments
-        num_stages = constraints.num_stages or (len(constraints.cuts) + 1 if constraints.cuts else 0)
-        ranges = self.ranges
-        return Demand(ranges.needs(), ranges.places, n, num_stages if ranges.is_exact else 0, self.num_ranks)
+def _stage_bound(ranges: RangeSeconds, low: float, upper: float) -> float:
+    if ranges.constraints.stage_ranks:
+        split = partition_chain([ranges.stage_seconds(len(ranks)) for ranks in ranges.constraints.stage_ranks])
+        return split.objective if split else math.inf
+    high = min(upper * (1.0 - _PRECISION), _ENDLESS)
+    if not ranges.is_met(high):
+        return upper * (1.0 - _PRECISION)
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if ranges.is_met(middle) else (middle, high)
+    return low
 
 
 def bound_of_all(sized: SizedProblem) -> float:
@@ -90,13 +55,10 @@ def bound_of_all(sized: SizedProblem) -> float:
     return max(bound(sized) for bound in _BOUNDS.values()) * (1.0 - ROUNDING)
 
 
-def reason(sized: SizedProblem) -> str:
-    """Returns in words which of them is greatest."""
-    return max(_BOUNDS, key=lambda name: _BOUNDS[name](sized))
-
-
 def _work(sized: SizedProblem) -> float:
-    speeds, count = sized.problem.cluster.speeds, sized.num_micro_batches
+    cluster, count = sized.problem.cluster, sized.num_micro_batches
+    ranks = {rank for ranks in sized.problem.constraints.stage_ranks for rank in ranks} or range(cluster.num_ranks)
+    speeds = [cluster.speeds[rank] for rank in ranks]
     each = float(sized.step_seconds.sum()) + sized.overhead_seconds * min(speeds)
     return (count * each + sized.whole_optimizer_seconds) / sum(speeds)
 
@@ -146,13 +108,7 @@ class Proof:
         return best is None or min(map(self.of_all, self.counts)) < best.predicted_seconds * WORTH
 
     def put_into(self, plan: Plan, single: Plan | None, *, was_cut_short: bool) -> Plan:
-        """Returns the plan with its bound and the proof.
-
-        Args:
-            plan: the chosen plan.
-            single: the fastest plan with one stage a rank, if there is one.
-            was_cut_short: whether the search left out what may be better.
-        """
+        """Returns the plan with its bound and the proof; `single` is the fastest one with one stage a rank."""
         low, high = self.counts[0], self.counts[-1]
         proof = (
             f"for {len(self.counts)} numbers of micro-batches from {low} to {high}, no cuts and replicas let every "
@@ -163,12 +119,15 @@ class Proof:
         if self.most_each > 1:
             proof = f"with one stage a rank no plan takes less than {single_seconds:.6g} s: {proof}" if single else ""
             seconds = min(plan.predicted_seconds, *map(self.of_all, self.counts))
+            least = min(self.counts, key=self.of_all)
+            binds = max(_BOUNDS, key=lambda name: _BOUNDS[name](self.sized(least)))
             parts = [
                 f"with up to {self.most_each} stages a rank, no plan takes less than all work and the optimizer's over "
                 "the sum of speeds, nor than that and what ranks, for want of memory, run again or are idle for until "
                 "a first backward can come, nor than one micro-batch there and back with its share of the others at "
                 "one block",
-                self._what_binds(),
+                f"with {least} micro-batches that is least, and is {binds}: whatever else ranks wait for, run again or "
+                "send is left out",
                 proof,
             ]
             proof = "; ".join(filter(None, parts))
@@ -178,22 +137,18 @@ class Proof:
             proof += "; the search ended early, by its limit of simulations, so that better plans may be left"
         return replace(plan, bound_seconds=seconds, single_bound_seconds=single_seconds, bound_proof=proof)
 
-    def _what_binds(self) -> str:
-        """Returns what part of a step with several stages a rank the bound consists of."""
-        least = min(self.counts, key=self.of_all)
-        return (
-            f"with {least} micro-batches that is least, and is {reason(self.sized(least))}: whatever else "
-            "ranks wait for, run again or send is left out"
-        )
-
     def _of_single(self, single: Plan) -> float:
         lowest = single.predicted_seconds
         of_all = {count: self.of_all(count) for count in self.counts}
         counts = [count for count in self.counts if of_all[count] < lowest]
         counts.sort(key=lambda count: abs(count - single.num_micro_batches))
-        for count, bound in zip(counts, step_bounds(self.sized, counts), strict=True):
-            if of_all[count] < lowest:
-                lowest = min(lowest, max(bound.seconds(lowest), of_all[count]))
+        for first in range(0, len(counts), _AT_ONCE):
+            some = counts[first : first + _AT_ONCE]
+            # Waits are found for many at once; their tables are large, and let go of.
+            found = range_waits_of([self.sized(count) for count in some])
+            for count, waits in zip(some, found, strict=True):
+                if of_all[count] < lowest:
+                    lowest = min(lowest, max(step_bound(self.sized(count), lowest, waits), of_all[count]))
         return lowest
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.graph.records import Value
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.ranges import Array, Flow
-from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest
+from autovaruna.planner.problem import forced_stages
+from autovaruna.planner.ranges import Array
+from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest, state_of_ranges
 from autovaruna.profiler.records import Cluster, LinkCost
 
 
@@ -25,14 +24,12 @@ class Waits:
     Attributes:
         before: of a stage that starts at p, before its first forward.
         after: of a stage that starts at p, after its last backward, until the step ends.
-        trip: of a stage that ends before p, between a forward and its backward.
         messages: what of `before` and `after` together is messages to and from the stage that starts at p.
         activation, gradient: of the line between the stages that meet at p, for each of their messages.
     """
 
     before: Array
     after: Array
-    trip: Array
     messages: Array
     activation: Array
     gradient: Array
@@ -51,7 +48,6 @@ def waits_of(sized: SizedProblem) -> Waits:
     return Waits(
         before=np.where(before > 0, before + link.latency_seconds + activation + each, 0.0),
         after=np.where(after > 0, after + link.latency_seconds + gradient + each, 0.0),
-        trip=_trips(back, sized.urgent_seconds / speed, 2 * (link.latency_seconds + each) + activation + gradient),
         messages=np.where(before > 0, there, 0.0) + np.where(after > 0, back_again, 0.0),
         activation=activation,
         gradient=gradient,
@@ -65,27 +61,6 @@ def fastest_link(cluster: Cluster) -> LinkCost:
     links += [cluster.remote_link] if len(set(hosts)) > 1 else []
     links = links or [cluster.local_link]
     return LinkCost(min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
-
-
-def _trips(gradients: Flow, block_seconds: Array, messages: Array) -> Array:
-    """Returns the least seconds of later stages between a forward and its backward.
-
-    A stage that ends before p waits for the one that starts at p if block p needs something that block p - 1 has. That
-    one ends anywhere, and waits in its turn.
-    """
-    n, holders = gradients.num_blocks, gradients.last_holders
-    work, each = [0.0, *np.cumsum(block_seconds).tolist()], messages.tolist()
-    trips = [0.0] * (n + 1)
-    earliest = work[n]
-    for p in range(n - 1, 0, -1):
-        if holders[p] == p - 1:
-            trips[p] = earliest - work[p] + each[p]
-        earliest = min(earliest, work[p] + trips[p])
-    return np.array(trips)
-
-
-_Holders = dict[int, list[int]]
-"""For each block, the blocks before it that were the last to hold a value that it uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +80,24 @@ class RangeWaits:
     line: Array
 
 
-def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[RangeWaits]:
+def range_waits_of(each: Sequence[SizedProblem]) -> list[RangeWaits]:
     """Returns the least waits at some numbers of micro-batches, on the fastest ranks and links, all found at once.
 
-    If not `is_exact`, cuts may lie inside of segments: i and j are then those in which a stage begins and ends.
+    Where cuts may lie inside of segments, i and j are those in which a stage begins and ends.
     """
-    problem, positions = each[0].problem, each[0].tables.positions
+    problem, positions, is_exact = each[0].problem, each[0].tables.positions, each[0].is_exact
     cluster = problem.cluster
     once, speed = fastest_link(cluster).latency_seconds + cluster.overhead_seconds, max(cluster.speeds)
-    there, back = _holders(problem.flow.values), _holders(problem.gradient_flow.values)
+    there, back = problem.flow.holders, problem.gradient_flow.holders
     waits = [waits_of(sized) for sized in each]
     forward = np.stack([sized.costs.forward_seconds for sized in each]) / speed
     backward = np.stack([sized.backward_seconds for sized in each]) / speed
     before = _fill(there, forward, once, np.stack([one.activation for one in waits]), positions, is_exact)
     after = _fill(back, backward, once, np.stack([one.gradient for one in waits]), positions, is_exact)
-    trips = [_range_trips(back, sized.urgent_seconds / speed, one) for sized, one in zip(each, waits, strict=True)]
+    trips = [
+        _trips(back, sized.urgent_seconds / speed, 2 * once + one.activation + one.gradient)
+        for sized, one in zip(each, waits, strict=True)
+    ]
     if is_exact:
         lines = [np.maximum(one.activation, one.gradient)[positions] for one in waits]
         return list(map(RangeWaits, before, after, [trip[positions] for trip in trips], lines))
@@ -128,16 +106,13 @@ def range_waits_of(each: Sequence[SizedProblem], *, is_exact: bool) -> list[Rang
     return list(map(RangeWaits, before, after, least, lines))
 
 
-def _holders(values: Iterable[Value]) -> _Holders:
-    found: dict[int, set[int]] = {}
-    for value in values:
-        for holder, user in pairwise(sorted({value.producer, *value.consumers})):
-            found.setdefault(user, set()).add(holder)
-    return {user: sorted(holders) for user, holders in found.items()}
-
-
 def _fill(
-    holders: _Holders, seconds: Array, once: float, messages: Array, positions: NDArray[np.int64], is_exact: bool
+    holders: dict[int, list[int]],
+    seconds: Array,
+    once: float,
+    messages: Array,
+    positions: NDArray[np.int64],
+    is_exact: bool,
 ) -> Array:
     """Returns the least waits of every range, for each row of `seconds` and `messages` of blocks.
 
@@ -178,11 +153,11 @@ def _fill(
     return table.swapaxes(1, 2)
 
 
-def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
+def _trips(holders: dict[int, list[int]], seconds: Array, messages: Array) -> Array:
     """Returns, by block p, the least seconds of later stages between a forward and its backward of one that ends there.
 
     A value that block p - 1 is the last to hold before block u goes to the stage with block u. That one starts at u or
-    before, ends anywhere behind, and waits in its turn. If u is p, `waits.trip` knows the messages too.
+    before, ends anywhere behind, and waits in its turn. If u is p, `messages` go there and back.
     """
     n = len(seconds)
     work = np.append(0.0, np.cumsum(seconds))
@@ -192,74 +167,10 @@ def _range_trips(holders: _Holders, seconds: Array, waits: Waits) -> Array:
             users.setdefault(holder + 1, []).append(user)
     trips, earliest = np.zeros(n + 1), np.full(n + 2, work[n])
     for p in range(n - 1, 0, -1):
-        trips[p] = max([waits.trip[p], *(earliest[u + 1] - work[u] for u in users.get(p, ()))])
+        for user in users.get(p, ()):
+            trips[p] = max(trips[p], earliest[user + 1] - work[user] + messages[p] * (user == p))
         earliest[p] = min(earliest[p + 1], work[p] + trips[p])
     return trips
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """Needs by what each number of replicas takes, the greatest number first."""
-
-    seconds: Sequence[tuple[int, Array]]
-
-    def at(self, seconds: float) -> Array:
-        """Returns the fewest replicas that end in so many seconds."""
-        needed = np.full(len(self.seconds[0][1]), np.inf)
-        for replicas, each in self.seconds:
-            needed[each <= seconds] = replicas
-        return needed
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Needs by the share of the micro-batches that one replica finishes in time.
-
-    `alone` are seconds on one replica, `reserved` those before and after the work; `whole_reserved` and `whole_ways`
-    are another bound of the same kind, if there is one.
-    """
-
-    num_micro_batches: int
-    alone: Array
-    reserved: Array
-    ways: Sequence[RecomputeOption]
-    whole_reserved: Array | None = None
-    whole_ways: Sequence[RecomputeOption] = ()
-
-    def at(self, seconds: float) -> Array:
-        """Returns the fewest replicas that end in so many seconds."""
-        spare = seconds - self.reserved
-        share = np.maximum.reduce([way.greatest_share(spare) for way in self.ways])
-        if self.whole_reserved is not None:
-            spare = seconds - self.whole_reserved
-            share = np.minimum(share, np.maximum.reduce([way.busy_share(spare) for way in self.whole_ways]))
-        with np.errstate(divide="ignore"):
-            several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
-        needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
-        return np.where(self.alone <= seconds, 1.0, needed)
-
-
-Needs = Listed | Computed
-
-
-class Demand:
-    """Says whether ranks suffice for splits that end in time, into `num_stages` stages (0: any number).
-
-    `needs` are those of all ranges, row by row, and `places` say where: ``i * (n + 1) + j``.
-    """
-
-    def __init__(
-        self, needs: Needs, places: NDArray[np.int64], num_segments: int, num_stages: int, num_ranks: int
-    ) -> None:
-        self.needs, self.places, self.num_stages, self.num_ranks = needs, places, num_stages, num_ranks
-        self.table = np.full((num_segments + 1, num_segments + 1), np.inf)
-
-    def is_met(self, seconds: float) -> bool:
-        """Returns whether some split ends in so many seconds."""
-        needed = self.needs.at(seconds)
-        needed[needed > self.num_ranks] = np.inf
-        self.table.ravel()[self.places] = needed
-        return _fewest(self.table, self.num_stages) <= self.num_ranks
 
 
 def _fewest(need: Array, num_stages: int) -> float:
@@ -281,47 +192,73 @@ _FEW_RANKS = 16
 
 
 class RangeSeconds:
-    """The least seconds of a stage for every range of segments; with `ranks`, for a stage on just these."""
+    """The least seconds of a stage for every range of segments, on the best ranks."""
 
-    def __init__(self, sized: SizedProblem, ranks: Sequence[int] = (), waits: RangeWaits | None = None) -> None:
+    def __init__(self, sized: SizedProblem, waits: RangeWaits | None = None) -> None:
         self.sized = sized
         self.constraints, self.cluster = sized.problem.constraints, sized.problem.cluster
         self.num_ranks = self.cluster.num_ranks
         self.num_micro_batches = sized.num_micro_batches
-        self.is_exact = is_exact(sized)
-        # Replicas with most micro-batches may be on the ranks that have most memory; others need less.
-        num_full = self.num_micro_batches % len(ranks) or len(ranks) if ranks else 1
-        ranks = ranks or range(self.num_ranks)
-        self.speeds = sorted((self.cluster.speeds[rank] for rank in ranks), reverse=True)
-        self.limit_bytes = sorted((self.cluster.memory_bytes[rank] for rank in ranks), reverse=True)[num_full - 1]
-        self.hosts = Counter(self.cluster.hosts[rank] for rank in ranks)
-        self.waits = waits or range_waits_of([sized], is_exact=self.is_exact)[0]
+        self.speeds = sorted(self.cluster.speeds, reverse=True)
+        self.limit_bytes = max(self.cluster.memory_bytes)
+        self.most_of_a_host = max(Counter(self.cluster.hosts).values())
+        self.waits = waits or range_waits_of([sized])[0]
         self._rows, self._columns = sized.tables.ranges
-        first = self._rows if self.is_exact else self._rows + 1
+        first = self._rows if sized.is_exact else self._rows + 1
         self._before, self._after = (table[sized.tables.ranges] for table in (self.waits.before, self.waits.after))
         self._inside = first * (sized.tables.num_segments + 1) + self._columns
         self._is_empty = np.flatnonzero(first == self._columns)
 
-    @property
-    def places(self) -> NDArray[np.int64]:
-        """Where each range is in a matrix with a row and a column for each end of a segment, row after row."""
-        return np.asarray(self._rows * (self.sized.tables.num_segments + 1) + self._columns)
+    def is_met(self, seconds: float) -> bool:
+        """Returns whether there are ranks for a split of which every stage ends in so many seconds.
 
-    def needs(self) -> Needs:
-        """Returns how many ranks each range needs to end in time."""
+        Where cuts may lie inside of segments any number of stages will do, else it is the forced one.
+        """
+        needed = self._needed(seconds)
+        needed[needed > self.num_ranks] = np.inf
+        self._table[self.sized.tables.ranges] = needed
+        num_stages = forced_stages(self.sized.problem) if self.sized.is_exact else 0
+        return _fewest(self._table, num_stages) <= self.num_ranks
+
+    @cached_property
+    def _table(self) -> Array:
+        n = self.sized.tables.num_segments
+        return np.full((n + 1, n + 1), np.inf)
+
+    def _needed(self, seconds: float) -> Array:
+        """Returns the fewest replicas with which each range ends in time."""
+        if not self._seconds_by_count:
+            return self._needed_of_many(seconds)
+        needed = np.full(len(self._rows), np.inf)
+        for replicas, each in self._seconds_by_count:
+            needed[each <= seconds] = replicas
+        return needed
+
+    @cached_property
+    def _seconds_by_count(self) -> list[tuple[int, Array]]:
+        """What each number of replicas takes, the greatest number first; of many ranks none."""
         forced = self.constraints.num_replicas
-        if forced or self.num_ranks <= _FEW_RANKS:
-            counts = [forced] if forced else range(self.num_ranks, 0, -1)
-            return Listed([(count, self._seconds_of(count)) for count in counts])
-        before = self._before
-        return Computed(
-            self.num_micro_batches,
-            self._seconds_of(1),
-            before + self._reduce_tail(2),
-            self._ways,
-            before + self._finish_seconds(2) if self.sized.is_split else None,
-            self._whole_ways if self.sized.is_split else (),
-        )
+        if not forced and self.num_ranks > _FEW_RANKS:
+            return []
+        return [(count, self._seconds_of(count)) for count in ([forced] if forced else range(self.num_ranks, 0, -1))]
+
+    def _needed_of_many(self, seconds: float) -> Array:
+        """Returns the same by the share of the micro-batches that one replica finishes in time."""
+        alone, reserved, whole_reserved = self._reserved
+        spare = seconds - reserved
+        share = np.maximum.reduce([way.greatest_share(spare) for way in self._ways])
+        if self.sized.is_split:
+            spare = seconds - whole_reserved
+            share = np.minimum(share, np.maximum.reduce([way.busy_share(spare) for way in self._whole_ways]))
+        with np.errstate(divide="ignore"):
+            several = np.maximum(np.ceil(self.num_micro_batches / share), 2.0)
+        needed = np.where((share >= 1) & (spare >= 0), several, np.inf)
+        return np.where(alone <= seconds, 1.0, needed)
+
+    @cached_property
+    def _reserved(self) -> tuple[Array, Array, Array]:
+        """Seconds on one replica; of several those beside the work, until gradients have left and until all is done."""
+        return self._seconds_of(1), self._before + self._reduce_tail(2), self._before + self._finish_seconds(2)
 
     def stage_seconds(self, replicas: int) -> Array:
         """Returns the least seconds to the end of the step of each range on so many replicas, as a matrix."""
@@ -385,7 +322,7 @@ class RangeSeconds:
 
     def _finish_seconds(self, replicas: int) -> Array:
         """Returns the least seconds from a range's last gradients to the end of the step, without waits for others."""
-        is_local = replicas <= max(self.hosts.values())
+        is_local = replicas <= self.most_of_a_host
         reduce = self.sized.reduce_seconds(replicas, self._trained_bytes, is_local=is_local)
         slowest = self.speeds[0] / self.speeds[min(replicas, len(self.speeds)) - 1]
         optimizer = self._optimizer * self.sized.owned_share(replicas)
@@ -405,7 +342,7 @@ class RangeSeconds:
 
     def _depths(self, needs_recompute: bool) -> Array:
         """Returns the greatest in-flight depth of each range that memory and settings allow."""
-        if not self.is_exact:
+        if not self.sized.is_exact:
             return self._loose_depths(needs_recompute)
         held = (self.sized.recomputed_bytes if needs_recompute else self.sized.plain_bytes).map(self._inner)
         least_share = -(-self.sized.num_micro_batches // self.cluster.num_ranks)
@@ -417,22 +354,17 @@ class RangeSeconds:
 
     def _loose_depths(self, needs_recompute: bool) -> Array:
         """Returns the same of what more segments can only add to: state, gradients, and what is saved for backward."""
-        sized = self.sized
-        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.fixed_bytes)
+        sized, tables = self.sized, self.sized.tables
+        room = self.limit_bytes * (1 + ROUNDING) - self._inner(sized.model.fixed(state_of_ranges(tables)))
         room[self._is_empty] = np.inf
         depth = np.full_like(room, np.inf)
         if sized.problem.needs_gradient and not needs_recompute:
+            saved = tables.add_up(sized.greatest_costs.saved_bytes)
             with np.errstate(divide="ignore", invalid="ignore"):
-                depth = np.floor(room / self._inner(sized.saved_bytes)) + 1.0  # The last one may come as others go.
+                depth = np.floor(room / self._inner(saved)) + 1.0  # The last one may come as others go.
             depth[np.isnan(depth)] = np.inf
         return np.where(room >= 0, depth, 0.0)
 
     def _inner(self, table: Array) -> Array:
         """Returns the entries of a table for the segments that a stage of each range is sure to have whole."""
         return np.asarray(table.ravel().take(self._inside))
-
-
-def is_exact(sized: SizedProblem) -> bool:
-    """Returns whether stages start where segments do and nowhere else."""
-    problem = sized.problem
-    return problem.constraints.has_fixed_places or sized.tables.num_segments == len(problem.graph.blocks)

@@ -56,13 +56,10 @@ class CostTable:
         names = [each.name for each in fields(Costs)[1:]]
         rows = (np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs]) for name in names)
         self._rows = [np.maximum.accumulate(row.astype(np.float64)[order], axis=0) for row in rows]
-        self._read = lru_cache(maxsize=_MOST_KNOWN)(self._interpolated)
-
-    def at(self, micro_batch_size: float) -> Costs:
-        """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
-        return self._read(micro_batch_size)
+        self.at = lru_cache(maxsize=_MOST_KNOWN)(self._interpolated)
 
     def _interpolated(self, micro_batch_size: float) -> Costs:
+        """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
         arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._rows)
         return Costs(micro_batch_size, *arrays)
 
@@ -132,14 +129,13 @@ class Flow:
         self.values, self.num_blocks = values, num_blocks
 
     @cached_property
-    def last_holders(self) -> list[int]:
-        """For each block, the last earlier block that makes or uses a value which it needs; -1: none."""
-        holders = [-1] * self.num_blocks
+    def holders(self) -> dict[int, list[int]]:
+        """By block, the earlier ones that were the last to make or use a value which it needs, ascending."""
+        found: dict[int, set[int]] = {}
         for value in self.values:
-            chain = sorted({value.producer, *value.consumers})
-            for before, user in pairwise(chain):
-                holders[user] = max(holders[user], before)
-        return holders
+            for holder, user in pairwise(sorted({value.producer, *value.consumers})):
+                found.setdefault(user, set()).add(holder)
+        return {user: sorted(holders) for user, holders in found.items()}
 
     @cached_property
     def producers(self) -> dict[int, list[int]]:
@@ -173,7 +169,8 @@ class Flow:
         # The stage that holds block h starts at some i <= h, has waited fill[i], and works at least work[h + 1] -
         # work[i].
         slack = [0.0] * self.num_blocks
-        for p, holder in enumerate(self.last_holders[1:], 1):
+        for p in range(1, self.num_blocks):
+            holder = max(self.holders.get(p, [-1]))
             fill[p] = work[holder + 1] + slack[holder] if holder >= 0 else 0.0
             slack[p] = min(slack[p - 1], fill[p] - work[p])
         return np.array(fill)
@@ -273,9 +270,9 @@ class RangeTables:
         self.parameter_bytes = held.total([p.num_bytes for p in parameters])
         self.trained_bytes = held.total([p.num_bytes * p.needs_gradient for p in parameters])
         self.largest_bytes = self.greatest(_largest(graph, trained))
-        self.gradient_bytes = gradient_bytes(graph)
+        self.gradient_bytes = gradient_bytes(graph, trained)
         self.num_trained = held.total([1.0 * p.needs_gradient for p in parameters])
-        self.tied_bytes = self._sum((p.num_bytes, p.blocks) for p in trained if len(p.blocks) > 1)
+        self.tied_bytes = self.add_up(gradient_bytes(graph, [p for p in trained if len(p.blocks) > 1]))
         self.tied_once_bytes = held.total([p.num_bytes * each for p, each in zip(parameters, tied, strict=True)])
         self.buffer_bytes = self.add_up(np.array([block.buffer_bytes for block in graph.blocks], dtype=np.float64))
         self.inputs = self._held(each.consumers for each in graph.inputs).sized([each.size for each in graph.inputs])
@@ -313,11 +310,8 @@ class RangeTables:
         return sorted({int(self.segment_of[block]) for block in blocks})
 
     def _held(self, things: Iterable[Iterable[int]]) -> _Rectangles:
-        """Returns the ranges with at least one of the blocks that use each thing."""
-        n = self.num_segments
-        users = ((k, self._segments(blocks)) for k, blocks in enumerate(things))
-        pairs = ((k, before, user) for k, each in users for before, user in pairwise([-1, *each]))
-        return _Rectangles(n, ((k, before + 1, user + 1, user + 1, n + 1) for k, before, user in pairs))
+        """Returns the ranges with at least one of the blocks that use each thing, as if it was made before all."""
+        return self._received([[-1, *self._segments(blocks)] for blocks in things])
 
     def _received(self, things: _Holders) -> _Rectangles:
         """Returns the ranges before which each thing was made, and in which it is used."""
@@ -330,20 +324,12 @@ class RangeTables:
         pairs = ((k, holder, user) for k, holders in enumerate(things) for holder, user in pairwise(holders))
         return _Rectangles(self.num_segments, ((k, 0, holder + 1, holder + 1, user + 1) for k, holder, user in pairs))
 
-    def _sum(self, things: Iterable[tuple[float, Sequence[int]]]) -> Array:
-        """Sums things once for each block that uses them."""
-        weights = np.zeros(len(self.segment_of))
-        for weight, blocks in things:
-            weights[list(blocks)] += weight
-        return self.add_up(weights)
 
-
-def gradient_bytes(graph: Graph) -> Array:
-    """Returns the bytes of the gradients that each block makes; a parameter's uses have one each."""
+def gradient_bytes(graph: Graph, trained: Iterable[Parameter]) -> Array:
+    """Returns the bytes of the gradients of some parameters that each block makes; each use has one."""
     made = np.zeros(len(graph.blocks))
-    for parameter in graph.parameters:
-        if parameter.needs_gradient:
-            made[list(parameter.blocks)] += parameter.num_bytes
+    for parameter in trained:
+        made[list(parameter.blocks)] += parameter.num_bytes
     return made
 
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.records import Peak, Plan, StagePlan, together
 from autovaruna.planner.stage_memory import Holdings, MemoryModel, StageBytes
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT, Instruction, Schedule
-from autovaruna.schedule.pipeline import Pipeline
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, WEIGHT, Instruction, Pipeline, Schedule
 
 
 def bytes_of_ranks(
@@ -24,11 +23,8 @@ def bytes_of_ranks(
     """Returns the most that each rank of a plan holds in a step, in bytes: without a stage, its process.
 
     Args:
-        plan: the plan.
         held: what its stages hold.
-        model: the rules of memory.
         pipeline: the plan as it was simulated: with all replicas, or with one for every so many.
-        schedule: the instructions of the pipeline's ranks.
         own_process_bytes: of each rank's process, where that is known; `model` has one for all.
     """
     pairs = zip(held, plan.stages, strict=True)
@@ -111,16 +107,13 @@ def fit(sized: SizedProblem, options: Sequence[Option], limits: Sequence[float])
     """Saves memory where a rank has less than its limit asks for; returns None if there is no way."""
     fitted = list(options)
     for shared, limit in _tightest(sized, options, limits).items():
-        found = _fit_rank(sized, _of_rank(fitted, shared), limit)
+        of_rank = [fitted[stage]._replace(is_short=True) if is_short else fitted[stage] for stage, is_short in shared]
+        found = _fit_rank(sized, of_rank, limit)
         if found is None:
             return None
         for (stage, _), option in zip(shared, found, strict=True):
             fitted[stage] = option._replace(is_short=False)
     return fitted
-
-
-def _of_rank(options: Sequence[Option], shared: Sequence[Share]) -> list[Option]:
-    return [options[stage]._replace(is_short=True) if is_short else options[stage] for stage, is_short in shared]
 
 
 def _tightest(

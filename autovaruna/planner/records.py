@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from autovaruna.config.files import Amount, Count
@@ -147,11 +149,8 @@ class Plan:
         """Returns the predicted optimizer step of each rank, over all stages that it holds."""
         seconds = [0.0] * self.num_ranks
         for stage in self.stages:
-            each = stage.optimizer_seconds
-            for rank in () if stage.speeds else stage.ranks:
-                seconds[rank] += each
-            for rank, speed in zip(stage.ranks, stage.speeds, strict=False):
-                seconds[rank] += each / speed
+            for rank, speed in zip(stage.ranks, stage.speeds or repeat(1.0), strict=False):
+                seconds[rank] += stage.optimizer_seconds / speed
         return tuple(seconds)
 
     def rank_bytes(self) -> tuple[float, ...]:
@@ -185,6 +184,24 @@ def predicted_seconds(plan: Plan) -> dict[int, float]:
             count = len(range(place, plan.num_micro_batches, len(stage.ranks)))
             seconds[rank] += count * each / (stage.speeds[place] if stage.speeds else 1.0)
     return seconds
+
+
+def share_out(num_bytes: Mapping[str, float], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the owner of each parameter, by its bytes and holders: the largest first, to who owns least so far.
+
+    A whole parameter has one owner, so that any optimizer may step that updates parameters by themselves. (Rajbhandari
+    et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1; theirs are equal
+    ranges of elements.)
+
+    The rank that owns most owns at most 4/3 of what it would in the best division, with equal holders. (Graham, "Bounds
+    on multiprocessing timing anomalies", 1969, theorem 3.)
+    """
+    owned: Counter[int] = Counter()
+    owners: dict[str, int] = {}
+    for name in sorted(num_bytes, key=lambda name: (len(holders[name]) > 1, -num_bytes[name], name)):
+        owners[name] = min(holders[name], key=lambda rank: (owned[rank], rank))
+        owned[owners[name]] += num_bytes[name]  # type: ignore[assignment]
+    return {name: owner for name, owner in owners.items() if len(holders[name]) > 1}
 
 
 _ROUNDING = 1e-9

@@ -1,4 +1,7 @@
-"""Searches the plans of a problem: every candidate is ranked by its simulated step time under the memory limit."""
+"""Searches the plans of a problem: every candidate is ranked by its simulated step time under the memory limit.
+
+Also decides whether the replicas of a stage share the optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import islice
 
 import numpy as np
 
-from autovaruna.graph.records import Graph
+from autovaruna.config.settings import Sharing
+from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
 from autovaruna.planner.grids import (
@@ -59,6 +62,12 @@ _FINE_SECONDS = 1.0
 """For cuts between the segments of a large graph."""
 _COUNTS, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY = 2, 1.1, 1.25
 _MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
+_WORTH_SHARING = 0.98
+"""State is shared for steps that take no more than this share: each replica has all gradients otherwise."""
+_GAIN_OF_GRIDS = 0.99
+"""Where not even the best regular grid gains so much by shared state, no plan is looked for."""
+_FULL = 0.5
+"""Of its memory, more than which a rank holds where less state might give another plan."""
 _CELLS = 10**6
 """With few enough cells of the dynamic program every number of micro-batches is tried."""
 
@@ -80,11 +89,10 @@ def plan_and_choices(
     With `has_all_rows` grids are simulated, too, that are far from the best. Errors are those of `make_plan`.
     """
     check_problem(problem)
-    hears, tables = progress or (lambda what, share: None), _tables_of(problem.graph)
     searches = list[_Search]()
 
     def search(each: Problem) -> Plan:
-        searches.append(_Search(each, hears, tables, has_all_rows=has_all_rows))
+        searches.append(_Search(each, progress, has_all_rows=has_all_rows))
         return searches[-1].run()
 
     plan = plan_with_cut_points(problem, search)
@@ -103,28 +111,52 @@ def least_grid_seconds(problem: Problem, below: float = math.inf) -> float:
 
     It is known much sooner than a plan, and soonest where there is none.
     """
-    search = _Search(problem, lambda what, share: None, _tables_of(problem.graph), has_all_rows=False, below=below)
+    search = _Search(problem, below=below)
     search.try_grids(1.0)
     return search.trials.best.predicted_seconds if search.trials.best else math.inf
 
 
-_Tables = Callable[[tuple[int, ...]], RangeTables]
+def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Problem], Plan]) -> Plan:
+    """Returns the plan of a problem whose replicas share the optimizer's state, or not; auto: where memory is short.
 
+    With shared state a script finds gradients of other replicas' parameters elsewhere: a price too high for time alone.
 
-def _tables_of(graph: Graph) -> _Tables:
-    """Returns what makes the tables of a graph once for the same positions: several searches begin with these."""
-    return cache(lambda positions: RangeTables(graph, positions))
+    Raises:
+        PlanError: no plan fits; says what is missing without sharing.
+    """
+    has_choice = problem.cluster.num_ranks > 1 and problem.constraints.num_replicas != 1 and problem.needs_gradient
+    if sharing != "auto" or not has_choice:
+        return make(replace(problem, shares_state=sharing is True))
+    with_shares = replace(problem, shares_state=True)
+    try:
+        plan = make(problem)
+    except PlanError:
+        try:
+            return make(with_shares)
+        except PlanError as error:
+            _log.debug("nor is there a plan with shared state: %s", error)
+        raise
+    pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
+    is_short = any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
+    if not is_short:
+        return plan
+    worth = _GAIN_OF_GRIDS * least_grid_seconds(problem)
+    if least_grid_seconds(with_shares, worth) > worth:
+        return plan
+    shared = make(with_shares)
+    return shared if shared.predicted_seconds <= _WORTH_SHARING * plan.predicted_seconds else plan
 
 
 class _Search:
     """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
 
     def __init__(
-        self, problem: Problem, progress: Progress, tables: _Tables, *, has_all_rows: bool, below: float = math.inf
+        self, problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = False, below: float = math.inf
     ) -> None:
-        self.problem, self.progress, self.has_all_rows = problem, progress, has_all_rows
+        self.problem, self.has_all_rows = problem, has_all_rows
+        self.progress = progress or (lambda what, share: None)
         self.counts = micro_batch_counts(problem)
-        self.tables = tables(tuple(cut_positions(problem)))
+        self.tables = RangeTables(problem.graph, cut_positions(problem))
         self.planner = Planner(problem, self.tables)
         self.most_each = stages_per_rank(problem)
         self.trials = Evaluator(self.planner, below)
@@ -137,8 +169,9 @@ class _Search:
         if exceeds_all(self.planner.sized(max(self.counts))):
             raise explain_infeasible(self.problem, self.tables, self.counts)
         self._try_all()
-        if self.trials.best is None:
-            self._try_what_fits()
+        if self.trials.best is None:  # Of some splits alone is known which ranks have the bytes for them.
+            for candidate in splits_that_fit(self.problem, self.tables, self.counts):
+                self.trials.attempt(candidate)
         if self.trials.best is None:
             self.trials.loosen()
             self._try_all()
@@ -270,11 +303,6 @@ class _Search:
                     for other in move(planner, candidate):
                         trials.attempt(other)
 
-    def _is_slow(self, shape: Shape) -> bool:
-        """Returns whether a shape takes so long to simulate that its first cuts have to stand for all."""
-        counts = [len(shape.groups[group]) for group in shape.pattern]
-        return least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
-
     def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
         """Returns shapes with what no schedule of their first cuts beats, which says more than a formula, until `end`.
 
@@ -284,18 +312,15 @@ class _Search:
         for shape in shapes:
             if self.planner.count_candidate() > end and bounded and self.trials.best:
                 break
+            counts = [len(shape.groups[group]) for group in shape.pattern]
+            is_slow = least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
             every = candidates_of(self.planner, shape, has_all_cuts=self.planner.is_tiny)
-            some = list(islice(every, 1 if self._is_slow(shape) else None))
+            some = list(islice(every, 1 if is_slow else None))  # The first cuts have to stand for all.
             # What fits by its depths alone may recompute for no need.
-            tight = [plan for each in some if self._is_slow(shape) and (plan := self.planner.build(each))]
+            tight = [plan for each in some if is_slow and (plan := self.planner.build(each))]
             plans = tight or [plan for each in some if (plan := self.planner.build(each, free))]
             bounded.append(shape._replace(seconds=min(map(self.planner.bound, plans), default=math.inf)))
         return varied(bounded)
-
-    def _try_what_fits(self) -> None:
-        """Tries splits that fit by their bytes alone: which ranks a stage gets may leave but a few."""
-        for candidate in splits_that_fit(self.problem, self.tables, self.counts):
-            self.trials.attempt(candidate)
 
     def _improve(self) -> None:
         """Changes the best plans of each number of stages by moves: the simulated optimum is not that of a formula."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import accumulate
 
 import numpy as np
 
@@ -116,8 +117,7 @@ def stage_limit(problem: Problem, num_segments: int) -> int:
 def stages_per_rank(problem: Problem) -> int:
     """Returns the most stages of a rank that the search may choose.
 
-    Of so many stages as are asked for each has ranks of its own, if ranks are enough and several were not allowed by
-    name.
+    One, where so many stages are asked for as there are ranks for, and several were not allowed by name.
     """
     constraints = problem.constraints
     num_groups = problem.cluster.num_ranks // max(constraints.num_replicas, 1)
@@ -162,7 +162,8 @@ def resolve_cut(graph: Graph, name: str) -> int:
     for block in graph.blocks:
         if block.module == name or block.module.startswith(name + "."):
             return block.index
-    modules = {part for block in graph.blocks for part in _prefixes(block.module)}
+    paths = [accumulate(block.module.split("."), "{}.{}".format) for block in graph.blocks if block.module]
+    modules = {module for path in paths for module in path}
     names = [block.name for block in graph.blocks]
     nearest = get_close_matches(name, [*sorted(modules), *names], n=3, cutoff=0.4)
     hint = f"; the nearest are {', '.join(nearest)}" if nearest else f"; the blocks start with {', '.join(names[:5])}"
@@ -193,11 +194,6 @@ def stage_blocks(starts: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...
     return tuple(tuple(range(i, j)) for i, j in zip(starts, ends, strict=True))
 
 
-def _prefixes(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[: k + 1]) for k in range(len(parts)) if parts[0]]
-
-
 PREFER_MARGIN = 0.05
 """By which share of its step a plan that cuts elsewhere must be better than one that cuts at cut points."""
 
@@ -209,7 +205,9 @@ def plan_with_cut_points(problem: Problem, search: Callable[[Problem], Plan]) ->
     choice = problem.constraints.cutpoints
     if choice == "ignore" or problem.constraints.cuts or (choice == "prefer" and not problem.graph.cut_marks):
         return search(problem)
-    _warn(problem.graph)
+    for mark in problem.graph.cut_marks:
+        if mark.block <= 0:
+            _log.warning("the CutPoint %s cannot be a cut: %s", mark.name, mark.reason)
     free, marked = (
         replace(problem, constraints=replace(problem.constraints, cutpoints=each)) for each in ("ignore", "only")
     )
@@ -237,32 +235,19 @@ def plan_with_cut_points(problem: Problem, search: Callable[[Problem], Plan]) ->
 
 
 def _search_marked(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
-    constraints = problem.constraints
-    complaint = too_few_cut_points(problem.graph, constraints.num_stages or len(constraints.stage_ranks))
-    if complaint:
-        raise PlanError(complaint)
-    return search(problem)
-
-
-def cut_point_blocks(graph: Graph) -> list[int]:
-    """Returns the blocks at which a cut point lets a stage start, ascending."""
-    return sorted({mark.block for mark in graph.cut_marks if mark.block > 0})
-
-
-def too_few_cut_points(graph: Graph, num_stages: int) -> str:
-    """Returns why cuts at cut points alone cannot make so many stages; empty if they can."""
-    most = len(cut_point_blocks(graph)) + 1
+    """Returns the plan that cuts at cut points alone; raises PlanError if there are too few of them."""
+    graph, constraints = problem.graph, problem.constraints
+    num_stages, most = constraints.num_stages or len(constraints.stage_ranks), len(cut_point_blocks(graph)) + 1
     if num_stages <= most:
-        return ""
+        return search(problem)
     useless = "".join(f"; {mark.name} is none: {mark.reason}" for mark in graph.cut_marks if mark.block <= 0)
-    return (
+    raise PlanError(
         f"{num_stages} stages are asked for, but cutpoints='only' allows {most}: the model has {most - 1} places with "
         f"a usable CutPoint{useless}. Put CutPoints between the stages that you want, ask for {most} stages or fewer, "
         "or pass cutpoints='prefer'"
     )
 
 
-def _warn(graph: Graph) -> None:
-    for mark in graph.cut_marks:
-        if mark.block <= 0:
-            _log.warning("the CutPoint %s cannot be a cut: %s", mark.name, mark.reason)
+def cut_point_blocks(graph: Graph) -> list[int]:
+    """Returns the blocks at which a cut point lets a stage start, ascending."""
+    return sorted({mark.block for mark in graph.cut_marks if mark.block > 0})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -371,26 +371,23 @@ class RecomputeOption:
         return np.where(self.depth >= (share if self.is_full else 1), seconds, np.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputeOptions:
-    """Ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
-
-    options: tuple[tuple[Array, StageBytes[Array]], ...]
-
-    def within(self, limit_bytes: float, share: int) -> RecomputeOptionsWithin:
-        """Returns how deep each way may go within a limit; a replica has `share` micro-batches."""
-        deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in self.options]
-        seconds = tuple(seconds for seconds, _ in self.options)
-        return RecomputeOptionsWithin(seconds, tuple(deepest), np.logical_or.reduce([depth >= 1 for depth in deepest]))
+RecomputeOptions = Sequence[tuple[Array, StageBytes[Array]]]
+"""Ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputeOptionsWithin:
+class OptionsWithin:
     """Ways to run ranges within a limit of memory, the fastest first; a `deepest` depth of 0 or less does not fit."""
 
-    seconds: tuple[Array, ...]
-    deepest: tuple[Array, ...]
+    seconds: Sequence[Array]
+    deepest: Sequence[Array]
     is_possible: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, ways: RecomputeOptions, limit_bytes: float, share: int) -> OptionsWithin:
+        """Returns how deep each way may go; a replica has `share` micro-batches."""
+        deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in ways]
+        return cls([seconds for seconds, _ in ways], deepest, np.logical_or.reduce([depth >= 1 for depth in deepest]))
 
     def allowed_work(self, in_flight: int) -> Array:
         """Returns the seconds of each range in the best way that fits, infinite if none does.

@@ -10,7 +10,7 @@ from rich.table import Table
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import ranks_text, readable
 from autovaruna.planner.prediction import fold, pipeline_of, policy_of, telling
-from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.records import Plan
 from autovaruna.schedule.bound import lower_bound
 from autovaruna.schedule.simulation import LostTime
 from autovaruna.schedule.simulator import simulate
@@ -38,7 +38,15 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
     for name, side in _COLUMNS:
         table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "modules")
     for number, stage in enumerate(plan.stages):
-        table.add_row(str(number), *_cells(plan, stage, graph))
+        table.add_row(
+            str(number),
+            ranks_text(stage.ranks),
+            module_range(stage.blocks, graph),
+            readable(stage.parameter_bytes),
+            f"{stage.forward_seconds * 1e3:.3g} + {stage.backward_seconds * 1e3:.3g}",
+            readable(plan.bytes_of(stage)),
+            "yes" if stage.needs_recompute else "no",
+        )
     return table
 
 
@@ -99,17 +107,6 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.4g} s"
     return f"{value * 1e3:.4g} ms" if value >= 1e-3 else f"{value * 1e6:.4g} us"
-
-
-def _cells(plan: Plan, stage: StagePlan, graph: Graph) -> list[str]:
-    return [
-        ranks_text(stage.ranks),
-        module_range(stage.blocks, graph),
-        readable(stage.parameter_bytes),
-        f"{stage.forward_seconds * 1e3:.3g} + {stage.backward_seconds * 1e3:.3g}",
-        readable(plan.bytes_of(stage)),
-        "yes" if stage.needs_recompute else "no",
-    ]
 
 
 def _parts(lost: Sequence[LostTime]) -> list[tuple[str, list[float]]]:

@@ -20,19 +20,14 @@ from autovaruna.graph.facts import storage_of
 from autovaruna.graph.pieces import Deferred
 from autovaruna.profiler.work import Work
 
-_alone = Lock()
-"""The profiler is one for the process."""
+_alone = Lock()  # the profiler is one for the process
 
 
 class AllocationMeter:
-    """Finds the most memory that this thread has allocated and not yet freed while its context runs.
-
-    `events` has the bytes of each allocation up to the last `restart`, less than 0 where it is freed, and its address.
-    """
+    """Finds the most memory that this thread has allocated and not yet freed while its context runs."""
 
     def __enter__(self) -> AllocationMeter:
         _alone.acquire()
-        self.events: list[tuple[int, int]] = []
         self._live: dict[int, int] = {}
         self._start()
         return self
@@ -58,8 +53,7 @@ class AllocationMeter:
         with _quiet():
             self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         now = peak = sum(self._live.values())
-        self.events = _allocations(self._profile)
-        for num_bytes, address in self.events:
+        for num_bytes, address in _allocations(self._profile):
             if num_bytes > 0:
                 self._live[address] = num_bytes
                 now += num_bytes
@@ -114,8 +108,7 @@ class Bytes:
     Attributes:
         inside: saved memory that neither came in nor goes out.
         saved_values: place among the part's values, and bytes, of each one that is saved.
-        forward_work: the most that forward needs beside what is saved and what goes out.
-        work: the same of backward, gradients that come in included; what goes out and is not saved is gone by then.
+        forward_work, work: the most that forward and backward need beside what is saved and goes out.
     """
 
     inside: Whole
@@ -132,7 +125,11 @@ def count_bytes(work: Work, device: torch.device) -> Bytes:
     meter = meter_of(device, arguments.values())
     with _transient_gradients(work), meter:
         outputs, saved = _run(work)
-        made = _made(outputs, saved, arguments)
+        made: dict[int, Made] = {}
+        for place, output in enumerate(outputs):
+            storage = storage_of(output)
+            if storage not in arguments:
+                made.setdefault(storage, Made(place, _num_bytes(output), storage in saved))
         inside = sum(_num_bytes(saved[key]) for key in saved.keys() - arguments.keys() - made.keys())
         values = tuple((k, _num_bytes(value)) for k, value in enumerate(work.values) if storage_of(value) in saved)
         saved.clear()
@@ -149,7 +146,12 @@ def count_deferred_bytes(work: Work) -> tuple[int, Deferred]:
     What came in is counted too, since a stage may begin here; so blocks that keep the same count it more than once.
     """
     weights = {id(weight) for weight in work.weights}
-    arguments = [_copied(each) if id(each) not in weights else each for each in work.arguments]
+    arguments = [  # copies, which live only as long as something keeps them
+        each.detach().clone().requires_grad_(each.requires_grad)
+        if isinstance(each, Tensor) and id(each) not in weights
+        else each
+        for each in work.arguments
+    ]
     seen: dict[int, tuple[Callable[[], bool], int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -165,20 +167,12 @@ def count_deferred_bytes(work: Work) -> tuple[int, Deferred]:
     return sum(num_bytes for storage, num_bytes in kept.items() if storage not in known), deferred
 
 
-def _copied(argument: Any) -> Any:
-    """Returns a copy of a tensor, which lives only as long as something keeps it."""
-    if not isinstance(argument, Tensor):
-        return argument
-    return argument.detach().clone().requires_grad_(argument.requires_grad)
-
-
 def _run(work: Work) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
     """Runs forward and returns its outputs, and what is saved for backward by memory."""
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept = tensor.detach()
-        saved[storage_of(kept)] = kept
+        kept = saved[storage_of(tensor)] = tensor.detach()
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -214,15 +208,6 @@ def _transient_gradients(work: Work) -> Iterator[None]:
         for leaf, gradient, hook in zip(leaves, gradients, hooks, strict=True):
             leaf.grad = gradient
             hook.remove()
-
-
-def _made(outputs: Iterable[Tensor], saved: dict[int, Tensor], arguments: dict[int, Tensor]) -> dict[int, Made]:
-    made: dict[int, Made] = {}
-    for place, output in enumerate(outputs):
-        storage = storage_of(output)
-        if storage not in arguments:
-            made.setdefault(storage, Made(place, _num_bytes(output), storage in saved))
-    return made
 
 
 def meter_of(device: torch.device, known: Iterable[Tensor]) -> AllocationMeter | _OperationMeter | _AllocatorMeter:

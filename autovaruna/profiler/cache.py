@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,11 +29,7 @@ Record = TypeVar("Record")
 
 
 def save_measured(path: str | os.PathLike[str], record: Any) -> None:
-    """Writes a profile, or another record of what was measured.
-
-    Raises:
-        MeasureError: it cannot be written.
-    """
+    """Writes a profile, or another record of what was measured; MeasureError if it cannot be written."""
     try:
         write_record(path, record)
     except OSError as error:
@@ -40,11 +37,7 @@ def save_measured(path: str | os.PathLike[str], record: Any) -> None:
 
 
 def load_measured(path: str | os.PathLike[str], kind: type[Record]) -> Record:
-    """Reads what `save_measured` has written.
-
-    Raises:
-        MeasureError: there is no file, or it is damaged; names the key.
-    """
+    """Reads what `save_measured` has written; MeasureError, with the key, if there is no file or it is damaged."""
     try:
         record = load_record(path, kind)
         if complaint := getattr(record, "complaint", str)():  # about the record as a whole
@@ -58,8 +51,6 @@ def load_measured(path: str | os.PathLike[str], kind: type[Record]) -> Record:
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 1
-
 
 @dataclass(frozen=True)
 class _Entry:
@@ -70,16 +61,12 @@ class _Entry:
     iterations: int
     environment: dict[str, Any]
     cost: PartCost
-    format_version: int = CACHE_VERSION
 
 
 class ProfileCache:
-    """Measured costs of one environment.
+    """Measured costs of one environment, on which they depend besides the part and the micro-batch size.
 
-    Args:
-        directory: Where all costs lie; made when something is written.
-        environment: What they depend on besides the part and the micro-batch size.
-        iterations: Samples of a measurement; costs of fewer are not used.
+    Costs of fewer samples than `iterations` are not used.
     """
 
     def __init__(self, directory: str | os.PathLike[str], environment: Mapping[str, Any], iterations: int) -> None:
@@ -100,9 +87,7 @@ class ProfileCache:
             except (OSError, ValueError) as error:
                 logger.warning("measuring again: the saved cost %s cannot be used (%s)", path, error)
                 continue
-            if entry.format_version != CACHE_VERSION:
-                logger.warning("measuring again: the saved cost %s has format %d", path, entry.format_version)
-            elif entry.iterations >= self.iterations:
+            if entry.iterations >= self.iterations:
                 found[key] = entry.cost
         logger.info("%d measured costs came from %s", len(found), self.directory)
         return found
@@ -121,10 +106,6 @@ class ProfileCache:
         return self.directory / f"{key[0]}-{key[1]}.json"
 
 
-_CPU_INFO = Path("/proc/cpuinfo")
-_METHOD = ("bytes", "measure", "work")
-
-
 def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = True) -> dict[str, Any]:
     """Returns what measured costs are valid for."""
     found: dict[str, Any] = {
@@ -138,26 +119,20 @@ def environment(device: torch.device, num_sharing: int = 1, *, splits: bool = Tr
     }
     if device.type != "cuda":
         return found | {"processor": _processor(), "capability": torch.backends.cpu.get_cpu_capability()}
-    kernels: Any = torch.backends.cuda
+    kernels = ("flash", "mem_efficient", "cudnn", "math")
     return found | {
         "cuda": torch.version.cuda,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-        "attention": [
-            kernels.flash_sdp_enabled(),
-            kernels.mem_efficient_sdp_enabled(),
-            kernels.cudnn_sdp_enabled(),
-            kernels.math_sdp_enabled(),
-        ],
+        "attention": [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in kernels],
     }
 
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    try:
-        lines = _CPU_INFO.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
     return next(named, platform.processor() or platform.machine())
 
@@ -165,8 +140,8 @@ def _processor() -> str:
 @lru_cache(maxsize=1)
 def _method() -> str:
     """Returns a digest of how is measured: the source of the files that do."""
-    sources = [Path(__file__).with_name(f"{name}.py") for name in _METHOD]
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    sources = [Path(__file__).with_name(name).read_bytes() for name in ("bytes.py", "measure.py", "work.py")]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
 
 def cache_of(

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from autovaruna.config.files import Amount, Whole
 from autovaruna.errors import MeasureError
-from autovaruna.graph.export.errors import first_line
-from autovaruna.graph.export.left_behind import profiling_mode
-from autovaruna.graph.export.user_lines import failed_at
+from autovaruna.graph.export.errors import failed_at, first_line
+from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import TracedModel
@@ -61,11 +60,6 @@ def own_clock(device: torch.device) -> Callable[[], float]:
     return read
 
 
-def wait_for(device: torch.device) -> Callable[[], None]:
-    """Returns what waits until a device has done all that it was given; a host has, when a call returns."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
-
-
 @lru_cache(maxsize=1)
 def _is_fine() -> bool:
     """Says whether the thread's own time advances in small steps; there are systems on which it counts turns."""
@@ -81,10 +75,8 @@ def _is_fine() -> bool:
 
 _LENGTH = {"cpu": 256, "cuda": 4096}
 _LEAST_SAMPLES = 15
-_LEAST_SECONDS, _MOST_SECONDS = 0.04, 0.2
-"""Some turns of programs that share a core, and many."""
-_SHARED = 1.2
-"""A core that takes so many times a rank's own time is shared."""
+_LEAST_SECONDS, _MOST_SECONDS = 0.04, 0.2  # some turns of programs that share a core, and many
+_SHARED = 1.2  # a core that takes so many times a rank's own time is shared
 
 
 @dataclass(frozen=True)
@@ -110,47 +102,38 @@ def measure_pace(device: torch.device) -> Pace:
     passed: list[float] = []
     begin = perf_counter()
 
-    def are_enough() -> bool:
-        """Says whether samples tell what other programs take; more are needed if they do."""
-        seconds = perf_counter() - begin
-        if len(own) < _LEAST_SAMPLES or seconds < _LEAST_SECONDS:
-            return False
-        return seconds >= _MOST_SECONDS or fmean(passed) < _SHARED * median(own)
-
-    while not are_enough():
+    while True:
         started, own_started = perf_counter(), now()
         _run(matrix)
         own.append(now() - own_started)
         passed.append(perf_counter() - started)
-    return Pace(median(own), fmean(passed))
+        seconds = perf_counter() - begin
+        least = _LEAST_SECONDS if fmean(passed) < _SHARED * median(own) else _MOST_SECONDS
+        if len(own) >= _LEAST_SAMPLES and seconds >= least:
+            return Pace(median(own), fmean(passed))
 
 
+@torch.no_grad()
 def _run(matrix: torch.Tensor) -> None:
-    with torch.no_grad():
-        for _ in range(2):
-            torch.tanh(matrix @ matrix)
+    for _ in range(2):
+        torch.tanh(matrix @ matrix)
 
 
 _SAMPLE_SECONDS = 200e-6
 _MOST_REPEATS = 200
 _IN_FLIGHT = 3
-_MOST_CACHED_BYTES = 64 << 20
-"""What a run of more bytes leaves behind is in no cache, however few are in flight."""
-_LEAST_SHARE = 0.1
-"""A measured time is never cut below this share of itself, however much of it a call costs."""
+_MOST_CACHED_BYTES = 64 << 20  # what a run of more bytes leaves behind is in no cache, however few are in flight
+_LEAST_SHARE = 0.1  # a measured time is never cut below this share of itself, however much of it a call costs
 
-Seconds = tuple[float, float]
-"""Of one forward and one backward."""
+Seconds = tuple[float, float]  # of one forward and one backward
 
 
 def time_work(
     work: Work, iterations: int, allowance_seconds: float, device: torch.device, kept_bytes: float = 0.0
 ) -> Seconds:
-    """Times work that has run once; returns seconds of one forward and of one backward, without those of an empty call.
+    """Times work that has run once: seconds of one forward and of one backward, without those of an empty call.
 
-    Args:
-        allowance_seconds: No further sample is begun after this time; one is taken in any case.
-        kept_bytes: What a forward keeps for its backward.
+    No further sample is begun after `allowance_seconds`. `kept_bytes` are what a forward keeps for its backward.
     """
     forward, backward = _samples(work, iterations, allowance_seconds, device, _in_flight(kept_bytes))
     empty_forward, empty_backward = call_seconds(sum(value.requires_grad for value in work.values) or 1, device)
@@ -174,7 +157,7 @@ def call_seconds(num_values: int, device: torch.device) -> Seconds:
 
 
 def time_weights(work: Work, iterations: int, allowance_seconds: float, device: torch.device) -> float:
-    """Times the weight gradients that a split backward leaves for later; arguments are those of `time_work`."""
+    """Times the weight gradients that a split backward leaves for later."""
     now, ends = own_clock(device), perf_counter() + allowance_seconds
     deferred = [work.run_split(work.arguments) for _ in range(_IN_FLIGHT)]
     samples: list[float] = []
@@ -253,19 +236,13 @@ def _without(seconds: float, call: float) -> float:
 
 logger = logging.getLogger(__name__)
 
-_NOISE = 1.25
-"""What takes this much longer than at another time was disturbed."""
-Key = tuple[str, int]
-"""Signature of a part, and samples in the micro-batch."""
+_NOISE = 1.25  # what takes this much longer than at another time was disturbed
+Key = tuple[str, int]  # signature of a part, and samples in the micro-batch
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """What was measured of one part: seconds of a forward and of a backward (0: there is none), and bytes.
-
-    The last three are those of `BlockCost`, 0 if the backward has nothing to leave for later. Of a layer, only the
-    seconds that splitting adds are measured.
-    """
+    """What was measured of one part; a `BlockCost` has the same. Of a layer, neither weights nor what they keep is."""
 
     forward_seconds: Amount
     backward_seconds: Amount
@@ -301,6 +278,8 @@ def measure(
 ) -> dict[Key, PartCost]:
     """Measures every distinct block and layer of a traced model, or one rank's share of them; changes nothing of it.
 
+    A part that cannot be run is a MeasureError.
+
     Args:
         budget_seconds: Time after which each part is sampled once only.
         splits: Whether weight gradients are measured apart, too.
@@ -308,9 +287,6 @@ def measure(
         known: Parts that are not measured; the same on all ranks.
         inputs: Tensors of a call in the order of ``traced.call.inputs``; without them integers are zeros.
         on_progress: Called with the parts measured so far and their number.
-
-    Raises:
-        MeasureError: a part cannot be run; says which.
     """
     rank, num_ranks = share
     jobs = [job for job in _jobs(traced, micro_batch_sizes) if (job[0].signature, job[1]) not in known]
@@ -350,11 +326,11 @@ def settle(costs: Sequence[PartCost]) -> PartCost:
 
 def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
     """Returns what to measure: a part with all sizes at once, since machines drift; each rank comes by every size."""
-    found: list[tuple[Part, int]] = []
-    for place, part in enumerate(distinct(all_parts(traced))):
-        first = place % len(sizes)
-        found += [(part, size) for size in (*sizes[first:], *sizes[:first])]
-    return found
+    return [
+        (part, sizes[(place + turn) % len(sizes)])
+        for place, part in enumerate(distinct(all_parts(traced)))
+        for turn in range(len(sizes))
+    ]
 
 
 def _measure_one(
@@ -366,37 +342,34 @@ def _measure_one(
         try:
             return _measure_on(part, samples, size, iterations, allowance, splits)
         except Exception as error:
-            first = error if first is None else first
+            first = first or error
     assert first is not None
-    raise MeasureError(_explain(part, size, first, failed_at(first, part.traced.nodes))) from first
+    module = next((block.module for block in part.blocks), "") or "the model itself"
+    where = failed_at(first, part.traced.nodes)
+    raise MeasureError(
+        f"The block {part.name} (module {module}) failed while it was measured with {size} samples{where}: got "
+        f"{type(first).__name__}: {first_line(first)}. Expected it to run on random numbers of the traced shapes "
+        "(integers are those of the first batch, or zeros). If memory ran out, lower the micro-batch size; "
+        "if its operations refuse such numbers, please report the module."
+    ) from first
 
 
 def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowance: float, splits: bool) -> PartCost:
     started = perf_counter()
+    device = samples.device
     work = make_work(part, samples, size)
-    num_bytes = count_bytes(work, samples.device)
+    num_bytes = count_bytes(work, device)
     left = allowance - (perf_counter() - started)
     kept_bytes = num_bytes.inside + sum(made.num_bytes for made in num_bytes.made)
-    seconds = time_work(work, iterations, left, samples.device, kept_bytes)
+    seconds = time_work(work, iterations, left, device, kept_bytes)
     if work.split is None or not splits:
         return PartCost(*seconds, num_bytes)
     left = allowance - (perf_counter() - started)
     if len(part.blocks) > 1:
-        added = time_splitting(work, iterations, left, samples.device, kept_bytes)
-        return PartCost(*seconds, num_bytes, split_seconds=added)
-    weights = time_weights(work, iterations, left, samples.device)
-    added = work.split.num_operations * split_seconds(samples.device)
+        return PartCost(*seconds, num_bytes, split_seconds=time_splitting(work, iterations, left, device, kept_bytes))
+    weights = time_weights(work, iterations, left, device)
+    added = work.split.num_operations * split_seconds(device)
     return PartCost(*seconds, num_bytes, weights, added, count_deferred_bytes(work)[0])
-
-
-def _explain(part: Part, size: int, error: Exception, where: str) -> str:
-    module = next((block.module for block in part.blocks), "") or "the model itself"
-    return (
-        f"The block {part.name} (module {module}) failed while it was measured with {size} samples{where}: got "
-        f"{type(error).__name__}: {first_line(error)}. Expected it to run on random numbers of the traced shapes "
-        "(integers are those of the first batch, or zeros). If memory ran out, lower the micro-batch size; "
-        "if its operations refuse such numbers, please report the module."
-    )
 
 
 def to_profile(
@@ -432,14 +405,12 @@ def _block_costs(
         first_user = next((k for k, part in enumerate(blocks) if traced.repeated.keys() & part.values), 0)
         forward[first_user] += costs[repeated_part(traced).signature].forward_seconds
     saved, work = _bytes(traced, blocks, [cost.num_bytes for cost in own])
-    weights = [_share(cost) * seconds for cost, seconds in zip(own, backward, strict=True)]
+    weights = [  # measured apart, they may come out as more than the whole backward
+        min(cost.weight_seconds / cost.backward_seconds, 1.0) * seconds if cost.backward_seconds > 0 else 0.0
+        for cost, seconds in zip(own, backward, strict=True)
+    ]
     columns = forward, backward, saved, work, weights, added, [cost.deferred_bytes for cost in own]
     return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
-
-
-def _share(cost: PartCost) -> float:
-    """Returns the share of a backward that weight gradients take; measured apart, it may come out as more than all."""
-    return min(cost.weight_seconds / cost.backward_seconds, 1.0) if cost.backward_seconds > 0 else 0.0
 
 
 def _seconds(kind: int, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]) -> list[float]:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,16 +25,15 @@ from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_di
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph.batch.operators import changed_by
-from autovaruna.graph.export.errors import first_line
+from autovaruna.graph.export.errors import failed_at, first_line
 from autovaruna.graph.export.fakes import fake_like
-from autovaruna.graph.export.user_lines import failed_at
 from autovaruna.graph.facts import flop_formulas, storage_of, tensors_in
 from autovaruna.graph.pieces import Argument, Source
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
 from autovaruna.profiler.measure import Key, PartCost, to_profile
 from autovaruna.profiler.records import LinkCost, OptimizerCost, Profile
-from autovaruna.profiler.work import Part, Samples, Work, block_parts, distinct, make_work, repeated_part
+from autovaruna.profiler.work import Part, Samples, block_parts, distinct, make_work, repeated_part
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -88,14 +88,13 @@ class DeviceSpec:
 
     Attributes:
         name: as torch names it; a deployment is valid for it.
-        flops_per_second: by dtype, what a product of large matrices reaches (data sheet times efficiency).
-        bytes_per_second: what a pass over memory reaches (likewise).
-        memory_bytes: of the device; 0: the file does not say.
+        flops_per_second: what a product of large matrices reaches, by dtype; one that is not named counts as float32.
+        bytes_per_second: what a pass over memory reaches.
+        memory_bytes: 0: the file does not say.
         local_all_reduce, remote_all_reduce: bytes a second that a ring sends from each rank.
-        all_reduce_latency_seconds: of an all-reduce, for each rank that takes part.
-        fragmentation: bytes that its allocator takes for each byte that micro-batches make and free; 1 if not said.
-        unaligned_share: of the arithmetic of a second, what a product of 16-bit matrices reaches if the rows of one do
-            not begin at multiples of 16 bytes.
+        all_reduce_latency_seconds: for each rank that takes part.
+        fragmentation: bytes that its allocator takes for each byte that micro-batches make and free.
+        unaligned_share: what a product of 16-bit matrices reaches whose rows do not begin at multiples of 16 bytes.
     """
 
     name: str
@@ -112,17 +111,9 @@ class DeviceSpec:
     fragmentation: float = 1.0
     unaligned_share: float = 1.0
 
-    def flops_of(self, dtype: str) -> float:
-        """Returns the arithmetic of a second; a dtype that the file does not name counts as float32."""
-        return self.flops_per_second.get(dtype, self.flops_per_second["float32"])
-
 
 def find_device_file(name: str) -> Path:
-    """Returns the file of a device: a path, or the bare name of a file of this library or of the conf directory.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the file of a device: a path, or the bare name of a file of this library or of the conf directory."""
     file = name if name.endswith(".toml") else f"{name}.toml"
     folders = [conf_dir(os.environ) / "devices", PACKAGED / "devices"]
     for path in (Path(at_home(name)), *(folder / file for folder in folders)):
@@ -138,11 +129,7 @@ def find_device_file(name: str) -> Path:
 
 
 def read_device(name: str) -> DeviceSpec:
-    """Reads the file of a device.
-
-    Raises:
-        ConfigError: there is none, or a value is missing, unknown or of the wrong kind; names the key.
-    """
+    """Reads the file of a device; ConfigError, with the key, if a value is missing, unknown or of the wrong kind."""
     path = find_device_file(name)
     try:
         file = read_record(read_toml(path), _File)
@@ -173,8 +160,6 @@ def read_device(name: str) -> DeviceSpec:
 
 logger = logging.getLogger(__name__)
 
-Formulas = Mapping[Any, Callable[..., int]]
-
 aten = torch.ops.aten
 # Of these, only as much of the first argument is read as comes out.
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.take}
@@ -185,10 +170,10 @@ _WITHOUT_FORMULA = ("rnn", "lstm", "gru", "linalg_", "fft", "conv", "mm")
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the predicted seconds of everything that runs in its context."""
 
-    def __init__(self, device: DeviceSpec, formulas: Formulas) -> None:
+    def __init__(self, device: DeviceSpec) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.formulas = formulas
+        self.formulas = flop_formulas()
         self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,7 +190,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is None:
             _note(str(func))
             return seconds
-        rate = self.device.flops_of(_dtype((args, kwargs)))
+        rates = self.device.flops_per_second
+        rate = rates.get(_dtype((args, kwargs)), rates["float32"])
         if not all(map(_is_aligned, tensors_in((args, kwargs, result)))):
             rate *= self.device.unaligned_share
         return max(seconds, float(formula(*args, **kwargs, out_val=result)) / rate)
@@ -221,13 +207,10 @@ def _is_aligned(tensor: Tensor) -> bool:
     return int(max(tensor.stride()[-2:])) * tensor.itemsize % _ALIGNED_BYTES == 0
 
 
-_noted: set[str] = set()
-
-
+@cache
 def _note(name: str) -> None:
     """Says once of an operation with much arithmetic that only its bytes are counted."""
-    if name not in _noted and "norm" not in name and any(part in name for part in _WITHOUT_FORMULA):
-        _noted.add(name)
+    if "norm" not in name and any(part in name for part in _WITHOUT_FORMULA):
         logger.warning("there is no formula for the arithmetic of %s: it is predicted from its bytes alone", name)
 
 
@@ -279,16 +262,14 @@ def predict(
 ) -> Profile:
     """Returns a profile that was predicted, not measured, of a model that was traced for the CPU.
 
-    Raises:
-        MeasureError: a block cannot run without numbers; says which.
+    A block that cannot run without numbers is a MeasureError.
     """
     parts = distinct([part for part in (*block_parts(traced), repeated_part(traced)) if part.nodes])
     jobs = [(part, size) for size in micro_batch_sizes for part in parts]
     costs: dict[Key, PartCost] = {}
-    formulas = flop_formulas()
     samples = _FakeSamples(traced, model, _CPU, is_gpu=device.kind == "cuda")
     for done, (part, size) in enumerate(jobs):
-        costs[part.signature, size] = _predict_one(part, samples, size, device, formulas)
+        costs[part.signature, size] = _predict_one(part, samples, size, device)
         if on_progress is not None:
             on_progress(done + 1, len(jobs))
     return replace(to_profile(traced, costs, _CPU, has_layers=False), device=device.name, is_measured=False)
@@ -299,19 +280,24 @@ def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
     return OptimizerCost(0.0, (3.0 + 2.0 * bytes_factor) / device.bytes_per_second)
 
 
-def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, formulas: Formulas) -> PartCost:
+def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec) -> PartCost:
     try:
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
             work = make_work(part, samples, size)
             with _Workspaces():  # type: ignore[no-untyped-call]
                 num_bytes = count_bytes(work, _CPU)
-            with Meter(device, formulas) as forward:
+            with Meter(device) as forward:
                 outputs = work.forward()
-            with Meter(device, formulas) as backward:
+            with Meter(device) as backward:
                 if work.needs_gradient:
                     work.backward(outputs)
-            apart = _predict_split(work, device, formulas)
-        return PartCost(forward.seconds, backward.seconds, num_bytes, *apart)
+            if work.split is None:
+                return PartCost(forward.seconds, backward.seconds, num_bytes)
+            deferred_bytes, deferred = count_deferred_bytes(work)
+            with Meter(device) as weights:
+                deferred.compute(work.weights)
+        added = work.split.num_operations * device.operation_seconds
+        return PartCost(forward.seconds, backward.seconds, num_bytes, weights.seconds, added, deferred_bytes)
     except Exception as error:
         where = failed_at(error, samples.traced.nodes)
         raise MeasureError(
@@ -319,16 +305,6 @@ def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec, fo
             "Expected operations whose shapes do not depend on the numbers in tensors; measure the model instead "
             "(python -m autovaruna measure), and pass the profile."
         ) from error
-
-
-def _predict_split(work: Work, device: DeviceSpec, formulas: Formulas) -> tuple[float, float, int]:
-    """Returns what `PartCost` says of weight gradients that are computed apart."""
-    if work.split is None:
-        return 0.0, 0.0, 0
-    num_bytes, deferred = count_deferred_bytes(work)
-    with Meter(device, formulas) as weights:
-        deferred.compute(work.weights)
-    return weights.seconds, work.split.num_operations * device.operation_seconds, num_bytes
 
 
 class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -344,11 +320,11 @@ class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@dataclass
 class _FakeStream:
     """Stands for a random stream: nothing is drawn."""
 
-    def __init__(self, is_gpu: bool) -> None:
-        self.is_gpu = is_gpu
+    is_gpu: bool
 
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a random operation; attention on a GPU drops inside its one kernel, which no CPU kernel does."""

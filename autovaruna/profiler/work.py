@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import name_of
-from autovaruna.graph.export.constant_values import EMPTY
+from autovaruna.graph.export.fakes import EMPTY
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, extract, split_backward
 from autovaruna.graph.precision import precision_of, regions
@@ -36,12 +36,7 @@ _OF_SHARES = (aten.binary_cross_entropy, aten.bernoulli, aten.multinomial, aten.
 
 @dataclass(frozen=True)
 class Code:
-    """What runs a part.
-
-    Attributes:
-        split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
-        takes_shares: Whether it is to get numbers between zero and one.
-    """
+    """What runs a part; `split` leaves weight gradients for later (None: there are none), shares are from 0 to 1."""
 
     run: Callable[..., Any]
     arguments: tuple[Argument, ...]
@@ -82,39 +77,44 @@ class Part:
     @cached_property
     def signature(self) -> str:
         """A text that is equal for parts that do the same work and give the same results to others, in any model."""
-        inside = {name: index for index, name in enumerate(self.nodes)}
-        text = ",".join([self._work, *(str(inside[name]) for name in self.outputs)])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def _work(self) -> str:
         if len(self.blocks) == 1:
-            return self.blocks[0].signature
-        return signature([self.traced.nodes[name] for name in self.nodes], self.traced.facts, self.traced.sizes)
+            work = self.blocks[0].signature
+        else:
+            work = signature([self.traced.nodes[name] for name in self.nodes], self.traced.facts, self.traced.sizes)
+        inside = {name: index for index, name in enumerate(self.nodes)}
+        text = ",".join([work, *(str(inside[name]) for name in self.outputs)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def is_of_torch(self) -> bool:
         """Whether all its operations are torch's own, so that what they take is the same in every program."""
-        return all(_is_of_torch(self.traced.nodes[name].target) for name in self.nodes)
+        targets: list[Any] = [self.traced.nodes[name].target for name in self.nodes]
+        others = [each for each in targets if not isinstance(each, str | OpOverload)]
+        modules = {str(getattr(each, "__module__", "")).split(".")[0] for each in others}
+        spaces = {each.namespace for each in targets if isinstance(each, OpOverload)}
+        return modules <= {"torch", "_operator", "math", "builtins"} and spaces <= {"aten", "prim", "prims"}
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
         """Tensors of the part that other blocks use or that the model returns, in execution order."""
         inside, returned = set(self.nodes), {spec.node for spec in self.traced.outputs}
-        return tuple(name for name in self.nodes if self._is_tensor(name) and self._leaves(name, inside, returned))
+
+        def leaves(name: str) -> bool:
+            users = [user for user in self.traced.nodes[name].users if user.op != "output" and user.name not in inside]
+            return name in returned or not all(map(self.traced.sizes.is_given, users))
+
+        return tuple(name for name in self.nodes if self._is_tensor(name) and leaves(name))
 
     @cached_property
     def values(self) -> tuple[str, ...]:
         """Tensors that come in from other blocks or from repeated nodes, in order of first use."""
         inside = set(self.nodes)
-        sources = [source for name in self.nodes for source in self.traced.nodes[name].all_input_nodes]
+        sources = dict.fromkeys(source for name in self.nodes for source in self.traced.nodes[name].all_input_nodes)
         return tuple(
-            dict.fromkeys(
-                source.name
-                for source in sources
-                if source.op == "call_function" and source.name not in inside and self._is_tensor(source.name)
-                if not self.traced.sizes.is_given(source)
-            )
+            source.name
+            for source in sources
+            if source.op == "call_function" and source.name not in inside and self._is_tensor(source.name)
+            if not self.traced.sizes.is_given(source)
         )
 
     @cached_property
@@ -129,13 +129,6 @@ class Part:
 
     def _is_tensor(self, name: str) -> bool:
         return isinstance(self.traced.facts[name].value, Tensor)
-
-    def _leaves(self, name: str, inside: set[str], returned: set[str]) -> bool:
-        users = self.traced.nodes[name].users
-        used = any(
-            user.name not in inside and user.op != "output" and not self.traced.sizes.is_given(user) for user in users
-        )
-        return used or name in returned
 
 
 def all_parts(traced: TracedModel) -> list[Part]:
@@ -158,8 +151,13 @@ def layer_parts(traced: TracedModel) -> list[Part]:
 
     Layers of few blocks are taken together, and a layer of very many blocks is parted.
     """
+
+    def layer_of(block: Block) -> str:
+        match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
+        return match[0] if match else ""
+
     runs: list[list[Block]] = [[]]
-    for _, layer in groupby(traced.graph.blocks, key=_layer):
+    for _, layer in groupby(traced.graph.blocks, key=layer_of):
         if len(runs[-1]) >= _LEAST_BLOCKS:
             runs.append([])
         runs[-1] += layer
@@ -180,18 +178,6 @@ def _part(traced: TracedModel, blocks: Iterable[Block]) -> Part:
     return Part(traced, blocks, nodes, name)
 
 
-def _layer(block: Block) -> str:
-    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
-    return match[0] if match else ""
-
-
-def _is_of_torch(target: Any) -> bool:
-    if isinstance(target, OpOverload):
-        return target.namespace in ("aten", "prim", "prims")
-    module = str(getattr(target, "__module__", ""))
-    return isinstance(target, str) or module.split(".")[0] in ("torch", "_operator", "math", "builtins")
-
-
 _PATTERN_LENGTH = 65_521
 _SCALE = 0.05
 
@@ -199,22 +185,17 @@ _SCALE = 0.05
 class Numbers(str, Enum):
     """What tensors are filled with; not every operation takes every number."""
 
-    NORMAL = "normal"
-    """Normal random numbers around zero."""
-    SHARE = "share"
-    """Random numbers between zero and one, as a probability or a variance may be."""
-    IDENTITY = "identity"
-    """Square matrices are near the identity, which has an inverse and a root; others are shares."""
-    COMPUTED = "computed"
-    """Normal, but what every stage repeats (masks, counts, positions) is computed from the inputs."""
+    NORMAL = "normal"  # normal random numbers around zero
+    SHARE = "share"  # random numbers between zero and one, as a probability or a variance may be
+    IDENTITY = "identity"  # square matrices are near the identity, which has an inverse and a root; others are shares
+    COMPUTED = "computed"  # normal, but what every stage repeats (masks, counts, positions) is computed from the inputs
 
 
 @dataclass
 class Samples:
     """Makes arguments for pieces of one traced model.
 
-    Attributes:
-        inputs: Tensors of one call, in the order of ``traced.call.inputs``; empty: integers are zeros.
+    `inputs` are tensors of one call, in the order of ``traced.call.inputs``; without them integers are zeros.
     """
 
     traced: TracedModel
@@ -222,7 +203,6 @@ class Samples:
     device: torch.device
     inputs: Sequence[Tensor] = ()
     numbers: Numbers = Numbers.NORMAL
-    _patterns: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def argument(self, argument: Argument, batch_size: int) -> Any:
         """Returns what to pass for one argument of a piece, for `batch_size` samples."""
@@ -259,9 +239,7 @@ class Samples:
         return tensor.detach().to(self.device, copy=True)
 
     def _input(self, name: str, batch_size: int) -> Tensor:
-        places = [node.name for node in self.traced.module.graph.find_nodes(op="placeholder")]
-        place = places.index(name)
-        spec, tensor = self.traced.call.inputs[place], self.inputs[place].detach()
+        spec, tensor = self.traced.inputs[name], self.inputs[list(self.traced.inputs).index(name)].detach()
         if spec.is_batch:
             rows = torch.arange(batch_size, device=tensor.device) % max(tensor.shape[0], 1)
             tensor = tensor.index_select(0, rows)
@@ -305,21 +283,19 @@ class Samples:
             return torch.ones(length, dtype=dtype, device=self.device)
         if not (dtype.is_floating_point or dtype.is_complex):
             return torch.zeros(length, dtype=dtype, device=self.device)
-        numbers, pattern = torch.empty(length, dtype=dtype, device=self.device), self._pattern(dtype)
+        numbers, pattern = torch.empty(length, dtype=dtype, device=self.device), self._pattern
         whole = length - length % len(pattern)
         numbers[:whole].view(-1, len(pattern)).copy_(pattern)
         numbers[whole:].copy_(pattern[: length - whole])
         return numbers
 
-    def _pattern(self, dtype: torch.dtype) -> Tensor:
-        """Returns normal random numbers; copies of them fill any tensor at the speed of a copy."""
-        if dtype not in self._patterns:
-            generator = torch.Generator().manual_seed(0)
-            numbers = torch.randn(_PATTERN_LENGTH, generator=generator) * _SCALE
-            if self.numbers not in (Numbers.NORMAL, Numbers.COMPUTED):
-                numbers = numbers.add_(0.5).clamp_(_SCALE, 1.0 - _SCALE)
-            self._patterns[dtype] = numbers.to(dtype).to(self.device)
-        return self._patterns[dtype]
+    @cached_property
+    def _pattern(self) -> Tensor:
+        """Normal random numbers; copies of them fill any tensor at the speed of a copy."""
+        numbers = torch.randn(_PATTERN_LENGTH, generator=torch.Generator().manual_seed(0)) * _SCALE
+        if self.numbers not in (Numbers.NORMAL, Numbers.COMPUTED):
+            numbers = numbers.add_(0.5).clamp_(_SCALE, 1.0 - _SCALE)
+        return numbers.to(self.device)
 
 
 Outputs = Sequence[Tensor]
@@ -330,10 +306,9 @@ class Work:
     """Something to measure.
 
     Attributes:
-        values: Which of them come from other blocks; their gradients are sent on, not kept.
+        values: Which arguments come from other blocks; their gradients are sent on, not kept.
         gradients: One for each output that needs a gradient; made for the outputs of the first run.
         is_cast: Whether autocast casts weights, once for all runs.
-        split: The same with a backward that leaves weight gradients for later; None: it has none to leave.
     """
 
     run: Callable[..., Outputs]

@@ -160,17 +160,15 @@ class DirectCalls:
         used, self.used = self.used, set()
         return min((path or "the model itself" for path in used), key=len, default="")
 
-    def note(self, path: str, output: Any) -> None:
-        """Waits for a backward through what a module has returned."""
-        for each in pytree.tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad and not isinstance(each, FakeTensor):
-                each.register_hook(lambda gradient: self.used.add(path))  # type: ignore[no-untyped-call]
-
 
 def _note(module: nn.Module, args: Any, output: Any) -> None:
+    """Waits for a backward through what a module has returned."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or getattr(_on_this_thread, "is_own", False):
         return
     known, path = _owners.get(module, (None, ""))
     owner = None if known is None else known()
-    if owner is not None and not any(isinstance(each, nn.Parameter) for each in args):  # those make weights of weights
-        owner.note(path, output)
+    if owner is None or any(isinstance(each, nn.Parameter) for each in args):  # those make weights of weights
+        return
+    for each in pytree.tree_leaves(output):
+        if isinstance(each, Tensor) and each.requires_grad and not isinstance(each, FakeTensor):
+            each.register_hook(lambda gradient: owner.used.add(path))  # type: ignore[no-untyped-call]

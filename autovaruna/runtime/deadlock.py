@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import Transport
-from autovaruna.runtime.values import pack, unpack
+from autovaruna.runtime.transport.base import Transport, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,6 @@ def encoded(news: Notice | Answer | Ask | Places) -> bytes:
 
 
 def decoded(data: bytes | bytearray) -> Any:
-    """Returns what was `encoded`."""
     kind, *parts = unpack(data)
     return _NEWS[kind](*parts)
 
@@ -132,7 +130,6 @@ class DeadlockDetector:
 
     num_ranks: int
     answer_all: Callable[[Answer], None]
-    clock: Callable[[], float] = time.monotonic
     failure: Failure | None = None
     joined: dict[int, Join] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
@@ -145,22 +142,19 @@ class DeadlockDetector:
         """Takes a notice of a rank and answers if it can."""
         if self.failure is not None:
             return
-        if isinstance(notice, Report):
-            self.reports.pop(rank, None)
-            if notice.words and rank not in self.ended:
-                self.reports[rank] = notice
-        else:
-            self.reports.pop(rank, None)
-            if isinstance(notice, Join):
-                self.joined[rank] = Join(notice.label, self.known.setdefault(notice.value, notice.value))
-                self.labels.add(notice.label)
-            else:
-                self.ended[rank] = notice
+        self.reports.pop(rank, None)
+        if isinstance(notice, Join):
+            self.joined[rank] = Join(notice.label, self.known.setdefault(notice.value, notice.value))
+            self.labels.add(notice.label)
+        elif isinstance(notice, Leave):
+            self.ended[rank] = notice
+        elif notice.words and rank not in self.ended:
+            self.reports[rank] = notice
         self._settle()
 
     def tick(self) -> None:
         """Ends the grace of ranks that did not come after others had disagreed."""
-        if self.mismatch_since is not None and self.clock() - self.mismatch_since > GRACE_SECONDS:
+        if self.mismatch_since is not None and time.monotonic() - self.mismatch_since > GRACE_SECONDS:
             self.fail(self._mismatch_text())
 
     def _settle(self) -> None:
@@ -183,7 +177,7 @@ class DeadlockDetector:
             self._forget_joins()
             self.answer_all(Failure(text, is_final=False))
         elif self.mismatch_since is None:
-            self.mismatch_since = self.clock()
+            self.mismatch_since = time.monotonic()
 
     def _forget_joins(self) -> None:
         self.joined.clear()
@@ -197,7 +191,8 @@ class DeadlockDetector:
         waiting = sorted(stuck - set(self.ended))
         gone = sorted(stuck & set(self.ended))
         if waiting and gone:
-            self.fail(self._ended_text(gone[0], self._first_waiting_for(gone[0], waiting)))
+            first = next((rank for rank in waiting if gone[0] in self._blockers(rank)), waiting[0])
+            self.fail(self._ended_text(gone[0], first))
         elif waiting:
             places = "; ".join(f"rank {rank} waits {self._place(rank)}" for rank in waiting)
             self.fail(f"ranks wait for each other and can never go on: {places}. Every rank must make the same calls.")
@@ -221,9 +216,6 @@ class DeadlockDetector:
     def _is_missing(self, need: Need) -> bool:
         source = self.ended.get(need.rank) or self.reports.get(need.rank)
         return source is not None and source.counts.get(need.event, 0) < need.count
-
-    def _first_waiting_for(self, gone: int, waiting: list[int]) -> int:
-        return next((rank for rank in waiting if gone in self._blockers(rank)), waiting[0])
 
     def _place(self, rank: int) -> str:
         if rank in self.joined:
@@ -297,9 +289,6 @@ class Watch:
     The rank counts what it does that others may wait for. If it waits for long it tells the detector for what, with
     these counts, and hears once no rank can go on. Collectives go through the detector, too.
 
-    Args:
-        advance: Lets what goes on by itself while this rank waits, such as sums, advance; never blocks.
-
     Attributes:
         counts: how often each act of this rank has happened.
         stalls: what is a long wait.
@@ -321,10 +310,8 @@ class Watch:
     def gather(self, value: object, label: str, give_up: Callable[[], NoReturn] | None = None) -> list[Any]:
         """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
 
-        Args:
-            value: A small value (see `values.py`).
-            label: What the ranks do here, the same on each.
-            give_up: Is called if the others do not come soon; None: they may take as long as they want.
+        A small value, that can be packed. `label` is what the ranks do here, the same on each; `give_up` is called if
+        the others do not come soon.
 
         Raises:
             RankError: ranks came with different labels, or a rank ended its script.
@@ -420,7 +407,6 @@ class Watch:
             self._detector.tick()
 
     def tell(self, notice: Notice) -> None:
-        """Tells the detector."""
         if self._detector is None:
             self.transport.send_notice(encoded(notice), 0)
         else:
@@ -479,11 +465,7 @@ class LongWait:
         watch.tell(Report(self._words, needs, dict(watch.counts)))
 
     def go_on(self, waited: float) -> None:
-        """Asks where the others are, tells the log, and ends the wait, each at its time; never blocks.
-
-        Args:
-            waited: Seconds since it began.
-        """
+        """Asks where the others are, tells the log, and ends the wait, each at its time in seconds; never blocks."""
         watch, stalls = self._watch, self._watch.stalls
         limit = stalls.limit_seconds and max(stalls.limit_seconds, REPORT_SECONDS)
         asks_at = max(stalls.first_seconds, 2 * self._told_at)

@@ -29,9 +29,8 @@ from autovaruna.runtime.step_runner import RankParts, StepRunner
 from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Kind, Schedule
-from autovaruna.stage.compiled import CompiledPiece
-from autovaruna.stage.module import StageModule
+from autovaruna.schedule.pipeline import Kind, Schedule
+from autovaruna.stage.module import CompiledPiece, StageModule
 from autovaruna.stage.split import Assignment, Split, carry_over, split
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,6 @@ class Engine:
     """Runs a planned model on this rank.
 
     Attributes:
-        assignment: the stages of the graph that was planned.
         placement: who holds which parameter, and which buffer that calls have changed.
         orders: the instructions of every rank, for each graph.
         of_model: says in errors which model this is, behind other words.
@@ -125,10 +123,8 @@ class Engine:
 
         Args:
             tensors: This rank's mini-batch, in the order of the graph's inputs.
-            number: How many calls there were before.
             of_batch: What micro-batches are given of the whole batch, by the weight of their loss and the name of the
                 node.
-            asks_for_sums: Whether gradients are to be summed over ranks now.
             lengths: Those that vary in the graph, in this call.
         """
         prepared = self._prepared(traced)

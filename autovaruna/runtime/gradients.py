@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
-from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import Sums, World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
@@ -201,14 +200,13 @@ class GradientBook:
         _add_to(self._kept, accumulators)
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
-        """Sums the accumulators of all ranks; `begin` may have started some. Collective for ranks that hold a stage.
+        """Returns the gradients of the global batch, of each parameter of this rank that no other rank owns.
+
+        `begin` may have started some sums. Collective for ranks that hold a stage.
 
         Args:
-            accumulators: This rank's, by use; they are overwritten.
+            accumulators: This rank's; they are overwritten.
             origin: What the backward started from; None: several, so that ranks must agree anew.
-
-        Returns:
-            The gradients of the global batch, of each parameter of this rank that has one and that no other rank owns.
         """
         early, self._early = self._early, None
         if early is None or origin is None:
@@ -260,7 +258,6 @@ class Backwards:
         self._totals: dict[str, Tensor] = {}
 
     def note(self, gradient: str) -> None:
-        """Counts a backward of the caller, and the gradient that comes into it."""
         self.num += 1
         self.last_gradient = gradient
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
-from autovaruna.profiler.separable import Steps, steps_of
+from autovaruna.profiler.optimizer import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
 from autovaruna.runtime.weights import Placement, from_rank, share_of, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World
@@ -36,7 +36,6 @@ _HOOKS = tuple(
 
 
 def own_of(parameters: list[Tensor]) -> list[Tensor]:
-    """Returns those parameters that this rank steps over."""
     return [each for each in parameters if steps_here(each)]
 
 
@@ -53,7 +52,6 @@ def cut_down(optimizer: Optimizer) -> Whole:
 
 
 def give_back(optimizer: Optimizer, whole: Whole) -> None:
-    """Puts back into the groups what `cut_down` has taken out of them."""
     for group, (parameters, every) in zip(optimizer.param_groups, whole, strict=False):
         parameters[:] = every
         group["params"] = parameters
@@ -67,21 +65,6 @@ def own_part(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         give_back(optimizer, whole)
-
-
-@contextmanager
-def own_state(optimizer: Optimizer) -> Iterator[None]:
-    """Takes what other ranks step over out of groups and state for a while."""
-    away: dict[Tensor, Any] = {
-        each: optimizer.state[each] for each in optimizer.state if isinstance(each, Tensor) and not steps_here(each)
-    }
-    for each in away:
-        del optimizer.state[each]
-    try:
-        with own_part(optimizer):
-            yield
-    finally:
-        optimizer.state.update(away)
 
 
 def with_hooks(optimizer: Optimizer) -> Optimizer:
@@ -267,8 +250,16 @@ class CutOptimizer:
         self._is_cut = True
 
     def own_state(self) -> dict[str, Any]:
-        with own_state(self.optimizer):
-            return type(self.optimizer).state_dict(self.optimizer)
+        """Returns the state of this rank's part; what other ranks step over is out of groups and state meanwhile."""
+        state = self.optimizer.state
+        away = {each: state[each] for each in state if isinstance(each, Tensor) and not steps_here(each)}
+        for each in away:
+            del state[each]
+        try:
+            with own_part(self.optimizer):
+                return type(self.optimizer).state_dict(self.optimizer)
+        finally:
+            state.update(away)
 
     def load_own(self, state: dict[str, Any]) -> None:
         with own_part(self.optimizer):

@@ -31,11 +31,6 @@ class OutputCollector:
     _own: dict[int, Tensor] = field(default_factory=dict)
     _known_makers: dict[int, list[int]] = field(default_factory=dict)
 
-    def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
-        """Returns the outputs of `places` for this rank's mini-batch."""
-        self.send(places)
-        return self.take(places)
-
     def expect(self, places: Mapping[int, OutputSpec]) -> None:
         """Posts the receives of numbers, which are few; never blocks."""
         for place, spec in places.items():

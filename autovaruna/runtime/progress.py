@@ -53,7 +53,6 @@ class JobPlace:
         return Path(self.folder, "restore")
 
     def of_rank(self, rank: int) -> Path:
-        """Returns the folder of a rank in this attempt."""
         return attempt_folder(Path(self.folder), self.attempt) / f"rank-{rank:05d}"
 
 
@@ -66,7 +65,6 @@ def folders_in(folder: Path, prefix: str) -> list[Path]:
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
-    """Returns where the ranks of an attempt have their folders."""
     return folder / f"attempt-{attempt:05d}"
 
 
@@ -84,11 +82,8 @@ class Progress:
     """How far a rank is.
 
     Attributes:
-        process: its number on its host.
-        calls: calls of the model that it has begun.
-        is_inside: whether it is in one of them now.
+        calls, is_inside: calls of the model that it has begun, and whether it is in one of them now.
         steps: steps of the optimizer, of all attempts.
-        hears_end: whether it has been asked to end.
         work_seconds: seconds that its stages have computed, waits left out.
         is_kept: whether it takes snapshots, so that it can leave at a border between two steps.
         snapshots: the step of what is whole in each of its two places for snapshots; -1: nothing is.

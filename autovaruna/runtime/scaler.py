@@ -70,7 +70,6 @@ class LossScale:
         return None if self._known is None else self._known()
 
     def after(self, factor: float) -> None:
-        """Hears of the factor that the loop has applied."""
         self._last = factor
 
     def _search(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.call import InputSpec
-from autovaruna.graph.export.user_lines import failed_at
+from autovaruna.graph.export.errors import failed_at
 from autovaruna.graph.export.watchers import show
 from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.pieces import Deferred
@@ -31,9 +31,20 @@ from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.traced import OutputKind, OutputSpec
 from autovaruna.runtime.autograd import Finish, Gradients, arrive, follows_a_call, go_backward, publish, while_unchanged
-from autovaruna.runtime.batch import Act, GlobalBatch, Job, MicroBatch, Traffic
+from autovaruna.runtime.batch import (
+    NOTHING,
+    Act,
+    ChangedState,
+    GlobalBatch,
+    InFlight,
+    Job,
+    MicroBatch,
+    OwnSamples,
+    Stash,
+    Traffic,
+    share_state,
+)
 from autovaruna.runtime.gradients import Backwards, GradientBook
-from autovaruna.runtime.in_flight import NOTHING, ChangedState, InFlight, OwnSamples, Stash, share_state
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.reduction import WIDER
@@ -41,7 +52,7 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import ParameterUse, StageModule
 
 logger = logging.getLogger(__name__)
@@ -83,9 +94,6 @@ class StepRunner:
     """One call on its way.
 
     Attributes:
-        stages: those that this rank holds, by index.
-        placement: who holds what the call changes.
-        inputs: this rank's mini-batch, by input name.
         asks_for_sums: whether gradients are to be summed over ranks; what it says when a backward comes counts.
         factor: what comes into the loss is expected to be this, so backwards start from it; None: the caller's
             backward says what they start from.
@@ -105,7 +113,7 @@ class StepRunner:
         self._world, self._mail, self._device = self.rank.world, self.rank.mail, self.rank.device
         self._is_synchronising = self.asks_for_sums()
         self._keeps_graphs = False  # whether the same backwards may run again
-        self._samples = OwnSamples(self.inputs, self.job, self._world.rank, self._mail)
+        self._samples = OwnSamples(self.inputs, self.job, self._world.rank)
         self._state = ChangedState(self.job.split.traced, len(self.job.batch.micro_batches))
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as what follows
         self._deferred: dict[tuple[int, int], Deferred] = {}
@@ -144,7 +152,8 @@ class StepRunner:
     def _forwards(self) -> list[Tensor | None]:
         """Runs forwards; where gradients are wanted, the backwards run when the caller goes backward."""
         self._run(self._prepare(_FORWARDS))
-        outputs = self._collector.collect(self._specs)
+        self._collector.send(self._specs)
+        outputs = self._collector.take(self._specs)
         if not self.job.needs_gradient:
             return list(outputs.values())
         zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
@@ -180,7 +189,8 @@ class StepRunner:
     def _prepare(self, kinds: tuple[Kind, ...]) -> Sequence[Act]:
         """Sends samples to where they are used, posts receives, and begins the sums; returns what is to be run."""
         if Kind.FORWARD in kinds:
-            self._samples.send(self.traffic.handed_out)
+            for part, parcel in self.traffic.handed_out:
+                self._mail.send([self._samples.of(part, name) for name in parcel.names], parcel.kind)
         program = self.traffic.program(kinds, self._exchange.origin)
         self._mail.follow(program)
         if Kind.BACKWARD in kinds and self._is_synchronising:

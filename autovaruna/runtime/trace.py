@@ -11,12 +11,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.world import World, offset_to_first, on_all
-from autovaruna.schedule.instruction import Instruction, Kind
-from autovaruna.schedule.pipeline import Edge
+from autovaruna.runtime.world import World, on_all
+from autovaruna.schedule.pipeline import Edge, Instruction, Kind
 from autovaruna.schedule.simulation import LostTime, Simulation
 
 logger = logging.getLogger(__name__)
@@ -137,9 +137,6 @@ class EventTrace:
     a trace of the steps before. Of steps that are written together only one has predicted rows and arrows: these take
     most of the time. After steps 2, 4, 8, ... a table in the log says where the time of the step went.
 
-    Args:
-        edges: What stages send each other.
-
     Attributes:
         noted: what has run in this step, by readings of `perf_counter`; only later is anything made of it.
 
@@ -213,6 +210,31 @@ class EventTrace:
                     seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
                     predicted = self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0)
                     logger.info("step %d: %s", number, table(seconds, predicted, lost))
+
+
+_CLOCK_TAG, _NUM_TIMES = (1 << 20) - 2, 10
+
+
+def offset_to_first(world: World) -> float:
+    """Returns the seconds to add to this rank's `perf_counter` to get that of rank 0. Collective.
+
+    Rank 0 answers each rank's messages with its own clock. Of several, the fastest answer counts: what its way there
+    and its way back can differ by bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
+    """
+    clock = torch.empty(1, dtype=torch.float64, device="cpu")
+    answers = []
+    for rank in range(1, world.num_ranks):
+        for _ in range(_NUM_TIMES if world.rank in (0, rank) else 0):
+            if world.rank == 0:
+                world.receive([clock], rank, _CLOCK_TAG).wait()
+                world.send([clock.fill_(perf_counter())], rank, _CLOCK_TAG).wait()
+            else:
+                begin = perf_counter()
+                world.send([clock], 0, _CLOCK_TAG).wait()
+                world.receive([clock], 0, _CLOCK_TAG).wait()
+                end = perf_counter()
+                answers.append((end - begin, clock.item() - (begin + end) / 2))
+    return min(answers)[1] if answers else 0.0
 
 
 def _is_reported(number: int) -> bool:

@@ -21,12 +21,10 @@ from autovaruna._torch import IncompatibleKeys, by_tensor
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.random import default_generator, untouched_generator
-from autovaruna.planner.records import Plan
-from autovaruna.planner.sharing import share_out
+from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
-from autovaruna.runtime.sums import Sums
 from autovaruna.runtime.transport.base import distinct
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import Sums, World
 from autovaruna.stage.split import Assignment
 
 
@@ -108,7 +106,6 @@ class Placement:
         return any(len(self.steppers_of(name)) < self.num_ranks for name in names)
 
     def splits(self, names: Iterable[str]) -> bool:
-        """Says whether any of some parameters is missing on a rank."""
         return any(len(self.ranks_of(name)) < self.num_ranks for name in names)
 
 
@@ -208,7 +205,6 @@ class OwnedState:
                 )
 
     def replace(self, name: str, tensor: Tensor) -> None:
-        """Puts another tensor in every place of a parameter or buffer."""
         for module, attribute in self.places[name]:
             put(module, attribute, tensor)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
-from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -35,14 +35,16 @@ from autovaruna.runtime.transport.base import (
     Transport,
     check_dense,
     empty_on_host,
+    pack,
     split,
     to_host,
+    unpack,
 )
-from autovaruna.runtime.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__
 Bring = Callable[[Layout], Tensor | None]
+Ranks = tuple[int, ...]
 
 
 class Message(Pending):
@@ -129,7 +131,7 @@ class World:
         self.coming: set[Message] = set()
         self.lagging: deque[Message] = deque()
         self._sends: deque[Part] = deque()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[Ranks, Group] = {}
 
     # Collectives of all ranks.
 
@@ -177,7 +179,7 @@ class World:
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
         """Starts to send dense tensors; never blocks. They must not change until they have left."""
         carrier = self.carrier
-        if len(tensors) == 1 and tensors[0].is_cpu and carrier is None:
+        if len(tensors) == 1 and carrier is None and tensors[0].is_cpu and tensors[0].nbytes <= MAX_PART_BYTES:
             return self._send_one(tensors[0], destination, tag)
         if carrier is not None and carrier.sends_to(destination):
             there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
@@ -188,9 +190,6 @@ class World:
 
     def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
         """Does the same for one tensor of the host: what most messages are, and small stages wait for each line."""
-        if tensor.nbytes > MAX_PART_BYTES:
-            parts = self.transport.post_sends([tensor], destination, TENSOR_CHANNEL, tag)
-            return self._sent(parts, destination, TENSOR_CHANNEL, tag)
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             check_dense(tensor)
         part = self.transport.post_send(tensor, destination, TENSOR_CHANNEL, tag)
@@ -233,7 +232,8 @@ class World:
 
     def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
-        return self.transport.brings(source, layouts)
+        is_carried = self.carrier is not None and self.carrier.receives_from(source)
+        return not is_carried and self.transport.brings(source, layouts)
 
     def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
         """Waits for the next message of `source`, without memory posted for it; where `brings` says so."""
@@ -242,7 +242,7 @@ class World:
         return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
-        """Starts to send a value (see `values.py`); never blocks. Its tags are apart from those of tensors."""
+        """Starts to send a value that can be packed; never blocks. Its tags are apart from those of tensors."""
         data = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
         length = torch.tensor([data.numel()], device="cpu")
         parts = self.transport.post_sends([length], destination, OBJECT_CHANNEL, tag)
@@ -270,7 +270,7 @@ class World:
 
     # Groups of ranks.
 
-    def broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> None:
+    def broadcast(self, tensor: Tensor, root: int, ranks: Ranks) -> None:
         """Overwrites `tensor` with that of rank `root`, on `ranks` (ascending or not, the same order on each)."""
         assert root in ranks, f"root {root} must be among ranks {ranks}"
         host = to_host(tensor.detach().resolve_conj().resolve_neg().contiguous())  # its bytes are elements in order
@@ -278,11 +278,11 @@ class World:
         if host.data_ptr() != tensor.data_ptr() and self.rank != root:
             tensor.detach().copy_(host)
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+    def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """Overwrites `tensor` with its sum over `ranks`, as `start_all_reduce`, and waits for it."""
         self.start_all_reduce(tensor, ranks).wait()
 
-    def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Pending:
         """Starts to overwrite `tensor` with its sum over `ranks`; every rank gets the same bits.
 
         Sums of a group start in the same order on each of its ranks. bfloat16 and float16 are summed in float32 and
@@ -297,7 +297,7 @@ class World:
                 return carried
         return self._group(ranks).start(tensor)
 
-    def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], *, gathers: bool) -> Pending:
+    def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: Ranks, *, gathers: bool) -> Pending:
         """Starts to sum each share on its rank (a reduce-scatter), or to copy it from there to all (an all-gather).
 
         A share has the tensors of one of `ranks`, dense and with elements. Of a sum, what other ranks have in its place
@@ -314,7 +314,7 @@ class World:
                 return carried
         return self._group(ranks).start_shares(shares, gathers=gathers)
 
-    def _group(self, ranks: tuple[int, ...]) -> Group:
+    def _group(self, ranks: Ranks) -> Group:
         if ranks not in self._groups:
             assert self.rank in ranks, f"rank {self.rank} must be among {ranks}"
             group = Group(self.transport, self.watch, ranks)
@@ -445,26 +445,110 @@ def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: 
     return world.agree(error, what, result)
 
 
-_CLOCK_TAG, _NUM_TIMES = (1 << 20) - 2, 10
+LARGE_BYTES = 256 << 10
+BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20
+"""On the host a bucket has to find a place between gradients, where large holes are few."""
+BUCKETS_AT_ONCE = 2
 
 
-def offset_to_first(world: World) -> float:
-    """Returns the seconds to add to this rank's `perf_counter` to get that of rank 0. Collective.
+@dataclass(eq=False)
+class Lot:
+    """Tensors of one dtype that go at once: from where they lie, or packed as copies.
 
-    Rank 0 answers each rank's messages with its own clock. Of several, the fastest answer counts: what its way there
-    and its way back can differ by bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
+    There is one share, whose sum all ranks get; or one for each rank, which alone gets its sum, or gives it to all.
     """
-    clock = torch.empty(1, dtype=torch.float64, device="cpu")
-    answers = []
-    for rank in range(1, world.num_ranks):
-        for _ in range(_NUM_TIMES if world.rank in (0, rank) else 0):
-            if world.rank == 0:
-                world.receive([clock], rank, _CLOCK_TAG).wait()
-                world.send([clock.fill_(perf_counter())], rank, _CLOCK_TAG).wait()
-            else:
-                begin = perf_counter()
-                world.send([clock], 0, _CLOCK_TAG).wait()
-                world.receive([clock], 0, _CLOCK_TAG).wait()
-                end = perf_counter()
-                answers.append((end - begin, clock.item() - (begin + end) / 2))
-    return min(answers)[1] if answers else 0.0
+
+    shares: list[list[Tensor]]
+    is_copy: bool
+    num_bytes: int = 0
+    packed: list[Tensor | None] = field(default_factory=list)
+    pending: Pending = DONE
+
+    def start(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
+        shares = self.shares
+        if self.is_copy:
+            self.packed = [torch.cat([each.reshape(-1) for each in share]) if share else None for share in shares]
+            shares = [[] if flat is None else [flat] for flat in self.packed]
+        if len(shares) == 1:
+            self.pending = world.start_all_reduce(shares[0][0], ranks)
+        else:
+            self.pending = world.start_shares(shares, ranks, gathers=gathers)
+
+    def finish(self, own: int, *, gathers: bool) -> None:
+        """Waits, and unpacks what this rank, whose share is the one at a place, gets."""
+        self.pending.wait()
+        for place, flat in enumerate(self.packed):
+            if flat is not None and (len(self.packed) == 1 or (place == own) != gathers):
+                tensors = self.shares[place]
+                parts = torch.split(flat, [each.numel() for each in tensors])
+                for tensor, part in zip(tensors, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+class Queue:
+    """What one group of ranks does, which starts in the order added on each of them, whatever else a rank does."""
+
+    def __init__(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
+        self._world, self._ranks, self._gathers = world, ranks, gathers
+        self._open: dict[tuple[torch.dtype, bool, bool], Lot] = {}
+        self._coming: deque[Lot] = deque()
+        self._started: deque[Lot] = deque()
+
+    def add(self, tensor: Tensor, owner: int | None, *, is_contiguous: bool) -> None:
+        """Adds a tensor, of the rank `owner` if there is one; all ranks add the same shapes."""
+        is_copy, is_shared = not is_contiguous or tensor.nbytes < LARGE_BYTES, owner is not None
+        key = tensor.dtype, is_copy, is_shared
+        lot = self._open.get(key) if is_copy or is_shared else None
+        most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
+        if lot is None or (is_copy and lot.num_bytes and lot.num_bytes + tensor.nbytes > most_bytes):
+            lot = self._open[key] = Lot([[] for _ in range(len(self._ranks) if is_shared else 1)], is_copy)
+            self._coming.append(lot)
+        lot.shares[0 if owner is None else self._ranks.index(owner)].append(tensor)
+        lot.num_bytes += tensor.nbytes
+
+    def start(self) -> None:
+        """Starts what has been added, as far as few copies are under way."""
+        self._open = {}
+        while self._coming and sum(each.is_copy for each in self._started) < BUCKETS_AT_ONCE:
+            self._coming[0].start(self._world, self._ranks, gathers=self._gathers)
+            self._started.append(self._coming.popleft())
+
+    def finish(self) -> None:
+        self.start()
+        while self._started:
+            self._started.popleft().finish(self._ranks.index(self._world.rank), gathers=self._gathers)
+            self.start()
+
+
+class Sums:
+    """Sums of many tensors on their way, over any groups of ranks; or shares, if it `gathers`, that are given to all.
+
+    Large tensors go from where they lie, small ones together in flat buckets. What is added starts in that order, the
+    same on every rank of a group, and few buckets are under way at once.
+    """
+
+    def __init__(self, world: World, *, gathers: bool = False) -> None:
+        self._world, self._gathers = world, gathers
+        self._queues: dict[Ranks, Queue] = {}
+
+    def add(self, tensor: Tensor, ranks: Ranks, *, is_contiguous: bool, owner: int | None = None) -> None:
+        """Adds a tensor that is overwritten by its sum over `ranks` once `finish` is through.
+
+        Args:
+            ranks: The group; its ranks add the same shapes in the same order, between the same calls of `start`.
+            is_contiguous: Whether the tensor is, on every rank.
+            owner: The only rank that gets the sum, or the one that gives its numbers to all; None: all get the sum.
+        """
+        if ranks not in self._queues:
+            self._queues[ranks] = Queue(self._world, ranks, gathers=self._gathers)
+        self._queues[ranks].add(tensor, owner, is_contiguous=is_contiguous)
+
+    def start(self) -> None:
+        for queue in self._queues.values():
+            queue.start()
+
+    def finish(self) -> None:
+        """Waits for everything; group by group in one order for all ranks, so that they never wait for each other."""
+        self.start()
+        for ranks in sorted(self._queues):
+            self._queues[ranks].finish()

@@ -14,14 +14,23 @@ the rest of a backward is on these paths.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT
-from autovaruna.schedule.pipeline import Pipeline, StageTimes, exact, seconds_of, work_seconds
+from autovaruna.schedule.pipeline import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    WEIGHT,
+    Pipeline,
+    StageTimes,
+    exact,
+    seconds_of,
+    work_seconds,
+)
 
 
 def lower_bound(pipeline: Pipeline) -> float:
@@ -161,18 +170,12 @@ def _message_seconds(pipeline: Pipeline) -> dict[tuple[int, int], tuple[float, f
 def _links(pipeline: Pipeline, senders: tuple[int, ...], receivers: tuple[int, ...]) -> set[LinkCost]:
     """Returns the links that micro-batches take from some ranks to others; none if one of them stays on its rank."""
     links: set[LinkCost] = set()
-    for a, b in _pairs(senders, receivers, pipeline.num_micro_batches):
+    count = min(math.lcm(len(senders), len(receivers)), pipeline.num_micro_batches)
+    for a, b in islice(zip(cycle(senders), cycle(receivers), strict=False), count):
         if a == b:
             return set()
         links.add(pipeline.links(a, b))
     return links
-
-
-def _pairs(senders: Sequence[int], receivers: Sequence[int], num_micro_batches: int) -> Iterable[tuple[int, int]]:
-    if len(senders) == len(receivers) <= num_micro_batches:
-        return zip(senders, receivers, strict=True)
-    count = min(math.lcm(len(senders), len(receivers)), num_micro_batches)
-    return islice(zip(cycle(senders), cycle(receivers), strict=False), count)
 
 
 def _rank_bound(pipeline: Pipeline, paths: _Paths, mine: list[tuple[int, int]]) -> float:

@@ -1,15 +1,66 @@
-"""Defines `Pipeline`: what the simulator knows of a plan, with in-flight depths, and what instructions cost."""
+"""Defines `Instruction`, the unit of a schedule, and `Pipeline`: what the simulator knows of a plan, and its costs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.schedule.instruction import Kind
+
+
+class Kind(str, Enum):
+    """What an instruction does; the value is its letter in print (``2F0`` is stage 2, forward, micro-batch 0)."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    WEIGHT = "W"
+
+    __hash__ = str.__hash__
+    """That of `Enum` is a function of Python's, and every instruction of a step is looked up by its kind."""
+
+
+FORWARD, RECOMPUTE, BACKWARD, WEIGHT = Kind
+"""Where each instruction of a step asks for them: as an attribute of an `Enum` they take ten times as long."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Instruction:
+    """One act: a kind of work, at a stage, for a micro-batch."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+Schedule = tuple[tuple[Instruction, ...], ...]
+
+
+MOST_CELLS = 8
+
+
+def grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
+    """Returns the schedule as text: of each rank, some instructions around the position that is to be ``>marked<``.
+
+    The end of the row is a position too.
+    """
+    rows, marks = [], marks or {}
+    for rank, row in enumerate(schedule):
+        cells, mark = [*map(str, row), "end"], marks.get(rank, 0)
+        if rank in marks:
+            cells[mark] = f">{cells[mark]}<"
+        first, last = max(0, mark - MOST_CELLS), mark + MOST_CELLS + 1
+        shown = ["..."] * (first > 0) + cells[first:last] + ["..."] * (last < len(cells))
+        rows.append(f"rank {rank} | {' '.join(shown)}")
+    return "\n".join(rows)
+
 
 TICKS_PER_SECOND = 2.0**40
 
@@ -45,7 +96,6 @@ Links = Callable[[int, int], LinkCost]
 
 
 def free_link(source: int, destination: int) -> LinkCost:
-    """Returns a link on which messages take no time, whatever the two ranks."""
     return LinkCost(0.0, math.inf)
 
 
@@ -83,21 +133,9 @@ class StageTimes:
         assert len(self.speeds) in (0, len(self.ranks)), f"{len(self.speeds)} speeds for {len(self.ranks)} ranks"
 
     def on(self, ranks: tuple[int, ...]) -> StageTimes:
-        """Returns the same on other ranks, if all have one speed; quicker than `replace`, for searches."""
+        """Returns the same on other ranks, if all have one speed."""
         assert not self.speeds, "the ranks differ in speed"
-        return StageTimes(
-            ranks,
-            self.forward_seconds,
-            self.backward_seconds,
-            self.in_flight,
-            self.needs_recompute,
-            self.recompute_seconds,
-            self.reduce_seconds,
-            (),
-            self.deferred,
-            self.input_seconds,
-            self.weight_seconds,
-        )
+        return replace(self, ranks=ranks)
 
     @property
     def num_replicas(self) -> int:
@@ -127,9 +165,8 @@ class Pipeline:
     """What the simulator needs of a plan.
 
     Attributes:
-        stages: the stages, in order. A rank may hold none, one or several.
+        stages: in order; a rank may hold none, one or several.
         edges: messages between stages; ``source < destination``, one edge for a pair.
-        num_ranks, num_micro_batches: N and M.
         links: the cost of a message between two ranks (`Cluster.link` is one). A rank's message to itself is free.
         needs_gradients: False for evaluation: forwards alone.
         overhead_seconds: what the executor adds to each instruction.
@@ -158,7 +195,6 @@ class Pipeline:
         return len(self.stages)
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
-        """Returns the rank that runs a micro-batch at a stage."""
         ranks = self.stages[stage].ranks
         return ranks[micro_batch % len(ranks)]
 

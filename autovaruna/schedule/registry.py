@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from autovaruna.errors import ScheduleError
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind
-from autovaruna.schedule.pipeline import Pipeline, deepest_in_flight
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind, Pipeline, deepest_in_flight
 from autovaruna.schedule.replica import Replica
 
 Choice = tuple[Replica, Kind]
@@ -50,7 +49,6 @@ class Policy(ABC):
         return False
 
     def num_instructions(self, pipeline: Pipeline) -> int:
-        """Returns how many instructions the ranks run in a step."""
         stages = range(pipeline.num_stages)
         backward = (1 + self.recomputes(pipeline, s) + self.splits(pipeline, s) for s in stages)
         return pipeline.num_micro_batches * (len(stages) + (sum(backward) if pipeline.needs_gradients else 0))

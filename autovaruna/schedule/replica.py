@@ -10,8 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind
-from autovaruna.schedule.pipeline import Pipeline, seconds_of
+from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Kind, Pipeline, seconds_of
 
 
 class Inbox:
@@ -35,8 +34,7 @@ class Replica:
 
     Attributes:
         index, stride: which of how many replicas of the stage; its k-th micro-batch is ``k * stride + index``.
-        num_micro_batches: how many are its own.
-        num_later: how many stages follow its own.
+        num_micro_batches, num_later: how many are its own, and how many stages follow its own.
         depth: most forwards not yet backwarded; `peak` the most there were.
         is_split: whether weight gradients are computed apart from backward.
         most_deferred: most backwards whose weight gradients are not yet computed, if so.
@@ -84,7 +82,6 @@ class Replica:
 
     @property
     def work_seconds(self) -> float:
-        """The seconds of all its instructions."""
         kinds = [FORWARD]
         if self.needs_gradients:
             kinds += [BACKWARD, *[RECOMPUTE] * self.needs_recompute, *[WEIGHT] * self.is_split]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from autovaruna.schedule.instruction import FORWARD, WEIGHT, Instruction, Kind, Schedule
+from autovaruna.schedule.pipeline import FORWARD, WEIGHT, Instruction, Kind, Schedule
 from autovaruna.schedule.replica import Replica
 
 Act = tuple[float, float, Replica, Kind, int]
@@ -41,8 +41,6 @@ class LostTime:
         work_seconds: forwards, recomputes, backwards and weight gradients, without overhead.
         message_seconds: idle while the message that it waits for is on its way.
         reduce_seconds: idle but for an all-reduce, after its last instruction.
-        overhead_seconds: the executor's own.
-        optimizer_seconds: the optimizer's.
         imbalance_seconds: idle because it has less work than the busiest rank.
         bubble_seconds: idle for all other reasons.
     """
@@ -76,8 +74,6 @@ class Simulation:
     Attributes:
         step_seconds: from the first instruction to the end of the last rank.
         peak_in_flight: ``[s][i]`` the most forwards not yet backwarded that replica i of stage s held.
-        reductions: the gradient all-reduces that take time.
-        acts: what each rank did, in order.
         overhead_seconds: within each instruction.
         optimizer_seconds: of each rank, after its last instruction and reduction.
     """

@@ -11,8 +11,18 @@ from itertools import chain
 
 from autovaruna.errors import ScheduleError
 from autovaruna.schedule.bound import Bounds
-from autovaruna.schedule.instruction import BACKWARD, FORWARD, WEIGHT, Kind, Schedule, grid
-from autovaruna.schedule.pipeline import TICKS_PER_SECOND, Pipeline, exact, work_seconds
+from autovaruna.schedule.pipeline import (
+    BACKWARD,
+    FORWARD,
+    TICKS_PER_SECOND,
+    WEIGHT,
+    Kind,
+    Pipeline,
+    Schedule,
+    exact,
+    grid,
+    work_seconds,
+)
 from autovaruna.schedule.registry import Choice, Policy
 from autovaruna.schedule.replica import Inbox, Line, Lines, Replica, Route, Wires
 from autovaruna.schedule.simulation import Act, Reduction, Simulation
@@ -125,7 +135,11 @@ def replay(pipeline: Pipeline, schedule: Schedule) -> Simulation:
     Raises:
         ScheduleError: the schedule cannot run to its end.
     """
-    return _Simulator(pipeline, FixedOrder(schedule)).run()
+    policy = FixedOrder(schedule)
+    simulation = _Simulator(pipeline, policy).run()
+    if policy.positions != list(map(len, schedule)):
+        raise ScheduleError(policy.explain())
+    return simulation
 
 
 class _TooLongError(Exception):

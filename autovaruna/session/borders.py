@@ -62,17 +62,13 @@ class Stopping:
 
     def __init__(self) -> None:
         self.is_agreed = False  # whether all ranks know, since the same call, that it is
-        self._is_wanted = False
+        self.is_wanted = False  # whether the script of this rank wants it
         self._first_step = 0
 
     @property
     def own(self) -> bool:
         """Whether this rank wants it: what it tells the others at the next call."""
-        return self._is_wanted or has_heard()
-
-    def want(self, is_wanted: bool) -> None:
-        """Takes what the script of this rank wants; it stays so."""
-        self._is_wanted |= is_wanted
+        return self.is_wanted or has_heard()
 
     def number_from(self, step: int, num_steps: int) -> None:
         """Takes the number that the script gives the state after so many steps of its optimizer."""

@@ -1,6 +1,8 @@
 """Describes a call of the model on all ranks, which must agree on everything but the number of samples.
 
-What the script does on a rank between calls must be the same on every rank, too, and is kept account of.
+What the script does on a rank between calls must be the same on every rank, too, and is kept account of. What a graph
+uses of the whole batch is computed from the inputs of all ranks, before its micro-batches run: the totals of each
+rank's mini-batch travel with what it says of its call, in one exchange.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 import re
 from collections import ChainMap, Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from operator import is_
@@ -22,15 +25,24 @@ from torch.optim import Optimizer
 
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
+from autovaruna.graph.batch.operators import Merge
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import is_plain
-from autovaruna.profiler.separable import asks_for_closure
-from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.graph.lengths import free_value
+from autovaruna.graph.pieces import Argument, Piece, Source, direct, extract
+from autovaruna.graph.precision import is_autocast, without_autocast
+from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler.optimizer import asks_for_closure
+from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
-from autovaruna.session.batch_values import Totals
 from autovaruna.session.borders import Wishes
 
+logger = logging.getLogger(__name__)
+_NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
+
 Digest = tuple[Hashable, ...]
+Totals = list[Any]
+"""Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
 
 
@@ -45,7 +57,6 @@ class ScriptActions:
         self._optimizer: Optimizer | None = None
         self._groups: list[str] = []
         self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
-        self._latest: list[Any] = []
         self._digest = 0
         self._loss = "none"
 
@@ -93,9 +104,7 @@ class ScriptActions:
         raw = [value for group in groups for name, value in group.items() if name != "params"]
         if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
             self._raw = raw if all(map(is_plain, raw)) else None
-            options = list(self._options())
-            if options != self._latest:
-                self._latest, self._digest = options, crc32(repr(options).encode())
+            self._digest = crc32(repr(list(self._options())).encode())
         return *sorted(self._counts.items()), type(self._optimizer).__name__, self._digest, self._loss
 
     def words(self) -> dict[str, str]:
@@ -191,13 +200,9 @@ def share_call(
     reports: Sequence[Report],
     doings: Callable[[], Mapping[str, str]],
 ) -> SharedCall:
-    """Joins the calls of all ranks to one. Collective if they do not fit together.
+    """Joins the calls of all ranks to one. Collective if they do not fit together: a RankError says how they differ.
 
     `groups` pass the same mini-batch; `doings` returns in words what this rank's script has done since the start.
-
-    Raises:
-        InputError: no rank passed a sample.
-        RankError: the ranks' calls do not fit together; says how they differ.
     """
     if len({digest for _, _, digest, *_ in reports}) > 1:
         strays = differences(world.gather_objects(doings(), "comparing what the ranks did"))
@@ -208,10 +213,9 @@ def share_call(
         )
     if len({key for key, *_ in reports}) > 1:
         found = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
-        kinds = world.gather_objects((call.kind(), call.mode), "comparing calls")
-        advice = " Where samples have lengths of their own, pad them to one length on all ranks." * (
-            len(set(kinds)) == 1
-        )
+        kinds = set(world.gather_objects((call.kind(), call.mode), "comparing calls"))
+        pad = " Where samples have lengths of their own, pad them to one length on all ranks."
+        advice = pad if len(kinds) == 1 else ""
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {found}. Expected the same names, dtypes, "
             f"constants, modes and shapes on every rank, but for the size of the batch.{advice}"
@@ -255,17 +259,10 @@ def _flags(letters: str) -> str:
     return _FLAGS[letters[0]] if len(set(letters)) == 1 else f"mixed ({letters})"
 
 
-_NUM_FIRST_CALLS, _CALLS_BETWEEN = 8, 64
-_NUM_NUMBERS = 64
-
-logger = logging.getLogger(__name__)
-
-
 class SameInputs:
     """What the ranks of each group, which are to pass the same mini-batch, have passed in a few of their calls.
 
-    Each stage takes what it needs from its own rank's copy: with other samples there, a step would join the inputs of
-    some samples with the labels of others.
+    With other samples on one of them, a step would join the inputs of some samples with the labels of others.
     """
 
     def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
@@ -313,15 +310,129 @@ def micro_batch_weights(
 
     signature = inspect.signature(getattr(model, shared.call.method))
 
-    def weight_of(part: MicroBatch) -> float:
-        args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
-        weight: Any = weigh(dict(signature.bind(*args, **kwargs).arguments))
-        if not float(weight) >= 0:
-            raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
-        return float(weight)
-
     def weights_of_own() -> dict[int, float]:
-        return {part.index: weight_of(part) for part in batch.owned_by(world.rank)}
+        found = {}
+        for part in batch.owned_by(world.rank):
+            args, kwargs = shared.call.arguments(shared.samples(part.start, part.size))
+            weight: Any = weigh(dict(signature.bind(*args, **kwargs).arguments))
+            if not float(weight) >= 0:
+                raise InputError(f"micro_batch_weight returned {weight!r}; expected a number of at least zero.")
+            found[part.index] = float(weight)
+        return found
 
     known = dict(ChainMap(*gather_on_all(world, weights_of_own, "weighing micro-batches")))
     return tuple(known[index] for index in batch.micro_batches)
+
+
+ValuesOfBatch = Mapping[float, dict[str, Tensor]]
+"""By the weight of a micro-batch's loss, what it is given for each call of `of_batch`, by the name of the node."""
+
+
+class BatchValues:
+    """The values of the whole batch of one graph; `buffers` returns the model's, by first name, as they are now."""
+
+    def __init__(self, traced: TracedModel, buffers: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
+        self._traced = traced
+        self._totals = traced.totals
+        self._buffers = buffers
+        self._device = device
+        made_of = [name for name, _ in self._totals.values.values()]
+        before = extract(traced, self._totals.before, list(self._totals.merges), is_bare=True)
+        after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)
+        self._before, self._after = ((piece, direct(piece.module)) for piece in (before, after))
+
+    def of_samples(self, tensors: Sequence[Tensor], num_samples: int, lengths: tuple[int, ...]) -> Totals:
+        """Returns the totals of a mini-batch; `lengths` are those that vary, in this call."""
+        if not num_samples:
+            return []
+        found = self._run(self._before, tensors, (num_samples, lengths), {})
+        return [total.tolist() if isinstance(total, Tensor) else total for total in found.values()]
+
+    def of_batch(
+        self,
+        reported: Sequence[Totals],
+        sizes: Sequence[int],
+        tensors: Sequence[Tensor],
+        batch: GlobalBatch,
+        lengths: tuple[int, ...],
+    ) -> ValuesOfBatch:
+        """Returns what micro-batches are given, by the totals and sizes that each rank has reported of its mini-batch.
+
+        `tensors` are this rank's; those that are no batch are the same on all ranks.
+        """
+        parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]
+        counts = [size for _, size in parts]
+        made: dict[str, Any] = {
+            name: self._merged(name, [each[place] for each, _ in parts], counts)
+            for place, name in enumerate(self._totals.merges)
+        }
+        if self._totals.after:
+            totals = {name: self._as_traced(name, total) for name, total in made.items()}
+            found = self._run(self._after, tensors, (batch.num_samples, lengths), totals)
+            made = found | {name: total for name, total in made.items() if name in found}  # it may be changed in place
+        return {
+            share: {
+                name: torch.as_tensor(use.of_share(made[source], share)).to(self._device, self._dtype(name))
+                for name, (source, use) in self._totals.values.items()
+            }
+            for share in {part.share for part in batch.micro_batches.values()}
+        }
+
+    def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """Returns a total of all mini-batches, of `sizes` samples each: a number, or a tensor of them."""
+        is_number = not isinstance(totals[0], list)
+        parts = totals if is_number else torch.tensor(totals, dtype=_widest(self._dtype(name)))
+        match self._totals.merges[name]:
+            case Merge.SUM:
+                return sum(parts)
+            case Merge.MEAN:
+                return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+            case Merge.LARGEST:
+                return max(parts) if is_number else torch.as_tensor(parts).amax(0)
+            case Merge.SMALLEST:
+                return min(parts) if is_number else torch.as_tensor(parts).amin(0)
+
+    def _as_traced(self, name: str, total: Any) -> Any:
+        """Returns a merged total as the operation would that computes it."""
+        is_tensor = isinstance(self._traced.nodes[name].meta["val"], Tensor)
+        return torch.as_tensor(total).to(self._device, self._dtype(name), copy=True) if is_tensor else total
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._traced.nodes[name].meta["val"].dtype  # type: ignore[no-any-return]
+
+    def _run(
+        self,
+        code: tuple[Piece, Callable[..., Sequence[Any]]],
+        tensors: Sequence[Tensor],
+        size: tuple[int, tuple[int, ...]],
+        totals: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        (piece, run), inputs = code, dict(zip(self._traced.inputs, tensors, strict=True))
+        given = [self._argument(argument, inputs, size, totals) for argument in piece.arguments]
+        with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
+            return dict(zip(piece.outputs, run(*given), strict=True))
+
+    def _argument(
+        self,
+        argument: Argument,
+        inputs: Mapping[str, Tensor],
+        size: tuple[int, tuple[int, ...]],
+        totals: Mapping[str, Any],
+    ) -> Any:
+        match argument.source:
+            case Source.INPUT:
+                return inputs[argument.name].detach().to(self._device).contiguous()  # as micro-batches are
+            case Source.SIZE:
+                return self._traced.sizes.in_call(free_value(self._traced.nodes[argument.name]), *size)
+            case Source.BUFFER:
+                return self._buffers()[argument.name]
+            case Source.CONSTANT:
+                return self._traced.constants[argument.name].to(self._device)
+            case _:
+                return totals[argument.name]
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else torch.int64

@@ -44,8 +44,7 @@ from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.transport.torch_channel import open_to_measure
 from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.calls import SharedCall
-from autovaruna.session.links import measure_links, measure_sums
-from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory
+from autovaruna.session.machine import fragmentation, measure_links, measure_sums, process_bytes_of, rank_memory
 
 logger = logging.getLogger(__name__)
 _MOST_TURNS = 2
@@ -87,8 +86,7 @@ def lasting(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Returns the speeds of ranks by what was seen at each look.
 
     A rank differs from the typical one, and that one from speed 1, if it does so at every look, in the same direction
-    and by more than noise: another program that takes turns on its core makes it look slower once, and is gone when
-    the model trains.
+    and by more than noise: other programs that take turns on its core are gone when the model trains.
     """
     middles = [sorted(look)[len(look) // 2] for look in looks]
     to_middle = [[speed / middle for speed in look] for look, middle in zip(looks, middles, strict=True)]
@@ -135,10 +133,7 @@ class Subject:
     ) -> dict[Key, PartCost]:
         """Returns the cost of what is not known, in seconds of a rank of speed 1, the same on every rank. Collective.
 
-        Args:
-            sizes: Samples in a micro-batch.
-            splits: Whether weight gradients are measured apart, too.
-            advance: Hears of the parts measured so far on this rank, and of their number.
+        `advance` hears of the parts measured so far on this rank, and of their number.
         """
 
         def own_share(turn: Turn) -> dict[Key, PartCost]:
@@ -181,34 +176,22 @@ def measure_together(
             break
     watch.look()
     speeds = watch.speeds_of_samples()
-    joined = [merge(map(_at_speed_1, of_ranks, speeds)) for of_ranks in found]
+    joined = [  # in seconds of a rank of speed 1
+        {
+            key: cost.with_seconds(speed * seconds for seconds in cost.seconds)
+            for costs, speed in zip(of_ranks, speeds, strict=True)
+            for key, cost in costs.items()
+        }
+        for of_ranks in found
+    ]
     return {key: settle([turn[key] for turn in joined]) for key in joined[0]}
 
 
-def _at_speed_1(costs: dict[Key, PartCost], speed: float) -> dict[Key, PartCost]:
-    """Returns costs that a rank of some speed has measured in seconds of a rank of speed 1."""
-    return {key: cost.with_seconds(speed * seconds for seconds in cost.seconds) for key, cost in costs.items()}
-
-
-SHAPING = (
-    "num_stages",
-    "simplicity",
-    "max_stages_per_rank",
-    "num_replicas",
-    "num_micro_batches",
-    "micro_batch_size",
-    "min_micro_batches",
-    "max_micro_batches",
-    "recompute",
-    "schedule",
-    "in_flight",
-    "cuts",
-    "cutpoints",
-    "stage_ranks",
-    "shard_optimizer",
-    "inputs",
-    "dynamic_batch",
-)  # the settings that shape a plan; a saved one is valid for their values
+SHAPING = (  # the settings that shape a plan; a saved one is valid for their values
+    "num_stages", "simplicity", "max_stages_per_rank", "num_replicas", "num_micro_batches", "micro_batch_size",
+    "min_micro_batches", "max_micro_batches", "recompute", "schedule", "in_flight", "cuts", "cutpoints",
+    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch",
+)  # fmt: skip
 
 
 def needs_gradient(traced: TracedModel) -> bool:
@@ -302,12 +285,8 @@ def describe_cluster(
 ) -> Cluster:
     """Measures links, the way that tensors will take, and speeds. Collective.
 
-    A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top.
-
-    Args:
-        graph: The model's, whose gradients are summed.
-        resident_before: What `resident_bytes` said before the model was traced; None: not known.
-        batch_bytes: What the caller's mini-batch takes on the device.
+    A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top. That
+    was `resident_before` the model was traced (None: not known); a mini-batch takes `batch_bytes` on the device.
     """
     world, device = watch.world, watch.device
     open_to_measure(settings.channel, world, device)
@@ -336,10 +315,7 @@ def describe_cluster(
 
 
 def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings) -> float:
-    """Returns the bytes of optimizer state for each byte of a trained parameter, by trying the optimizer out.
-
-    Raises PlanError if it cannot be tried out.
-    """
+    """Returns the bytes of optimizer state for each byte of a trained parameter, by trying the optimizer out."""
     if settings.optimizer_bytes_factor != "auto":
         return float(settings.optimizer_bytes_factor)
     if optimizer is None:
@@ -357,9 +333,9 @@ def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings
 
 
 def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device: torch.device) -> OptimizerCost:
-    """Measures what a step of the optimizer takes, on all ranks at once; nothing if there is none. Collective.
+    """Measures what a step of the optimizer takes, on all ranks at once. Collective.
 
-    An optimizer whose state the user has declared, because it cannot be tried out, counts as taking no time.
+    One whose state the user has declared, because it cannot be tried out, counts as taking no time.
     """
     mine = OptimizerCost()
     if optimizer is not None:

@@ -19,7 +19,7 @@ from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
-from autovaruna.session.device import find_device
+from autovaruna.session.machine import find_device
 from autovaruna.session.wrapped import Wrapped
 
 
@@ -65,7 +65,7 @@ class Persistence:
             self._saver.poll()
 
     def wait(self) -> None:
-        """Waits until the checkpoint on its way is complete. Collective."""
+        """Waits until the checkpoint on its way is complete; CheckpointError if it failed. Collective."""
         if self._saver is not None:
             self._saver.wait()
 

@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -38,8 +40,7 @@ from autovaruna.planner.deployment import (
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
-from autovaruna.planner.search import make_plan
-from autovaruna.planner.sharing import plan_with_sharing
+from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizer import sharing_of
@@ -49,11 +50,12 @@ from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import gather_on_all, on_all
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.calls import SharedCall
+from autovaruna.session.machine import rank_memory
 from autovaruna.session.measuring import SHAPING, SpeedWatch, Subject, measured_problem, optimizer_factor
-from autovaruna.session.memory import rank_memory
 from autovaruna.session.wrapped import Wrapped
 from autovaruna.stage.split import Assignment, assign
 
+Result = TypeVar("Result")
 _GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
 
 logger = logging.getLogger(__name__)
@@ -145,10 +147,7 @@ def fingerprint_of(
 
 
 class Preparation:
-    """The plan of a model, and all that the engine needs to run it. Making one is collective.
-
-    Raises AutoVarunaError, on every rank, if measuring or planning failed on one, or a deployment does not fit.
-    """
+    """The plan of a model, and all that the engine needs to run it. Making one is collective; all fail alike."""
 
     def __init__(
         self, traced: TracedModel, wrapped: Wrapped, shared: SharedCall, resident_before: float | None
@@ -163,17 +162,14 @@ class Preparation:
         self.device = wrapped.device
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
-        on_all(self._world, self._dump_graph, "writing the graph")
+        self._on_first(self._dump_graph, "writing the graph")
         self._sharing = self._try_sharing()
         self._fingerprint = self._describe_run()
         self.plan = self._saved_plan() or self._new_plan()
         self._report()
 
     def _try_sharing(self) -> Sharing:
-        """Returns whether replicas share the optimizer's state, or may. Collective, unless there are none.
-
-        Raises InputError if they are to, and it cannot step over some of its parameters alone.
-        """
+        """Returns whether replicas share the optimizer's state, or may. Collective, unless there are none."""
         setting = self._world.num_ranks > 1 and self._settings.shard_optimizer
         if setting is False:
             return False
@@ -213,7 +209,7 @@ class Preparation:
     def _dump_graph(self) -> None:
         """Writes the traced graph as JSON, if it is asked for."""
         path = self._settings.dump_graph
-        if path and self._world.rank == 0:
+        if path:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 Path(path).write_text(json.dumps(asdict(self._traced.graph), indent=1), encoding="utf-8")
@@ -247,12 +243,8 @@ class Preparation:
         """Returns the plan of the deployment file if it is valid; rank 0 reads it for all."""
         if self._settings.load_deployment is False:
             return None
-
-        def read() -> Plan | None:
-            is_first = self._world.rank == 0
-            return read_saved_plan(self._settings, self._fingerprint, self._traced.graph) if is_first else None
-
-        return gather_on_all(self._world, read, "loading the deployment")[0]
+        read = partial(read_saved_plan, self._settings, self._fingerprint, self._traced.graph)
+        return self._on_first(read, "loading the deployment")
 
     def measured_again(self) -> Plan:
         """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
@@ -261,16 +253,11 @@ class Preparation:
     def _new_plan(self) -> Plan:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         problem = self._measured_problem()
-
-        def search() -> Plan | None:
-            return plan_with_sharing(problem, self._sharing, make_plan) if self._world.rank == 0 else None
-
+        search = partial(plan_with_sharing, problem, self._sharing, make_plan)
         with phase(logger, "searching for a plan"):
-            found = gather_on_all(self._world, search, "planning")
-        assert found[0] is not None
-        self.plan = found[0]
+            self.plan = self._on_first(search, "planning")
         if self._settings.save_deployment:
-            on_all(self._world, self._save_on_first, "saving the deployment")
+            self._on_first(self._keep_plan, "saving the deployment")
             self._ask_for_fewer(problem)
         return self.plan
 
@@ -284,9 +271,11 @@ class Preparation:
         with suppress(OSError):  # it would only save time
             request.write(Path(place.folder, ahead.FILE))
 
-    def _save_on_first(self) -> None:
-        if self._world.rank > 0:
-            return
+    def _on_first(self, act: Callable[[], Result], what: str) -> Result:
+        """Returns on every rank what `act` returns on rank 0. Collective."""
+        return gather_on_all(self._world, lambda: act() if self._world.rank == 0 else None, what)[0]  # type: ignore[return-value]
+
+    def _keep_plan(self) -> None:
         file = self._settings.deployment_file
         path = Path(at_home(file))
         try:
@@ -297,11 +286,11 @@ class Preparation:
         except DeploymentError as error:  # to plan again next time is better than to give up what was planned
             logger.warning("the plan is not kept: %s", error)
         except OSError as error:
-            text = (
+            logger.warning(
                 "the plan is not kept: %s is there, but cannot be read (%s), so that it is not replaced; make it "
-                "readable, remove it, or name another deployment_file"
+                "readable, remove it, or name another deployment_file",
+                *(path, error.strerror),
             )
-            logger.warning(text, path, error.strerror)
 
     def _measured_problem(self) -> Problem:
         watch = SpeedWatch(self._world, self.device)
@@ -312,8 +301,9 @@ class Preparation:
     def _report(self) -> None:
         if self._world.rank > 0:
             return
-        norms = self._norms()
-        if norms:
+        norms, total = "", self._shared.global_batch_size
+        if self.plan.num_micro_batches > 1 and batch_norms(self._traced):
+            norms = f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
             logger.warning(
                 "batch normalisations count over %s; plain PyTorch, over the whole batch. Pass batch_norm_samples to "
                 "say over how many",
@@ -325,10 +315,3 @@ class Preparation:
                 console.print(plan_table(self.plan, self._traced.graph))
             lines = explain(self.plan, self._traced.graph) + (f"\nbatch norm      counts over {norms}" if norms else "")
             logger.info("the plan:\n%s\n%s", capture.get().rstrip(), lines)
-
-    def _norms(self) -> str:
-        """Returns in words what batch normalisations count over; empty: there are none, or they count over all."""
-        if self.plan.num_micro_batches == 1 or not batch_norms(self._traced):
-            return ""
-        total = self._shared.global_batch_size
-        return f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"

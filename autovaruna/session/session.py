@@ -24,23 +24,15 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
 from autovaruna.runtime.clipping import join_norms
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.optimizer import (
-    CutOptimizer,
-    OwnSteps,
-    step_over_own_part,
-    watch_later_optimizers,
-    with_hooks,
-)
+from autovaruna.runtime.optimizer import CutOptimizer, OwnSteps, step_over_own_part, watch_later_optimizers, with_hooks
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session import calls
-from autovaruna.session.batch_values import BatchValues, Totals, ValuesOfBatch
 from autovaruna.session.borders import NO_WISHES, refuse_several
-from autovaruna.session.calls import Report, SharedCall
-from autovaruna.session.device import on_own_gpu
-from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.calls import BatchValues, Report, SharedCall, Totals, ValuesOfBatch
+from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.traces import Traces
@@ -200,9 +192,7 @@ class Session:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
 
-        Raises:
-            InputError: it has parameters that this rank does not hold, or its steps join numbers of several.
-            RankError: the ranks' optimizers have different numbers of groups.
+        It is refused if it has parameters that this rank does not hold, or its steps join numbers of several.
         """
         wrapped = self._wrapped
         cut = wrapped.joined_optimizer(optimizer)

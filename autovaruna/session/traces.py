@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,11 @@ class Traces:
         Returns the attributes without which the graph is the one of the latest call that is like this one but for
         attributes; and those that forward uses.
         """
-        likes = [each for each in self._known.values() if _is_alike(each.call, call)]
+
+        def like(one: CallSpec) -> tuple[str, str]:
+            return one.kind(), one.mode.partition(" attributes=")[0]
+
+        likes = [each for each in self._known.values() if like(each.call) == like(call)]
         unread, read = set(names), set[str]()
         while likes and unread:
             try:
@@ -103,7 +108,7 @@ class Traces:
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective.
 
-        Raises InputError, before anything is measured, if losses would be averaged that are sums, or no means at all.
+        Losses that are sums, or no means at all, are refused before anything is measured.
         """
         if self._settings.num_micro_batches != 1:
             self._refuse_synchronised_norms()
@@ -116,8 +121,7 @@ class Traces:
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
         """Returns the graph of a call. Collective if it is not known yet.
 
-        Raises InputError if the graph serves one micro-batch size alone, and micro-batches differ; if one is too small;
-        or if losses that are sums, or no means at all, would be averaged.
+        Micro-batches that the graph cannot serve are refused, and losses that would be averaged and cannot be.
         """
         sizes = batch.sizes
         if not self._settings.dynamic_batch and len(sizes) > 1:
@@ -174,19 +178,17 @@ class Traces:
         key = self._serving(shared.call, micro_batch_size)
         if not key:
             traced = self._trace_free(shared, micro_batch_size) or self._trace(shared, micro_batch_size)
-            key = self._add(traced.key, traced)
+            key = traced.key
+            self._known[key] = traced
+            self.num_traced += 1
         if self._known[key].asks_for_one and shared.global_batch_size == 1:
             key = f"{shared.key}/alone"
             if key not in self._known:
-                self._add(key, self._trace(shared, 1, is_alone=True))
+                self._known[key] = self._trace(shared, 1, is_alone=True)
+                self.num_traced += 1
         self._known.move_to_end(key)
         self.latest = self._known[key]
         return self.latest
-
-    def _add(self, key: str, traced: TracedModel) -> str:
-        self._known[key] = traced
-        self.num_traced += 1
-        return key
 
     def forget_oldest(self) -> list[str]:
         """Forgets the graphs that were used longest ago, of more than some; returns their keys."""
@@ -195,7 +197,6 @@ class Traces:
             _, traced = self._known.popitem(last=False)
             self._checked = {each for each in self._checked if each[0] != traced.key}
             forgotten.append(traced.key)
-        if forgotten:
             text = (
                 f"the model was traced for more than {_MOST_GRAPHS} kinds of calls: the graphs that were used longest "
                 "ago are dropped. Each kind is traced once, which takes long: pad inputs to a few lengths, and pass "
@@ -209,8 +210,7 @@ class Traces:
 
         Returns None if no dimension has varied, or the model cannot be traced so.
         """
-        call = shared.call
-        places = self._varying(call)
+        call, places = shared.call, self._varying(shared.call)
         if not places:
             return None
         act = self._act(call, micro_batch_size, self._is_dynamic(call), places)
@@ -325,8 +325,12 @@ class Traces:
         size = min(shared.global_batch_size, _MOST_IN_PARTS)
         if size < 2:
             return
-        tensors = self._repeated(shared, size)
-        Parts(traced, self._model, tensors, size, self._device, self._share_of_loss(traced)).compare()
+        share: Callable[[float], float] | None = None  # the weight of a loss by its part of the samples
+        if not self._settings.micro_batch_weight:
+            with suppress(InputError):  # there may turn out to be one micro-batch, or each has statistics of its own
+                self._check_parts(traced)
+                share = (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
+        Parts(traced, self._model, self._repeated(shared, size), size, self._device, share).compare()
 
     def _repeated(self, shared: SharedCall, size: int) -> list[Tensor]:
         """Returns this rank's tensors with its first samples, repeated until they are `size`."""
@@ -335,21 +339,10 @@ class Traces:
         pairs = zip(shared.samples(0, own), shared.call.inputs, strict=True)
         return [tensor[places.to(tensor.device)] if spec.is_batch else tensor for tensor, spec in pairs]
 
-    def _share_of_loss(self, traced: TracedModel) -> Callable[[float], float] | None:
-        """Returns the weight of a micro-batch's loss by its part of the samples; None: there is none."""
-        if self._settings.micro_batch_weight:
-            return None
-        try:
-            self._check_parts(traced)
-        except InputError:  # there may turn out to be one micro-batch, or each has statistics of its own
-            return None
-        return (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
-
     def _is_whole(self) -> bool:
         """Whether this rank has all numbers of the model where it computes."""
         state = (*self._model.parameters(), *self._model.buffers())
-        is_away = any(isinstance(each, RemoteTensor) or each.device.type != self._device.type for each in state)
-        return not is_away
+        return not any(isinstance(each, RemoteTensor) or each.device.type != self._device.type for each in state)
 
     def _compare(self, traced: TracedModel) -> None:
         """Makes sure that every rank traced the same model."""
@@ -365,12 +358,6 @@ class Traces:
                 "forward, seed that alike on all ranks first (random.seed(0)), or draw from torch in forward. Where it "
                 "goes over a set of strings, their order is another one in each process: go over sorted(...)."
             )
-
-
-def _is_alike(one: CallSpec, other: CallSpec) -> bool:
-    """Whether calls are alike but for attributes and lengths."""
-    modes = {call.mode.partition(" attributes=")[0] for call in (one, other)}
-    return one.kind() == other.kind() and len(modes) == 1
 
 
 def _differing(one: CallSpec, other: CallSpec) -> set[tuple[int, int]]:

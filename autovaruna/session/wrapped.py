@@ -24,7 +24,7 @@ from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.borders import Morphing, Stopping, listen
 from autovaruna.session.calls import Digest, ScriptActions
-from autovaruna.session.device import bring_to_own_device
+from autovaruna.session.machine import bring_to_own_device
 
 
 class Wrapped:
@@ -114,11 +114,7 @@ class Wrapped:
         self.device = bring_to_own_device(self.module, self.raw_optimizer, self.settings)
 
     def check_parameters(self) -> None:
-        """Takes the parameters as they are, before the split; refuses others later.
-
-        Raises InputError if another library has wrapped the model, or if parameters of a model that is split have been
-        replaced, cast or moved.
-        """
+        """Takes the parameters as they are, before the split; refuses others later, and what other libraries wrap."""
         if self.engine is None:
             _refuse_parallel_wrappers(self.module)
             self.settle()
@@ -147,7 +143,9 @@ class Wrapped:
     def refuse_changes(self, change: Callable[[Tensor], Tensor]) -> None:
         """Raises InputError if a move or a cast of a model that is split would change where or what a tensor is."""
         for name, tensor in chain(self.state.parameters().items(), self.state.buffers().items()):
-            if not _is_unchanged(tensor, changed := change(tensor)):
+            changed = change(tensor)  # which one of the GPUs a script names does not count
+            is_another_gpu = changed.device.type == tensor.device.type and changed.device != tensor.device
+            if changed is not tensor and not (is_another_gpu and changed.dtype is tensor.dtype):
                 raise InputError(
                     f"The model has been split over the ranks: got to(), cuda() or a cast after the first call, which "
                     f"would make {name}, {tensor.dtype} on {tensor.device}, one of {changed.dtype} on "
@@ -162,12 +160,7 @@ class Wrapped:
         return self.optimizer
 
     def joined_optimizer(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:
-        """Returns an optimizer that was made from ``parameters()`` of this rank, with the groups of all. Collective.
-
-        Raises:
-            InputError: it has parameters that this rank does not hold.
-            RankError: the ranks' optimizers have different numbers of groups.
-        """
+        """Returns an optimizer that was made from ``parameters()`` of this rank, with the groups of all. Collective."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(f"Got a {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer.")
         names = {id(parameter): name for name, parameter in self.state.parameters().items() if not parameter.is_meta}
@@ -205,12 +198,6 @@ class Wrapped:
         """Returns the first name of each parameter, by identity, those included that this rank has let go."""
         first = {id(each): name for known, name in self._first_parameters if (each := known()) is not None}
         return first | {id(each): name for name, each in self.state.parameters().items()}
-
-
-def _is_unchanged(before: Tensor, after: Tensor) -> bool:
-    """Whether a move has left a tensor as it is; which one of the GPUs a script names does not count."""
-    is_another_gpu = after.device.type == before.device.type and after.device != before.device
-    return after is before or (is_another_gpu and after.dtype is before.dtype)
 
 
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})

@@ -44,10 +44,7 @@ def carry_over(planned: Assignment, traced: TracedModel) -> Assignment:
     """Puts the nodes of another graph of the same model (other shapes, eval mode) to the same stages.
 
     A block that uses parameters or buffers goes to the stage that holds them; the others go where nodes of the same
-    name went, or stay with what they use.
-
-    Raises:
-        PlanError: the other graph uses the parameters in an order that no pipeline can follow.
+    name went, or stay with what they use. An order that no pipeline can follow is a PlanError.
     """
     block_stage: dict[int, int] = {}
     latest = _latest(planned, traced)

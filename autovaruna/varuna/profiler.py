@@ -30,7 +30,7 @@ from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts, distinct
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World, gather_on_all, on_all
-from autovaruna.session.device import find_device
+from autovaruna.session.machine import find_device
 from autovaruna.session.measuring import SpeedWatch, Subject, describe_cluster, measured_profile, optimizer_factor
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Choice, Grid, choice_at, choices, device_of, grid_of, local_rank_of
@@ -56,10 +56,7 @@ def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
 
 
 def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[int]) -> set[Key]:
-    """Returns the measurements of the parts with some numbers; part p lies between the cut points p - 1 and p.
-
-    Raises InputError if there is no such part.
-    """
+    """Returns the measurements of parts p, from cut point p - 1 to cut point p; InputError if there is no such part."""
     starts = [0, *cut_point_blocks(traced.graph), len(traced.graph.blocks)]
     unknown = sorted(place for place in wanted if not 0 <= place < len(starts) - 1)
     if unknown:
@@ -72,16 +69,10 @@ def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[i
 def find_grid(
     model: nn.Module, sample: Inputs, batch_size: int, chunk_size: int | None, settings: Mapping[str, Any], world: World
 ) -> tuple[Grid, int | None]:
-    """Returns the ranks of each stage and the micro-batch size of the fastest plan. Collective.
+    """Returns the ranks of each stage and the micro-batch size of the fastest plan; PlanError if none fits. Collective.
 
-    Args:
-        model: The model, in the mode and precision that it will be trained in.
-        sample: A batch of all `batch_size` samples of a step.
-        chunk_size: Samples of a micro-batch, if the user has said them.
-        settings: As for `AutoVaruna`, without the map.
-
-    Raises:
-        PlanError: no grid fits.
+    The model is as it will be trained; `sample` has all `batch_size` samples of a step; without a `chunk_size` it is
+    found; `settings` are as for `AutoVaruna`, without the map.
     """
     if world.num_ranks == 1:
         return grid_of(1, 1), chunk_size

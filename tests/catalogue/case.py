@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -38,7 +38,6 @@ class Case:
         is_always_random: whether it draws random numbers with every dropout probability zero too.
         max_stages: a number of stages that the graph allows at least (a hint for tests).
         needs: a package beside torch that must be there, or "".
-        refusal: why the library may refuse this model, saying so, or "". If it does not, it must be right.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Case:
     is_always_random: bool = False
     max_stages: int = 4
     needs: str = ""
-    refusal: str = ""
 
     def model(self, seed: int = 0) -> nn.Module:
         """Returns a new model whose weights depend on `seed` alone; the caller's generator is untouched."""
@@ -60,8 +58,7 @@ class Case:
 
     def batch(self, size: int, seed: int) -> Batch:
         """Returns the arguments of one call, on the device of the models."""
-        batch: Batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), self.make_batch(size, seed))
-        return batch
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(DEVICE), self.make_batch(size, seed))
 
     def loss_of(self, output: Any, batch: Batch) -> Tensor:
         loss = self.loss(output, batch) if self.loss else loss_in(output)
@@ -113,9 +110,4 @@ def integers(high: int, *shape: int, of: torch.Generator) -> Tensor:
 
 def batch_size(batch: Batch) -> int:
     """Returns the number of samples of a batch: the first dimension of its first tensor."""
-    return next(tensors(batch)).shape[0]
-
-
-def tensors(batch: Batch) -> Iterator[Tensor]:
-    """Yields the tensors of a batch, nested ones too."""
-    yield from (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)

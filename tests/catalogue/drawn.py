@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,23 +28,15 @@ Act = Callable[[Values, nn.ModuleList], Values]
 
 @dataclass
 class Maker:
-    """What a model under construction has: modules, and the shape of each value (0 tokens: it has no such dimension).
-
-    Attributes:
-        chance: draws.
-        modules: parameters and buffers of the operations so far.
-        shapes: (tokens, width) of each value.
-    """
+    """What a model under construction has: modules, and (tokens, width) of each value; 0: it has no such dimension."""
 
     chance: random.Random
     modules: nn.ModuleList = field(default_factory=nn.ModuleList)
     shapes: list[tuple[int, int]] = field(default_factory=lambda: [(0, WIDTHS[0])])
 
-    def pick(self, is_wanted: Callable[[tuple[int, int]], bool] = lambda shape: True) -> int | None:
-        """Returns the place of a value of some shape, as a rule of one of the last; None if there is none."""
-        places = [place for place, shape in enumerate(self.shapes) if is_wanted(shape)]
-        if not places:
-            return None
+    def pick(self) -> int:
+        """Returns the place of a value that is neither narrow nor wide, as a rule of one of the last."""
+        places = [place for place, (_, width) in enumerate(self.shapes) if 2 <= width <= 24]
         return self.chance.choice(places if self.chance.random() < 0.25 else places[-3:])
 
     def keep(self, module: nn.Module) -> int:
@@ -104,7 +97,8 @@ def add_linear(make: Maker, place: int) -> Act:
 def add_simple(make: Maker, place: int) -> Act:
     """One value of the same shape."""
     tokens, width = make.shapes[place]
-    kinds: list[Callable[[Tensor], Tensor]] = [torch.tanh, F.gelu, torch.relu, torch.detach, make_softmax, make_cumsum]
+    kinds: list[Callable[[Tensor], Tensor]] = [torch.tanh, F.gelu, torch.relu, torch.detach]
+    kinds += [partial(torch.softmax, dim=-1), lambda x: 0.3 * torch.cumsum(x, dim=-1)]
     kinds += [nn.LayerNorm(width), Scaled(), nn.Dropout(0.3)] + [Smoothed(width)] * (tokens == 0)
     act = make.chance.choice(kinds)
     make.shapes.append((tokens, width))
@@ -112,14 +106,6 @@ def add_simple(make: Maker, place: int) -> Act:
         return lambda values, modules: [act(values[place])]
     index = make.keep(act)
     return lambda values, modules: [modules[index](values[place])]
-
-
-def make_softmax(x: Tensor) -> Tensor:
-    return torch.softmax(x, dim=-1)
-
-
-def make_cumsum(x: Tensor) -> Tensor:
-    return 0.3 * torch.cumsum(x, dim=-1)
 
 
 def add_two(make: Maker, place: int) -> Act:
@@ -177,8 +163,7 @@ class Drawn(nn.Module):
         make.shapes.append((0, WIDTHS[0]))
         self.acts: list[Act] = [add_linear(make, 0)]
         while len(self.acts) < num_acts:
-            place = make.pick(lambda shape: 2 <= shape[1] <= 24)
-            assert place is not None, "the inputs are always there"
+            place = make.pick()
             self.acts.append(chance.choice(ACTS)(make, place))
         self.modules_used = make.modules
         self.ends = [sorted(chance.sample(range(1, len(make.shapes)), 2)) for _ in range(NUM_PATHS)]

@@ -112,8 +112,7 @@ def make(model: str, config: str, fields: dict[str, Any]) -> nn.Module:
     """Returns a transformers model of a class and a configuration, both by name."""
     import transformers
 
-    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**fields))
-    return made
+    return getattr(transformers, model)(getattr(transformers, config)(**fields))
 
 
 def case(
@@ -206,10 +205,8 @@ MORE = (
     case("vit_mae", "ViTMAEForPreTraining", MAE, pictures, is_always_random=True),
 )
 
-CONTRASTIVE = "the loss compares the samples of a batch: transformers' contrastive_loss fixes the batch size"
-BRANCHES = "drops whole layers by an `if` on a random number, and masks by numpy's generator"
-
 REFUSED = (
-    case("clip", "CLIPModel", vision_pair(), captioned, has_dropout=False, has_batch_norm=True, refusal=CONTRASTIVE),
-    case("wav2vec2", "Wav2Vec2ForSequenceClassification", WAV2VEC, waves, is_always_random=True, refusal=BRANCHES),
+    case("clip", "CLIPModel", vision_pair(), captioned, has_dropout=False, has_batch_norm=True),
+    case("wav2vec2", "Wav2Vec2ForSequenceClassification", WAV2VEC, waves, is_always_random=True),
 )
+"""What may be refused: a contrastive loss, which compares samples, and layers that are dropped by numpy's generator."""

@@ -77,17 +77,6 @@ class Written(nn.Module):
         self.forward = MethodType(forward, self)
 
 
-class OneOperation(nn.Module):
-    """Is a single operation, so that it can only be one stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.weight)
-
-
 class Embedding(nn.Module):
     """Starts with integers: no gradient goes to the input."""
 
@@ -97,8 +86,7 @@ class Embedding(nn.Module):
         self.head = hidden(nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.words(x).mean(dim=1))
-        return found
+        return self.head(self.words(x).mean(dim=1))
 
 
 class Residual(nn.Module):
@@ -112,8 +100,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x)
         out += x
-        relu: Tensor = self.relu(out)
-        return relu
+        return self.relu(out)
 
 
 def conv_net(*norms: nn.Module) -> nn.Module:
@@ -138,8 +125,7 @@ class Constant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shift = torch.arange(WIDTH, dtype=x.dtype, device=x.device) / WIDTH
-        out: Tensor = self.last(torch.tanh(self.first(x * self.scale) + shift) * self.scale)
-        return out
+        return self.last(torch.tanh(self.first(x * self.scale) + shift) * self.scale)
 
 
 class Unused(nn.Module):
@@ -153,8 +139,7 @@ class Unused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.thrown(x)
-        out: Tensor = self.body(x)
-        return out
+        return self.body(x)
 
 
 def frozen() -> nn.Module:
@@ -176,8 +161,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.lstm(self.words(x))
-        out: Tensor = self.head(states[:, -1])
-        return out
+        return self.head(states[:, -1])
 
 
 class Twice(nn.Module):
@@ -191,8 +175,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.tanh(self.between(torch.tanh(self.shared(x))))
-        last: Tensor = self.last(torch.tanh(self.shared(out)))
-        return last
+        return self.last(torch.tanh(self.shared(out)))
 
 
 class MovingAverage(nn.Module):
@@ -213,8 +196,7 @@ class MovingAverage(nn.Module):
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
             self.calls += 1
-        last: Tensor = self.last(out - self.mean)
-        return last
+        return self.last(out - self.mean)
 
 
 class NoGrad(nn.Module):
@@ -255,7 +237,6 @@ def chain() -> nn.Module:
 
 
 SMALL = (
-    Case("one_operation", OneOperation, positional, squared_mean, max_stages=1),
     Case("chain", chain, labelled),
     Case("embedding", lambda: Classifier(Embedding()), words, max_stages=3),
     Case("dropout", dropouts, labelled, has_dropout=True),

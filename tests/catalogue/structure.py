@@ -1,4 +1,4 @@
-"""Lists models whose graph, arguments or outputs are not a chain of single tensors."""
+"""Lists models whose graph, arguments or outputs are not a chain of single tensors, and some with own backwards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from tests.catalogue.case import Batch, Case, floats, generator, integers
-from tests.catalogue.small import CLASSES, TOKENS, WIDTH, WORDS, Classifier, labelled, positional, squared_mean
+from tests.catalogue.small import CLASSES, TOKENS, WIDTH, WORDS, Classifier, hidden, labelled, positional, squared_mean
 
 
 def linears(num: int) -> nn.ModuleList:
@@ -41,8 +42,7 @@ class ForkJoin(Layered):
         root = self.layer(0, x)
         left = self.layer(2, self.layer(1, root))
         right = self.layer(4, self.layer(3, root))
-        joined: Tensor = self.head(left * right + left)
-        return joined
+        return self.head(left * right + left)
 
 
 class ThreeUsers(Layered):
@@ -52,8 +52,7 @@ class ThreeUsers(Layered):
         root = out = self.layer(0, x)
         for index in (1, 2, 3):
             out = self.layer(index, out) + 0.3 * index * root
-        head: Tensor = self.head(out)
-        return head
+        return self.head(out)
 
 
 class NoElements(Layered):
@@ -64,8 +63,7 @@ class NoElements(Layered):
         nothing = torch.exp(out[:, :0])
         for index in (1, 2, 3):
             out = self.layer(index, out)
-        head: Tensor = self.head(torch.cat([out, nothing], 1))
-        return head
+        return self.head(torch.cat([out, nothing], 1))
 
 
 class Skip(Layered):
@@ -78,8 +76,7 @@ class Skip(Layered):
     def forward(self, x: Tensor) -> Tensor:
         first = self.layer(0, x)
         out = self.layer(3, self.layer(2, self.layer(1, first)))
-        joined: Tensor = self.head(torch.tanh(self.join(torch.cat((first, out), dim=1))))
-        return joined
+        return self.head(torch.tanh(self.join(torch.cat((first, out), dim=1))))
 
 
 class SharedInput(Layered):
@@ -122,8 +119,7 @@ class Anchored(Layered):
             out = self.layer(index, out)
         with torch.no_grad():
             anchor = self.layer(0, self.layer(1, x))
-        scores: Tensor = self.head(out * anchor)
-        return scores
+        return self.head(out * anchor)
 
 
 @dataclass
@@ -240,8 +236,7 @@ def all_outputs(output: Any, batch: Batch) -> Tensor:
 
 def two_losses(output: Any, batch: Batch) -> Tensor:
     """Returns the sum of two losses, one of them at half weight."""
-    loss: Tensor = output[0] + 0.5 * output[1]
-    return loss
+    return output[0] + 0.5 * output[1]
 
 
 def outputs(kind: str) -> Case:
@@ -249,7 +244,6 @@ def outputs(kind: str) -> Case:
 
 
 STRUCTURE = (
-    Case("fork_join", lambda: Classifier(ForkJoin()), labelled),
     Case("three_users", lambda: Classifier(ThreeUsers()), labelled),
     Case("skip", lambda: Classifier(Skip()), labelled),
     Case("tied", lambda: Tied(2), tokens, max_stages=3),
@@ -257,13 +251,90 @@ STRUCTURE = (
     Case("tied_without_gradient", lambda: Classifier(Anchored()), labelled),
     Case("shared_input", SharedInput, labelled),
     outputs("tuple"),
-    outputs("dict"),
-    outputs("dataclass"),
-    outputs("none"),
     Case("returned_scores", ForkJoin, positional, squared_mean),
     Case("two_losses", TwoLosses, labelled, two_losses),
     Case("loss_and_scores", LossAndScores, labelled),
     Case("keywords", Keyworded, keyworded),
     Case("nested_inputs", Nested, nested),
     Case("no_elements", lambda: Classifier(NoElements()), labelled),
+)
+CONTAINERS = (outputs("dict"), outputs("dataclass"), outputs("none"))
+"""The model of ``outputs_tuple`` with its outputs in other containers."""
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds to a sign in forward and passes the gradient on, so many times, in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: float) -> Tensor:
+        ctx.times = times
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.times * gradients[0], None
+
+
+class Reversed(torch.autograd.Function):
+    """Returns a view of its argument and turns the gradient round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -0.5 * gradients[0]
+
+
+class Parts(torch.autograd.Function):
+    """Returns two tensors of three, keeps what it needs the new way, and clips one gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, options: tuple[str, int]) -> Any:
+        return x * scale, options[0], (x.mean(-1, keepdim=True),)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, first: Tensor, _: None, rest: Any) -> Any:
+        x, scale = ctx.saved_tensors
+        return (first * scale).clamp(-1e-3, 1e-3), (first * x).sum(0), None
+
+
+class Straight(nn.Module):
+    """Uses one function twice, with other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.body = hidden(nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = StraightThrough.apply(x * self.scale, 3.0) + x
+        out: Tensor = self.body(x)
+        return out + StraightThrough.apply(out, 2.0)
+
+
+class Mixed(nn.Module):
+    """Uses a view, a function of several results, and a checkpointed module of the old kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.first, self.body = nn.Linear(WIDTH, WIDTH), hidden(nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Reversed.apply(self.first(x))
+        found, word, (mean,) = Parts.apply(x, self.scale, ("a", 1))
+        assert word == "a"
+        return checkpoint(self.body, found + mean, use_reentrant=True)
+
+
+FUNCTIONS = (
+    Case("own_backwards", lambda: Classifier(Straight()), labelled, max_stages=3),
+    Case("many_results", lambda: Classifier(Mixed()), labelled, max_stages=3),
 )

@@ -22,7 +22,7 @@ def test_right_or_refused(case: Case) -> None:
     except TraceError as error:
         assert "Expected" in str(error)
         return
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if case.is_always_random:  # the seed decides what it draws; that no plan changes it is for test_kept.py
         assert loss.isfinite()
         return

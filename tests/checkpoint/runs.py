@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +28,12 @@ SETUPS = {
 NUM_STEPS = 3
 
 
-def foreach(parameters: Any) -> torch.optim.Optimizer:
-    """Makes AdamW that works on lists of tensors."""
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=True)
-
-
-def fused(parameters: Any) -> torch.optim.Optimizer:
-    """Makes AdamW in one kernel."""
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True)
-
-
-def adafactor(parameters: Any) -> torch.optim.Optimizer:
-    """Makes Adafactor, whose state of a matrix is a row and a column."""
-    return torch.optim.Adafactor(parameters, lr=1e-2)
-
-
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": sgd,
     "adamw": adamw,
-    "adamw foreach": foreach,
-    "adamw fused": fused,
-    "adafactor": adafactor,
+    "adamw foreach": partial(torch.optim.AdamW, lr=1e-3, eps=1e-4, foreach=True),
+    "adamw fused": partial(torch.optim.AdamW, lr=1e-3, eps=1e-4, fused=True),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),  # whose state of a matrix is a row and a column
 }
 
 
@@ -83,7 +68,7 @@ def go_on(case: Case, setup: Setup, make: MakeOptimizer, root: Path, steps_befor
         assert isinstance(info, CheckpointInfo) and (info.step, info.data_position) == (3, {"batch": 3})
         return train_rank(case, model, optimizer, batches(case)[NUM_STEPS:])
 
-    return state_of(merge(on_ranks(setup, case.model(seed=1), run, make, token=token_of(case))))
+    return replace(merge(on_ranks(setup, case.model(seed=1), run, make, token=token_of(case))), gradients=[])
 
 
 def uninterrupted(case: Case, setup: Setup, make: MakeOptimizer) -> Record:
@@ -92,20 +77,10 @@ def uninterrupted(case: Case, setup: Setup, make: MakeOptimizer) -> Record:
     def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
         return train_rank(case, model, optimizer, batches(case))
 
-    record = state_of(merge(on_ranks(setup, case.model(), run, make, token=token_of(case))))
-    return replace(record, losses=record.losses[NUM_STEPS:])
-
-
-def state_of(record: Record) -> Record:
-    """Returns a record without its gradients."""
-    return replace(record, gradients=[])
+    record = merge(on_ranks(setup, case.model(), run, make, token=token_of(case)))
+    return replace(record, gradients=[], losses=record.losses[NUM_STEPS:])
 
 
 def token_of(case: Case) -> tuple[str, bool]:
     """Returns what equal models share their graphs by."""
     return case.name, case.has_dropout
-
-
-def files_of(path: Path) -> Sequence[Path]:
-    """Returns the files of a checkpoint."""
-    return sorted(each for each in path.iterdir() if each.is_file())

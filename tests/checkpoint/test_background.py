@@ -82,9 +82,11 @@ def test_one_save_after_the_other_uses_the_same_memory(tmp_path: Path) -> None:
     assert saver is not None
     memory = saver._memory._memory.data_ptr()
     step(model)
+    expected = snapshot(model)
     model.save_checkpoint(tmp_path, step=2, background=True)
     model.wait_checkpoint()
-    assert saver._memory._memory.data_ptr() == memory
+    assert saver._memory._memory.data_ptr() == memory and is_saved(tmp_path, 2, expected)
+    assert len(list(tmp_path.glob("*step-*"))) == 2
 
 
 def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(
@@ -172,10 +174,3 @@ def test_a_load_meanwhile_waits_and_one_of_other_weights_need_not(tmp_path: Path
     model.load_state_dict(trained(seed=4, width=WIDTH).state_dict())
     model.load_checkpoint(tmp_path)
     assert is_same(model, expected)
-
-
-def test_what_is_no_row_on_the_host_is_joined_to_chunks() -> None:
-    rows = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (3, 0, 20 << 20, 1, 8 << 20)]
-    chunks = list(save.chunks_of(rows))
-    assert [len(chunk) for chunk in chunks[:-1]] == [8 << 20] * (len(chunks) - 1)
-    assert b"".join(chunk.tobytes() for chunk in chunks) == b"".join(row.numpy().tobytes() for row in rows)

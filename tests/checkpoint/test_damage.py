@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
+from autovaruna.checkpoint.host_memory import INDEX, STATE
 from autovaruna.checkpoint.load import Loading
 from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Manifest, _own_checksum, checksum, read_manifest
-from autovaruna.checkpoint.part import INDEX, STATE
 from autovaruna.checkpoint.save import write_file
 from autovaruna.checkpoint.tensor_file import NOTE
 from autovaruna.errors import InputError
-from tests.checkpoint.runs import files_of
 
 
 def trained(seed: int = 0, width: int = 16) -> AutoVaruna:
@@ -77,7 +76,7 @@ def test_a_flipped_bit_in_any_file_is_found(
 ) -> None:
     root, first = two
     draw = random.Random(0)
-    for file in files_of(root / "step-00000002"):
+    for file in sorted((root / "step-00000002").iterdir()):
         intact = file.read_bytes()
         for bit in [0, 8 * len(intact) - 1, *(draw.randrange(8 * len(intact)) for _ in range(4))]:
             flip(file, bit)
@@ -97,7 +96,7 @@ def test_a_flipped_bit_in_any_file_is_found(
 @pytest.mark.parametrize("how", ["cut off", "longer", "missing", "empty"])
 def test_a_file_of_another_size_is_found(how: str, two: tuple[Path, list[torch.Tensor]]) -> None:
     root, _ = two
-    for file in files_of(root / "step-00000002"):
+    for file in sorted((root / "step-00000002").iterdir()):
         data = file.read_bytes()
         file.unlink()
         if how != "missing":

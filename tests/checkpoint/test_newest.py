@@ -28,9 +28,10 @@ from tests.checkpoint.test_damage import trained
 def save_steps(root: Path, steps: str, keep: int | None = None) -> list[str]:
     """Saves some steps, one after the other; returns the names of what is there, the newest first."""
     model = trained()
-    for step in map(int, steps.split()):
-        model.save_checkpoint(root, step=step, keep=keep)
-        assert model.load_checkpoint(root).step == step
+    for count, step in enumerate(map(int, steps.split())):
+        model.save_checkpoint(root, step=step, keep=keep, extra=count)
+        found = model.load_checkpoint(root)
+        assert (found.step, found.extra) == (step, count)
     return [saved.path.name[5:].lstrip("0") for saved in folder.saved_in(root)]
 
 

@@ -20,14 +20,13 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, InputError, OrderError
-from autovaruna.checkpoint import save, state
+from autovaruna.checkpoint import save
 from autovaruna.checkpoint.folder import lock
-from autovaruna.runtime.deadlock import Watch
+from autovaruna.runtime.world import World
 from tests.catalogue import CASES
-from tests.checkpoint.test_damage import is_same, trained
-from tests.checkpoint.test_damage import snapshot as weights_of
-from tests.checkpoint.test_damage import step as train
+from tests.checkpoint.test_damage import trained
 from tests.products import WHOLE
+from tests.ranks import run_ranks
 from tests.reference import adamw
 from tests.session.training import Setup, on_ranks, pipeline
 
@@ -69,18 +68,6 @@ def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> N
         assert all((parameter == info.step).all() for parameter in net.parameters())
         for each in root.glob("step-*"):
             model.load_checkpoint(each)
-
-
-class Later:
-    """A function that waits for a word."""
-
-    def __init__(self, act: Any) -> None:
-        self._act, self._may_go = act, threading.Event()
-        self.go = self._may_go.set
-
-    def __call__(self, *args: Any) -> Any:
-        self._may_go.wait(60)
-        return self._act(*args)
 
 
 def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
@@ -139,9 +126,7 @@ def test_a_real_limit_of_the_size_of_files_is_told(tmp_path: Path) -> None:
         "try: model.save_checkpoint(sys.argv[1], step=1)\n"
         "except CheckpointError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_script(script, tmp_path)
     assert "cannot be written: File too large" in done.stdout, done.stderr
     assert not list(tmp_path.glob("*step-*"))
 
@@ -150,57 +135,6 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written: "):
         trained().save_checkpoint(tmp_path / "file" / "x", step=1)
-
-
-def test_old_ones_go_when_the_new_one_is_complete(tmp_path: Path) -> None:
-    model = trained()
-    for step in (1, 5, 3):
-        model.save_checkpoint(tmp_path, step=step, keep=2)
-    assert sorted(each.name for each in tmp_path.glob("*step-*")) == ["step-00000003.branch1", "step-00000005"]
-    (tmp_path / ".step-00000009.0123abcd").mkdir()
-    model.save_checkpoint(tmp_path, step=6, keep=1)
-    assert [each.name for each in tmp_path.glob("*step-*")] == ["step-00000006.branch1"]
-
-
-def test_a_save_asks_for_the_models_state_once_and_ranks_talk_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training waits for both, also where the rest goes on in the background."""
-    calls: list[str] = []
-
-    def counted(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda self, *args, **kw: (calls.append(name), real(self, *args, **kw))[1])
-
-    counted(state.Subject, "entries")
-    counted(Watch, "gather")
-
-    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        model(**CASES["chain"].batch(7, 0)[1]).backward()
-        optimizer.step()
-        barrier.wait()
-        if rank == 0:
-            calls.clear()
-        barrier.wait()
-        model.save_checkpoint(tmp_path, step=1, background=True)
-        barrier.wait()
-        assert calls.count("entries") == 2 and calls.count("gather_objects") <= 2 * 7
-        barrier.wait()
-        model.wait_checkpoint()
-
-    barrier = threading.Barrier(2)
-    on_ranks(pipeline(2), CASES["chain"].model(), run, adamw, token=("chain", False))
-
-
-def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    model = trained()
-    model.save_checkpoint(tmp_path, step=1, extra="first")
-    train(model)
-    model.save_checkpoint(tmp_path, step=1, extra="second")
-    expected = weights_of(model)
-    train(model)
-    assert len(list(tmp_path.glob("*step-*"))) == 1
-    assert model.load_checkpoint(tmp_path, step=1).extra == "second" and is_same(model, expected)
 
 
 @pytest.mark.parametrize("is_background", [False, True])
@@ -252,22 +186,14 @@ def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path: Path, monkeypatch
 def test_a_script_may_go_to_another_folder_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "local").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(save, "write_part", later := Later(save.write_part))
+    goes_on, real = threading.Event(), save.write_part
+    monkeypatch.setattr(save, "write_part", lambda *given: (goes_on.wait(60), real(*given))[1])
     model = trained()
     model.save_checkpoint("far", step=1, tempdir="local", background=True)
     monkeypatch.chdir("/")
-    later.go()
+    goes_on.set()
     model.wait_checkpoint()
     assert model.load_checkpoint(tmp_path / "far").step == 1
-
-
-def test_two_in_a_row_in_the_background(tmp_path: Path) -> None:
-    model = trained()
-    for step in (1, 2, 3):
-        model.save_checkpoint(tmp_path, step=step, background=True)
-        train(model)
-    assert model.load_checkpoint(tmp_path).step == 3
-    assert len(list(tmp_path.glob("*step-*"))) == 3
 
 
 def test_what_failed_in_the_background_is_raised_by_the_next_call(
@@ -296,9 +222,7 @@ def test_the_end_of_the_program_waits_and_tells(is_full: bool, tmp_path: Path) -
         "save.write_file = slow\n"
         "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1, background=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_script(script, tmp_path)
     if is_full:
         assert done.returncode != 0 and "No space left on device" in done.stderr
         assert not list(tmp_path.glob("*step-*"))
@@ -344,3 +268,38 @@ def test_what_is_no_number_is_named(given: dict[str, Any], tmp_path: Path) -> No
     with pytest.raises(InputError, match=rf"{list(given)[-1]} is .*expected a whole number"):
         trained().save_checkpoint(tmp_path, **given)
     assert not list(tmp_path.glob("*step-*"))
+
+
+def test_ranks_that_save_or_load_other_steps_are_told(tmp_path: Path) -> None:
+    def be_rank(world: World) -> None:
+        model = AutoVaruna(nn.Linear(4, 1))
+        with pytest.raises(CheckpointError, match=r"step is 1 on rank 0, 2 on rank 1"):
+            model.save_checkpoint(tmp_path, step=1 + world.rank)
+        with pytest.raises(CheckpointError, match=r"background is False on rank 0, True on rank 1"):
+            model.save_checkpoint(tmp_path, step=1, background=bool(world.rank))
+        model.save_checkpoint(tmp_path, step=1)
+        with pytest.raises(CheckpointError, match=r"step is 'latest' on rank 0, 1 on rank 1"):
+            model.load_checkpoint(tmp_path, step=1 if world.rank else "latest")
+        assert model.load_checkpoint(tmp_path, step=1).step == 1
+
+    run_ranks(2, be_rank)
+
+
+def test_ranks_with_other_folders_and_numbers_to_keep_are_told(tmp_path: Path) -> None:
+    """One folder may go by several names."""
+    (tmp_path / "link").symlink_to(tmp_path / "0")
+    (tmp_path / "0").mkdir()
+
+    def be_rank(world: World) -> None:
+        model = AutoVaruna(nn.Linear(4, 1))
+        own, same = tmp_path / str(world.rank), tmp_path / ("link" if world.rank else "0")
+        with pytest.raises(CheckpointError, match=r"dir is \S+/0 on rank 0, \S+/1 on rank 1"):
+            model.save_checkpoint(own, step=1)
+        with pytest.raises(CheckpointError, match=r"keep is None on rank 0, 1 on rank 1"):
+            model.save_checkpoint(same, step=1, keep=world.rank or None)
+        model.save_checkpoint(same, step=1, keep=1)
+        with pytest.raises(CheckpointError, match=r"dir is \S+/0 on rank 0, \S+/1 on rank 1"):
+            model.load_checkpoint(own)
+        assert model.load_checkpoint(same).step == 1
+
+    run_ranks(2, be_rank)

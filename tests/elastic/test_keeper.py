@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autovaruna.checkpoint.elsewhere import Pointer, connect, open_bytes
-from autovaruna.checkpoint.part import RankPart, write_record
+from autovaruna.checkpoint.host_memory import Pointer, RankPart, connect, open_bytes, write_record
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.keeper import processes_with
 from autovaruna.elastic.link import Link

@@ -17,27 +17,24 @@ from tests.mpi.launch import QUIET, ROOT, find_mpirun
 KILLED, FAILED = Outcome("rank 1 was ended by SIGKILL"), Outcome("rank 1 ended with status 3", error=3)
 
 
-def test_a_job_whose_script_fails_at_one_step_again_and_again_is_given_up() -> None:
-    restarts = Restarts(100)
-    assert [restarts.note(FAILED, 7) for _ in range(3)] == [""] * 3
-    assert "3 runs failed and came no further" in restarts.note(FAILED, 7)
-
-
-def test_one_that_comes_further_each_time_goes_on() -> None:
-    restarts = Restarts(100)
-    assert not any(restarts.note(FAILED, step) for step in range(50))
-
-
-def test_faults_during_recoveries_do_not_end_a_job() -> None:
-    restarts = Restarts(100)
-    assert not any(restarts.note(KILLED, 7) for _ in range(20))
-    assert not any(restarts.note(each, 7) for each in (FAILED, KILLED, FAILED, KILLED))
-    assert restarts.note(FAILED, 7)
-
-
-def test_whatever_ends_a_job_too_often_within_an_hour_ends_it_for_good() -> None:
-    restarts = Restarts(4)
-    assert [bool(restarts.note(KILLED, step)) for step in range(5)] == [False] * 4 + [True]
+@pytest.mark.parametrize(
+    ("most", "runs", "why"),
+    [
+        (100, [(FAILED, 7)] * 4, "3 runs failed and came no further"),
+        (100, [(FAILED, step) for step in range(50)], ""),
+        (100, [(KILLED, 7)] * 20, ""),
+        (100, [(each, 7) for each in (KILLED, FAILED, KILLED, FAILED, KILLED, FAILED)], "3 runs failed"),
+        (4, [(KILLED, step) for step in range(5)], "5 starts again within an hour"),
+    ],
+    ids=["fails at one step", "comes further", "is killed", "is killed and fails", "ends too often"],
+)
+def test_a_job_is_given_up_if_its_script_fails_in_vain_or_it_ends_too_often(
+    most: int, runs: list[tuple[Outcome, int]], why: str
+) -> None:
+    """Faults during recoveries are not the script's."""
+    restarts = Restarts(most)
+    *earlier, last = [restarts.note(outcome, step) for outcome, step in runs]
+    assert not any(earlier) and last.startswith(why) and bool(last) == bool(why)
 
 
 def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:

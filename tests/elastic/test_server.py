@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from autovaruna.checkpoint.elsewhere import connect
-from autovaruna.elastic.server import Server
+from autovaruna.checkpoint.host_memory import Server, connect
 from tests.hosts.emulation import wait_for
 
 TOKEN = b"t" * 64

@@ -1,4 +1,4 @@
-"""A run that is killed goes on from memory of its host with the bits of one that was not."""
+"""A run that is killed goes on from memory of its host with the same bits, and a quick start ends as any other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.snapshots import find_state, hand_out
-from autovaruna.runtime.progress import VARIABLE, JobPlace, Progress
+from autovaruna.runtime.progress import VARIABLE, JobPlace
 from tests.elastic.keepers import keeper
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -23,7 +23,7 @@ NUM_STEPS = 17
 pytestmark = pytest.mark.timeout(120)
 
 
-def train(place: JobPlace | None, *words: object) -> list[str]:
+def train(place: JobPlace | None, *words: int) -> list[str]:
     """Returns what the script prints in a job's place."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     variables |= {} if place is None else {VARIABLE: json.dumps(asdict(place))}
@@ -59,11 +59,31 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
             if last:
                 place = go_on(link, folder, attempt)
                 assert first <= (place.step or 0) < last and place.step
+        told = ranks["0"]
+        assert (told["calls"], told["steps"], told["is_inside"]) == (NUM_STEPS - first, NUM_STEPS - 1, False)
     assert found == expected
 
 
-def test_a_rank_tells_how_far_it_is(tmp_path: Path) -> None:
-    place = JobPlace(str(tmp_path), 1)
-    train(place, NUM_STEPS)
-    found = Progress.read(place.of_rank(0))
-    assert found is not None and found.calls == NUM_STEPS and found.steps == NUM_STEPS - 1 and not found.is_inside
+ENDS = """
+import atexit, ctypes
+from autovaruna.elastic.standby import QuickEnd
+end = QuickEnd()
+atexit.register(lambda: print("said at the end"))
+class Slow:
+    def __del__(self):
+        print("taken apart")
+kept = Slow()
+print("said", end=" ")
+ctypes.CDLL(None).printf(b"by a library ")
+end.status = {status}
+"""
+
+
+@pytest.mark.parametrize(("status", "code", "is_quick"), [(3, 3, True), (0, 0, True), (None, 0, False)])
+def test_what_is_due_at_the_end_of_a_forked_rank_is_done(status: int | None, code: int, is_quick: bool) -> None:
+    """It ends as any other, but sooner."""
+    call = [sys.executable, "-c", ENDS.format(status=status)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and not done.stderr
+    assert done.stdout.startswith("said ") and "said at the end\n" in done.stdout and "by a library" in done.stdout
+    assert ("taken apart" in done.stdout) != is_quick

@@ -67,32 +67,27 @@ def test_a_rank_that_is_slow_from_the_start_is_named_by_the_prediction(num_ranks
     assert isinstance(said, Slow) and said.rank == victim and said.compared_with == "the prediction"
 
 
+def whole_machine(factor: float) -> Factor:
+    """Some ranks feel its change a step later than others."""
+    return lambda rank, step: factor if step >= 100 + rank % 2 else 1.0
+
+
+NOBODY_IS_SLOW: dict[str, tuple[int, Factor]] = {
+    "noise alone": (10_000, lambda rank, step: 1.0),
+    "a machine that is a little slower": (300, whole_machine(1.15)),
+    "a machine that is slower": (300, whole_machine(3.0)),
+    "a machine that is faster": (300, whole_machine(0.5)),
+    "batches of other sizes": (2000, lambda rank, step: random.Random(step).uniform(0.5, 2.0)),
+    "hiccups": (3000, lambda rank, step: 5.0 if random.Random(8 * step + rank).random() < 0.03 else 1.0),
+    "slow first steps": (500, lambda rank, step: 3.0 if step < 2 and rank == 0 else 1.0),
+}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_noise_alone_names_nobody(num_ranks: int):
-    assert not Job(num_ranks, seed=num_ranks).run(range(10_000))
-
-
-@pytest.mark.parametrize("factor", [1.15, 3.0, 0.5])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_a_machine_that_changes_as_a_whole_names_nobody(num_ranks: int, factor: float):
-    """Some ranks feel it a step later than others."""
-    job = Job(num_ranks)
-    assert not job.run(range(300), lambda rank, step: factor if step >= 100 + rank % 2 else 1.0)
-
-
-def test_batches_of_other_sizes_name_nobody():
-    sizes = [random.Random(step).uniform(0.5, 2.0) for step in range(2000)]
-    assert not Job(4).run(range(2000), lambda rank, step: sizes[step])
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_hiccups_name_nobody(num_ranks: int):
-    rng = random.Random(5)
-    assert not Job(num_ranks).run(range(3000), lambda rank, step: 5.0 if rng.random() < 0.03 else 1.0)
-
-
-def test_the_first_steps_may_be_slower():
-    assert not Job(4).run(range(500), lambda rank, step: 3.0 if step < 2 and rank == 0 else 1.0)
+@pytest.mark.parametrize("case", NOBODY_IS_SLOW)
+def test_what_concerns_all_ranks_or_single_steps_names_nobody(case: str, num_ranks: int):
+    num_steps, factor = NOBODY_IS_SLOW[case]
+    assert not Job(num_ranks, seed=num_ranks).run(range(num_steps), factor)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
@@ -162,22 +157,18 @@ def test_the_predicted_seconds_are_those_of_the_simulated_step(num_ranks: int):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_a_rank_that_the_plan_gives_less_may_recover(num_ranks: int):
+@pytest.mark.parametrize("factor", [1.0, 1.4])
+def test_a_rank_that_the_plan_gives_less_may_recover_or_get_slower_still(factor: float, num_ranks: int):
     job = Job(num_ranks, seed=num_ranks)
     job.speeds = Speeds({rank: each * (1.2 if rank == 1 else 1.0) for rank, each in job.seconds.items()}, {1: 1.2})
     assert set(job.speeds.slow) == {1}
     assert not job.run(range(100), lambda rank, step: 1.2 if rank == 1 else 1.0)
-    first, *_ = job.run(range(100, 110))
-    assert isinstance(first, Recovered) and first.rank == 1 and 1 not in job.speeds.slow
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_a_rank_that_the_plan_gives_less_may_get_slower_still(num_ranks: int):
-    job = Job(num_ranks, seed=num_ranks)
-    job.speeds = Speeds({rank: each * (1.2 if rank == 1 else 1.0) for rank, each in job.seconds.items()}, {1: 1.2})
-    job.run(range(100), lambda rank, step: 1.2 if rank == 1 else 1.0)
-    (said,) = job.run(range(100, 110), lambda rank, step: 1.4 if rank == 1 else 1.0)
-    assert isinstance(said, Slow) and said.rank == 1 and 1.1 < said.factor < 1.25
+    first, *more = job.run(range(100, 110), lambda rank, step: factor if rank == 1 else 1.0)
+    assert first.rank == 1
+    if factor == 1.0:
+        assert isinstance(first, Recovered) and 1 not in job.speeds.slow
+    else:
+        assert isinstance(first, Slow) and not more and 1.1 < first.factor < 1.25
 
 
 @pytest.fixture

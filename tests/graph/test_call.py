@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import warnings
@@ -200,18 +199,11 @@ def test_other_numbers_give_the_same_description() -> None:
     assert read(reader, (ROWS,), {"y": [NUMBERS, 3]})[1] is not first
 
 
-def test_sizes_without_end_keep_no_memory() -> None:
-    reader = CallReader(ANYTHING)
-    for size in range(1, 600):
-        assert read(reader, (torch.empty(size),), {})[1].batch_size == size
-    assert len(reader._known) < 300
-
-
 def test_a_forward_that_is_a_function_is_read_anew() -> None:
     model = Anything()
     reader = CallReader(model)
     assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["args_0"]
-    model.forward = lambda images: None  # type: ignore[method-assign]
+    model.forward = lambda images: None
     assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["images"]
 
 
@@ -248,26 +240,14 @@ STRUCTURES = {
 }
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two structures are equal, tensors by identity."""
-    if isinstance(one, Tensor):
-        return one is other
-    if isinstance(one, Answer):
-        return same(vars(one), vars(other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_round_trip_changes_nothing(name: str) -> None:
     """Tensors come out in order, and the structure goes around them again."""
     value, expected = STRUCTURES[name]
     tensors, tree = flatten(value)
     assert len(tensors) == len(expected) and all(a is b for a, b in zip(tensors, expected, strict=True))
-    assert same(tree.unflatten(tensors), value)
+    again = tree.unflatten(tensors)
+    assert repr(again) == repr(value) and all(a is b for a, b in zip(flatten(again)[0], tensors, strict=True))
     assert len(tree.tensor_paths()) == len(tensors)
 
 
@@ -352,20 +332,10 @@ def test_objects_that_differ_have_other_words(one: Any, other: Any) -> None:
 
 
 def test_words_do_not_say_where_an_object_lies_or_how_a_set_is_ordered() -> None:
-    program = "from autovaruna.graph.tree import words; print(words({'a', 'b', 'c'}), words(lambda x: x in {'d', 'e'}))"
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(found) == 1
-    assert words(Plain(1)) == words(Plain(1))
+    text = "words({'a', 'b', 'c'}), words(lambda x: x in {'d', 'e'}), words(scaling(2.0)), words(Plain(1))"
+    program = f"from tests.graph.test_call import *; print(({text}))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert run.stdout.strip() == str(eval(text, {**globals(), "__name__": "__main__"}))
 
 
 WIDE = torch.zeros(3, 12)

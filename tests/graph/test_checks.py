@@ -6,7 +6,9 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import TestCase
 
 import numpy
 import pytest
@@ -33,19 +35,8 @@ def net(*more: nn.Module) -> nn.Sequential:
 
 def look(model: nn.Module, trace: TracedModel | None = None) -> None:
     """Compares; a comparison that cannot be made is an error, too."""
-    messages: list[str] = []
-    logger = logging.getLogger("autovaruna.graph.verify")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with TestCase().assertNoLogs("autovaruna.graph.verify", logging.INFO):
         compare(trace or traced(model, X), model, [X], CPU)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert not messages
 
 
 def broken(model: nn.Module, old: Any, new: Any) -> TracedModel:
@@ -56,27 +47,22 @@ def broken(model: nn.Module, old: Any, new: Any) -> TracedModel:
     return trace
 
 
-def test_a_broken_trace_is_found_and_where() -> None:
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.ops.aten.sin.default, r"by the trace and .* by the model.*The first module .* is 2, a ReLU\."),
+        (torch.ops.aten.log.default, "is nan by the trace"),
+    ],
+)
+def test_a_broken_trace_is_found_and_where(other: Any, words: str) -> None:
     model = net(nn.ReLU(), nn.Linear(12, 12))
-    trace = broken(model, torch.ops.aten.relu.default, torch.ops.aten.sin.default)
-    with pytest.raises(TraceError, match=r"by the trace and .* by the model.*The first module .* is 2, a ReLU\."):
-        look(model, trace)
+    with pytest.raises(TraceError, match=words):
+        look(model, broken(model, torch.ops.aten.relu.default, other))
 
 
-def test_nan_by_one_way_alone_is_found() -> None:
-    model = net(nn.ReLU())
-    with pytest.raises(TraceError, match="is nan by the trace"):
-        look(model, broken(model, torch.ops.aten.relu.default, torch.ops.aten.log.default))
-
-
-class Attending(nn.Module):
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.inner, self.share = nn.Linear(12, 12), share
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.inner(x).view(-1, 1, 3, 4)
-        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.share).flatten(1)
+def attending(self: Any, x: Tensor, share: float) -> Tensor:
+    heads = self.inner(x).view(-1, 1, 3, 4)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=share).flatten(1)
 
 
 class FusedKernels(TorchDispatchMode):
@@ -95,7 +81,7 @@ class FusedKernels(TorchDispatchMode):
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_attention_with_dropout_is_compared_by_its_formula(share: float) -> None:
     """Each kernel of a GPU draws in its own way; a library gives a mask of ones while it is traced, and none else."""
-    model = Attending(share)
+    model = Function(partial(attending, share=share), inner=nn.Linear(12, 12))
     trace = traced(model, X)
     with FusedKernels() as kernels:
         look(model, trace)
@@ -112,27 +98,23 @@ def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture, monke
     assert "Training goes on" in caplog.text
 
 
-class Noisy(nn.Module):
+def noisy(self: Any, x: Tensor) -> Tensor:
     """Draws in every way that a trace keeps."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(12) * torch.bernoulli(torch.full((12,), 0.5))
-        return x + torch.empty(12).uniform_() + F.rrelu(x, training=True)
+    x = F.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(12) * torch.bernoulli(torch.full((12,), 0.5))
+    return x + torch.empty(12).uniform_() + F.rrelu(x, training=True)
 
 
-@pytest.mark.parametrize(
-    "part", [Noisy, lambda: nn.BatchNorm1d(12), lambda: nn.Dropout(0.5), lambda: nn.AlphaDropout()]
-)
+def noisy_by_python(self: Any, x: Tensor) -> Tensor:
+    return x * random.random() + float(numpy.random.rand())
+
+
+PARTS = (Function(noisy), Function(noisy_by_python), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.AlphaDropout())
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
 @pytest.mark.parametrize("is_training", [True, False])
-def test_random_numbers_and_statistics_are_no_difference(part: Any, is_training: bool) -> None:
-    look(net(part()).train(is_training))
-
-
-def test_a_module_that_draws_from_python_is_no_difference() -> None:
-    def noisy(self: Any, x: Tensor) -> Tensor:
-        return x * random.random() + float(numpy.random.rand())
-
-    look(net(Function(noisy)))
+def test_random_numbers_and_statistics_are_no_difference(part: nn.Module, is_training: bool) -> None:
+    look(net(part).train(is_training))
 
 
 class Marking(nn.Module):
@@ -146,8 +128,7 @@ class Marking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(1)
         self.last = x.detach()
-        out: Tensor = self.drop(self.norm(x))
-        return out
+        return self.drop(self.norm(x))
 
 
 def test_it_leaves_nothing_behind() -> None:
@@ -156,12 +137,12 @@ def test_it_leaves_nothing_behind() -> None:
     marking: Any = model[2]
     marking.seen.clear()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     look(model, trace)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(generators[0], torch.get_rng_state())
-    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[union-attr]
+    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
     assert (len(marking.seen), marking.last) == (0, None)
 
 
@@ -221,47 +202,8 @@ def model(function: Callable[..., Tensor]) -> Function:
     return Function(function, attention=nn.TransformerEncoderLayer(WIDTH, 2, 8), **parts)
 
 
-def attention(self: nn.Module, x: Tensor) -> Tensor:
-    """Takes the first dimension for time, as layers of torch do unless batch_first=True."""
-    return self.attention(x)
-
-
-def convolution(self: nn.Module, x: Tensor) -> Tensor:
-    return F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1)
-
-
-def softmax(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x).softmax(0)
-
-
-def cumulated(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x).cumsum(0)
-
-
-def turned(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x) + x.flip(0)
-
-
-def pooled(self: nn.Module, x: Tensor) -> Tensor:
-    return F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1)
-
-
-def limited(self: nn.Module, x: Tensor) -> Tensor:
-    """Limits the norm of each channel over all samples."""
-    return torch.renorm(self.first(x), 2, 2, 0.5)
-
-
-def instances(self: nn.Module, x: Tensor) -> Tensor:
-    """Normalises each channel over all samples."""
-    return F.instance_norm(self.first(x).permute(1, 2, 0))
-
-
-def scaled(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x) / self.first(x).norm()
-
-
-def against_the_first(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x) - x[0]
+def crosswise(self: nn.Module, x: Tensor) -> Tensor:
+    return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
 
 
 def covariance(self: nn.Module, x: Tensor) -> Tensor:
@@ -269,43 +211,29 @@ def covariance(self: nn.Module, x: Tensor) -> Tensor:
     return flat @ (flat.t() @ flat)
 
 
-def one_bag(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(self.first(x).amax(0)).square().mean()
+MIXING: dict[str, Callable[..., Tensor]] = {
+    "attention whose first dimension is time": lambda self, x: self.attention(x),
+    "convolution": lambda self, x: F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1),
+    "softmax": lambda self, x: self.first(x).softmax(0),
+    "cumulated": lambda self, x: self.first(x).cumsum(0),
+    "turned": lambda self, x: self.first(x) + x.flip(0),
+    "pooled": lambda self, x: F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1),
+    "norm of each channel over all samples": lambda self, x: torch.renorm(self.first(x), 2, 2, 0.5),
+    "each channel normalised over all samples": lambda self, x: F.instance_norm(self.first(x).permute(1, 2, 0)),
+    "scaled": lambda self, x: self.last(x) / self.first(x).norm(),
+    "against the first": lambda self, x: self.last(x) - x[0],
+    "covariance": covariance,
+    "one bag": lambda self, x: self.last(self.first(x).amax(0)).square().mean(),
+    "shifted": lambda self, x: self.first(x).flatten(0, 1)[:-1].square().mean(),
+    "backwards": lambda self, x: self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)],
+    "crosswise": crosswise,
+    "rows picked by numbers in the inputs": lambda self, x: self.last(x) + self.first(x)[x[:, 0, 0].long()],
+    "rows sent to others": lambda self, x: self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x)),
+    "permuted": lambda self, x: self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])]),
+}
 
 
-def shifted(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x).flatten(0, 1)[:-1].square().mean()
-
-
-def backwards(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)]
-
-
-def crosswise(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
-
-
-def named(self: nn.Module, x: Tensor) -> Tensor:
-    """Picks rows by numbers in the inputs."""
-    return self.last(x) + self.first(x)[x[:, 0, 0].long()]
-
-
-def sent(self: nn.Module, x: Tensor) -> Tensor:
-    """Adds rows to others that the inputs name."""
-    return self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x))
-
-
-def permuted(self: nn.Module, x: Tensor) -> Tensor:
-    return self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])])
-
-
-MIXING = (
-    *(attention, convolution, softmax, cumulated, turned, pooled, limited, instances, scaled, against_the_first),
-    *(covariance, one_bag, shifted, backwards, crosswise, named, sent, permuted),
-)
-
-
-@pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", MIXING.values(), ids=MIXING)
 def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
     """The error says what to do; for one batch size, which a user may ask for, the model is traced as it is."""
     with pytest.raises(TraceError, match=r"mixes the samples of a batch: .*batch_first=True.*dynamic_batch=False"):

@@ -90,10 +90,6 @@ def arguments(piece: Piece, model: nn.Module, x: Tensor) -> list[Any]:
     ]
 
 
-def gradients(given: list[Any]) -> list[Tensor | None]:
-    return [each.grad for each in given]
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_is_left_for_later_and_its_bits(name: str) -> None:
     """Over three batches in flight, whose weight gradients come after all backwards; x gets its gradient before."""
@@ -122,9 +118,9 @@ def test_what_is_left_for_later_and_its_bits(name: str) -> None:
     assert all(each.grad is None for each in weights)
     for deferred in left:
         deferred.compute(weights)
-    for found, expected in [*zip(gradients(apart), gradients(plain), strict=True), *[(a.grad, b.grad) for a, b in xs]]:
-        assert (found is None) == (expected is None)
-        assert found is None or torch.equal(found, expected)
+    for one, other in [*zip(apart, plain, strict=True), *xs]:
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
 def in_one_block(use: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> Piece:
@@ -187,7 +183,7 @@ def test_under_autocast_no_cast_of_an_activation_stays_in_its_cache() -> None:
             (output,) = module(deferred, *given) if module is split.run else module(*given)
         output.float().sum().backward()
         deferred.compute([g for a, g in zip(piece.arguments, given, strict=True) if a in split.weights])
-        results.append([output, *gradients(given)])
+        results.append([output, *(each.grad for each in given)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True) if a is not None)
 
 
@@ -198,39 +194,30 @@ def test_only_operands_and_gradients_last_until_weight_gradients_are_computed() 
     split = split_backward(piece)
     assert split is not None
     given, deferred = arguments(piece, model, x), Deferred()
+
+    def reference(tensor: Tensor) -> StorageWeakRef:
+        return StorageWeakRef(tensor.untyped_storage())
+
     seen: list[StorageWeakRef] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(_reference(t)) or t.detach(), lambda t: t)
-    with hooks:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(reference(t)) or t.detach(), lambda t: t):
         (output,) = split.run(deferred, *given)
-    result = _reference(output)
+    result = reference(output)
     output.sum().backward()
     del output
     assert result.expired()
     weights = [g for a, g in zip(piece.arguments, given, strict=True) if a in split.weights]
-    known = {_reference(each).cdata for each in given}
+    known = {reference(each).cdata for each in given}
     kept = {each.cdata for each in seen if not each.expired()} - known
     assert len(kept) == 1, "the tanh, which is the operand of the second product; the first has the batch"
     deferred.compute(weights)
     assert all(each.expired() for each in seen if each.cdata in kept)
 
 
-def _reference(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-class Net(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        z = torch.tanh(x @ y)
-        return z, *torch.split(z, 1, dim=1)[:2], z.sum(0, keepdim=True)
-
-
-def exported() -> torch.fx.GraphModule:
-    return torch.export.export(Net(), (torch.randn(3, 4), torch.randn(4, 2))).graph_module
-
-
 def test_what_fails_is_shown_with_the_line_of_its_node() -> None:
+    model = Function(lambda self, x, y: torch.tanh(x @ y))
+    graph = torch.export.export(model, (torch.randn(3, 4), torch.randn(4, 2))).graph_module
     with pytest.raises(RuntimeError) as caught:
-        direct(exported())(torch.randn(3, 4), torch.randn(5, 2))
+        direct(graph)(torch.randn(3, 4), torch.randn(5, 2))
     frame = traceback.extract_tb(caught.tb)[-1]
     assert frame.filename.startswith("<eval_with_key>") and (frame.line or "").startswith("matmul = ")
 
@@ -245,38 +232,28 @@ def traced_under(model: nn.Module, around: Any = nullcontext()) -> TracedModel: 
         return trace(model, describe(model, (torch.ones(6, 4),), {})[1], CPU)
 
 
-class Inner(nn.Module):
-    """Takes no gradient of what it computes in low precision in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-            weights = x @ x.sum(0).unsqueeze(1)
-        mean: Tensor = self.last(x * weights.float()).mean()
-        return mean
+def no_gradient_inside(self: nn.Module, x: Tensor) -> Tensor:
+    x = self.first(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        weights = x @ x.sum(0).unsqueeze(1)
+    mean: Tensor = self.last(x * weights.float()).mean()
+    return mean
 
 
 def test_a_region_keeps_its_precision_and_its_grad_mode() -> None:
     """Story: torch.export loses ``torch.no_grad()`` inside ``torch.autocast`` when it makes regions of them."""
-    model = Inner()
-    graph = traced_under(model)
+    model = Function(no_gradient_inside, first=nn.Linear(4, 4), last=nn.Linear(4, 1))
     x = torch.randn(6, 4)
-    piece = extract(graph, list(graph.block_of), [spec.node for spec in graph.outputs])
-    parameters = dict(model.named_parameters())
-    arguments = [x if each.name == "x" else parameters[each.name] for each in piece.arguments]
-    (found,) = piece.module(*arguments)
+    piece = whole(traced_under(model))
+    given = arguments(piece, model, x)
+    (found,) = piece.module(*given)
     found.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None}
-    model.zero_grad()
     expected = model(x)
     expected.backward()
     assert torch.equal(found, expected)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and torch.equal(gradients[name], parameter.grad)
+    for argument, leaf in zip(piece.arguments, given, strict=True):
+        if argument.source is Source.PARAMETER:
+            assert torch.equal(leaf.grad, model.get_parameter(argument.name).grad)
 
 
 def test_blocks_of_another_precision_are_other_work() -> None:

@@ -1,9 +1,8 @@
-"""Gives tests emulated hosts, which are made once for each number of them, and are as new for each test."""
+"""Gives tests three emulated hosts, which are made once, and are as new for each test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,32 +10,15 @@ from tests.hosts.emulation import Hosts, reason_to_skip
 
 
 @pytest.fixture(scope="session")
-def _emulated() -> Iterator[Callable[[int], Hosts]]:
-    """Returns what makes hosts, or finds those that it made."""
-    made: dict[int, Hosts] = {}
-    with ExitStack() as stack:
-
-        def hosts(count: int) -> Hosts:
-            if reason_to_skip():
-                pytest.skip(reason_to_skip())
-            if count not in made:
-                made[count] = stack.enter_context(Hosts(count))
-            return made[count]
-
+def _emulated() -> Iterator[Hosts]:
+    if reason_to_skip():
+        pytest.skip(reason_to_skip())
+    with Hosts(3) as hosts:
         yield hosts
 
 
 @pytest.fixture
-def two_hosts(_emulated: Callable[[int], Hosts]) -> Iterator[Hosts]:
-    """Returns two hosts as if they had just started."""
-    hosts = _emulated(2)
-    yield hosts
-    hosts.reset()
-
-
-@pytest.fixture
-def three_hosts(_emulated: Callable[[int], Hosts]) -> Iterator[Hosts]:
-    """Returns three hosts as if they had just started."""
-    hosts = _emulated(3)
-    yield hosts
-    hosts.reset()
+def hosts(_emulated: Hosts) -> Iterator[Hosts]:
+    """Returns the hosts as if they had just started."""
+    yield _emulated
+    _emulated.reset()

@@ -24,14 +24,7 @@ _COMPILED = "/tmp/torchinductor_"
 
 
 class ElasticRun:
-    """A job with a manager on the first host.
-
-    Args:
-        hosts: Where it runs.
-        script: What trains, with its arguments.
-        options: More options of ``autovaruna run``.
-        listed: Hosts in the machine list at first; None: all.
-    """
+    """A job with a manager on the first host; `listed` are the hosts in the machine list at first, None: all."""
 
     def __init__(
         self,
@@ -94,11 +87,7 @@ class ElasticRun:
         new.replace(self._machines)
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-        """Waits until a condition holds while the job runs.
-
-        Raises:
-            AssertionError: It does not, with all that the job has printed.
-        """
+        """Waits until a condition holds while the job runs; AssertionError, with all that it printed, if not."""
         try:
             wait_for(lambda: condition() or self.command.poll() is not None, what, seconds)
         except TimeoutError as error:
@@ -120,11 +109,7 @@ class ElasticRun:
         return found()[0]
 
     def finish(self, seconds: float = 60.0) -> int:
-        """Returns the status at the job's end.
-
-        Raises:
-            AssertionError: It does not end in time.
-        """
+        """Returns the status at the job's end; AssertionError if it does not end in time."""
         try:
             status = self.command.wait(seconds)
         except Exception:

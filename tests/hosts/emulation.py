@@ -13,7 +13,6 @@ latest, also where it is killed.
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -40,7 +39,6 @@ TOOLS = {
     "mount": "mount",
     "hostname": "hostname",
     "ip": "iproute2",
-    "tc": "iproute2",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
@@ -74,9 +72,6 @@ class Command(subprocess.Popen[str]):
     mark: str
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the command."""
-        if number == signal.SIGCONT:
-            super().send_signal(number)  # nsenter stops with what it waits for
         wait_for(lambda: self.poll() is not None or bool(_children(self.pid)), "a command that starts")
         for pid in _children(self.pid):
             _signal(pid, number)
@@ -96,31 +91,18 @@ class Command(subprocess.Popen[str]):
 class Hosts:
     """Some emulated hosts, from entering the context until leaving it.
 
-    Args:
-        count: How many, at most 250.
-        shared: Further folders that all hosts share, needed only for those in /tmp.
-        rate: The most that each host sends, in tc's words (``100mbit``); empty: no limit.
-        delay_seconds: How much later each frame arrives.
-        host_name: What all hosts call themselves, as containers may; empty: each its own name.
+    Attributes:
+        shared: a folder that is the same on all hosts.
     """
 
-    def __init__(
-        self,
-        count: int,
-        shared: Sequence[str | Path] = (),
-        rate: str = "",
-        delay_seconds: float = 0.0,
-        host_name: str = "",
-    ) -> None:
+    def __init__(self, count: int) -> None:
         self.names = [f"h{place}" for place in range(1, count + 1)]
-        self.rate, self.host_name = rate, host_name
         self.folder = Path(tempfile.mkdtemp(prefix="emulated-hosts-"))
         self.shared = self.folder / "shared"
-        """A folder that is the same on all hosts."""
         self.shared.mkdir()
-        everywhere = [self.shared, ROOT, sys.prefix, sys.base_prefix, *shared]
+        everywhere = [self.shared, ROOT, sys.prefix, sys.base_prefix]
         self._seen_in_tmp = [path for path in map(str, everywhere) if path.startswith("/tmp/")]
-        self._switch = Switch() if not delay_seconds else SlowSwitch(delay_seconds)
+        self._switch = Switch()
         self._machines: dict[str, subprocess.Popen[bytes]] = {}
         self._first_pids: dict[str, int] = {}
         self._own_files: dict[str, set[str]] = {}
@@ -161,8 +143,7 @@ class Hosts:
         """Starts a host that is not there, with no files of its own, and waits until its sshd listens."""
         assert not self.is_up(host), f"{host} is up already"
         place, log = self._place(host), self.folder / f"{host}.log"
-        name = self.host_name or host
-        words = [str(self.folder), name, self.address(host), f"02:77:00:00:00:{place:02x}", *self._seen_in_tmp]
+        words = [str(self.folder), host, self.address(host), f"02:77:00:00:00:{place:02x}", *self._seen_in_tmp]
         with log.open("wb") as file:
             machine = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, str(Path(__file__).with_name("host.sh")), *words],
@@ -181,18 +162,10 @@ class Hosts:
             wait_for(lambda: machine.poll() is not None or "Server listening" in log.read_text(), f"sshd of {host}")
         if machine.poll() is not None:
             raise RuntimeError(f"{host} does not start: {log.read_text()}")
-        if self.rate:
-            shape = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", self.rate]
-            _checked([*self._entering(host), *shape, "burst", "32k", "latency", "100ms"])
         self._own_files[host] = set(self._files(host))
 
     def kill(self, host: str, power_loss: bool = False) -> None:
-        """Ends all processes of a host at once; its files are gone.
-
-        Args:
-            host: Which one.
-            power_loss: Whether its cable is out first, so that nobody is told.
-        """
+        """Ends all processes of a host at once; its files are gone. At a power loss its cable is out first."""
         if power_loss:
             self.cut(host)
         machine = self._machines.pop(host)
@@ -219,23 +192,17 @@ class Hosts:
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | Path = HOME,
-        stdin: int | None = subprocess.DEVNULL,
     ) -> Command:
-        """Starts a command on a host, in a session of its own, and returns at once; its output is piped.
+        """Starts a command, words or a line for sh, in a session of its own; its output is piped.
 
-        Args:
-            host: Which one.
-            command: Words, or a line for sh.
-            env: What is added to `environment`.
-            cwd: The folder it starts in.
-            stdin: As subprocess takes it.
+        `env` is added to `environment`.
         """
         words = ["sh", "-c", command] if isinstance(command, str) else list(map(str, command))
         mark = uuid.uuid4().hex
         variables = {**environment(), **(env or {}), _MARK: mark}
         started = Command(
             [*self._entering(host), *_CLEAN, f"--chdir={cwd}", *_assignments(variables), *words],
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -254,18 +221,10 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         cwd: str | Path = HOME,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a host to its end.
-
-        Args:
-            host: Which one.
-            command: Words, or a line for sh.
-            timeout: Seconds after which it is killed with all that it started on its host.
-            check: Whether a status that is not zero raises.
-            env: What is added to `environment`.
-            cwd: The folder it starts in.
+        """Runs a command to its end, as `start`; what takes longer is killed with all that it started on its host.
 
         Raises:
-            AssertionError: It took longer, or its status is not zero; with all that it printed.
+            AssertionError: It took longer, or, if `check`, its status is not zero; with all that it printed.
         """
         process = self.start(host, command, env=env, cwd=cwd)
         try:
@@ -281,14 +240,9 @@ class Hosts:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def processes(self, host: str, containing: str = "") -> list[tuple[int, str]]:
-        """Returns the processes of a host but its first one, as (number, command line).
+        """Returns the processes of a host but its first one, as (number, command line), by a part of the latter.
 
-        Args:
-            host: Which one.
-            containing: Part of the command lines.
-
-        Returns:
-            The numbers are this machine's, as os.kill takes them; the host's own are others. None, if it is not there.
+        The numbers are this machine's, as os.kill takes them; the host's own are others.
         """
         if not self.is_up(host):
             return []
@@ -389,45 +343,6 @@ class Switch:
         return ["nsenter", "--target", str(self._process.pid), "--net", "--"]
 
 
-class SlowSwitch(Switch):
-    """Joins hosts by cables that delay each frame, for kernels without netem: a process carries them (slow_switch.py).
-
-    Args:
-        delay_seconds: By how much.
-    """
-
-    def __init__(self, delay_seconds: float) -> None:
-        self.delay_seconds = delay_seconds
-
-    def start(self) -> None:
-        """Makes the network."""
-        command = [sys.executable, str(Path(__file__).with_name("slow_switch.py")), str(self.delay_seconds)]
-        self._process = subprocess.Popen(
-            ["unshare", "--net", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-
-    def plug(self, place: int, pid: int) -> None:
-        """Gives the host of a process an eth0 that is joined to all others."""
-        self._tell(f"plug {place} {pid}")
-
-    def cut(self, place: int) -> None:
-        """Pulls a cable out."""
-        self._tell(f"cut {place}")
-
-    def mend(self, place: int) -> None:
-        """Puts a cable in."""
-        self._tell(f"mend {place}")
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{line}\n".encode())
-        self._process.stdin.flush()
-        if not select.select([self._process.stdout], [], [], WAIT_SECONDS)[0]:
-            raise TimeoutError(f"waited {WAIT_SECONDS:.0f} s for the switch to {line}")
-        if self._process.stdout.readline() != b"done\n":
-            raise RuntimeError(f"the switch ended at: {line}")
-
-
 def environment() -> dict[str, str]:
     """Returns the variables that a command on a host starts with: few, and none of this process's own."""
     return {
@@ -444,11 +359,7 @@ def environment() -> dict[str, str]:
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
-    """Waits until a condition holds.
-
-    Raises:
-        TimeoutError: It did not within the seconds.
-    """
+    """Waits until a condition holds; TimeoutError if it does not within the seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

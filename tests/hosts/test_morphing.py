@@ -47,9 +47,8 @@ def blamed(run: ElasticRun, strike: Callable[[], object]) -> dict[str, Any]:
     return ended
 
 
-def test_a_job_survives_what_happens_to_ranks_and_hosts(three_hosts: Hosts):
+def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
     """One run of one job, struck by one fault after another; each is said as what it was."""
-    hosts = three_hosts
     with job(ElasticRun(hosts, [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS)])) as run:
         for rank in (1, 0):
             ended = blamed(run, lambda rank=rank: run.strike(run.ranks()[rank][1]))
@@ -92,9 +91,9 @@ def plain_losses(num_samples: int, batch_size: int) -> list[float]:
     return found
 
 
-def test_each_sample_comes_once_while_hosts_come_and_go(three_hosts: Hosts):
+def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
     """Two hosts, three, one, and three again within one epoch, by the machine list and by a notice; starts are cold."""
-    hosts, num_samples, batch_size = three_hosts, 3600, 12
+    num_samples, batch_size = 3600, 12
     script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), str(STEP_SECONDS)]
     with job(ElasticRun(hosts, script, ["--no_standby"], listed=["h1", "h2"])) as run:
         run.wait_for_steps(20)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from pathlib import Path
 
 import psutil
 import torch
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.checkpoint import save
 
 QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "seed": 1}
 
@@ -84,7 +81,7 @@ class Net(nn.Module):
         return F.cross_entropy(self.last(self.norm(self.body(x))), y)
 
 
-def train(root: str, num_stages: int, loads: bool, num_steps: int, fails: bool = False) -> list[float]:
+def train(root: str, num_stages: int, loads: bool, num_steps: int) -> list[float]:
     """Trains, from a checkpoint or from the start, saves in the background after three steps; returns the losses."""
     torch.manual_seed(3)
     net = Net()
@@ -95,13 +92,6 @@ def train(root: str, num_stages: int, loads: bool, num_steps: int, fails: bool =
         info = model.load_checkpoint(root)
         assert info.step is not None and info.extra == {"note": "from rank 0"}
         first = info.step
-    if fails and model.world.rank == 1:
-
-        def full(*args: object) -> None:
-            time.sleep(0.1)
-            raise OSError(28, "No space left on device")
-
-        save.write_file = full
     losses = []
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)
@@ -114,16 +104,3 @@ def train(root: str, num_stages: int, loads: bool, num_steps: int, fails: bool =
             note = "from rank 0" if model.world.rank == 0 else "from another"
             model.save_checkpoint(root, step=3, extra={"note": note}, background=True)
     return losses
-
-
-def fail(root: str) -> tuple[str, list[str]]:
-    """Trains while rank 1 has no room for its part; returns what a rank heard, and what is left in the folder."""
-    from autovaruna import CheckpointError, barrier
-
-    heard = ""
-    try:
-        train(root, 2, False, 200, fails=True)
-    except CheckpointError as error:
-        heard = str(error)
-    barrier()
-    return heard, [each.name for each in Path(root).iterdir() if "step-" in each.name]

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, get_rank
+from autovaruna import AutoVaruna, barrier, get_rank
 from autovaruna.graph.trace import trace
 from autovaruna.session import traces
 
@@ -85,16 +87,6 @@ class OutputNet(Net):
         return self.output(x)
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4)
-        self.last = nn.Linear(4, 1)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.last(self.embedding(words)).mean()
-
-
 def batch(size: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4), torch.randn(size, 2)
 
@@ -140,14 +132,6 @@ def backward_from_outputs_fails() -> None:
     train(*wrap(OutputNet()), on_rank_1(set_trap("backward")))
 
 
-def word_is_unknown() -> None:
-    """Rank 1's words are looked up at stage 0, which may be another rank's."""
-    model, _ = wrap(Words(), cuts=["last"])
-    model(torch.tensor([[1], [2], [3], [4]])).backward()
-    fault()
-    model(torch.tensor([[1], [2], [3], [40 if get_rank() == 1 else 4]])).backward()
-
-
 def hook_fails() -> None:
     model, optimizer = wrap()
     for parameter in model.module.parameters():
@@ -157,6 +141,37 @@ def hook_fails() -> None:
 
 def script_fails() -> None:
     train(*wrap(), on_rank_1(fail))
+
+
+def script_fails_behind_a_hook() -> None:
+    """Has its own group of torch.distributed, whose hook for errors hides them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    barrier_fails((1,))
+
+
+def script_shows_errors_itself() -> None:
+    sys.excepthook = sys.__excepthook__
+    barrier_fails((1,))
+
+
+def thread_fails() -> None:
+    if get_rank() == 1:
+        thread = Thread(target=fail)
+        thread.start()
+        thread.join()
+        time.sleep(60)
+    barrier()
+
+
+def every_rank_fails() -> None:
+    barrier_fails((0, 1))
+
+
+def barrier_fails(ranks: tuple[int, ...]) -> None:
+    """Fails on some ranks while the others wait for them."""
+    if get_rank() in ranks:
+        fail()
+    barrier()
 
 
 def script_raises_system_exit() -> None:

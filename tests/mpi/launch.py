@@ -71,12 +71,9 @@ def mpirun(
     """Runs a Python program on several ranks, from the root of the repository.
 
     Args:
-        num_ranks: number of ranks.
         target: a module (``tests.mpi.program``), or the path of a script.
-        args: its arguments.
         timeout: seconds; the whole process group is killed after them, and the test fails.
-        env: variables that are added to the environment; None as a value is not allowed, "" is.
-        check: whether a non-zero status fails the test.
+        env: variables that are added to the environment.
         is_warm: whether the ranks of a module are forked (`tests.mpi.warm`).
     """
     command = mpirun_command(num_ranks, target, *args, is_warm=is_warm)

@@ -13,19 +13,13 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
-from tests.catalogue import CASES, Batch, Case
+from tests.catalogue import CASES, Case
 from tests.reference import OPTIMIZERS, Record
-from tests.session.training import Setup, planned, share_of, trace_shared, train, train_rank
+from tests.session.training import QUIET, Setup, planned, share_of, trace_shared, train, train_rank
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4
-FAST: dict[str, Any] = {
-    "profile_iterations": 1,
-    "load_deployment": False,
-    "save_deployment": False,
-    "progress": False,
-    "seed": 5,
-}
+FAST: dict[str, Any] = {**QUIET, "profile_iterations": 1}
 Rows = dict[str, Any]
 
 
@@ -92,21 +86,20 @@ def by_replica(names: Sequence[str]) -> Rows:
 
 def own_batches(case: Case, **settings: Any) -> Record:
     """Trains on batches of which each rank passes its part; the parts differ in size."""
+    world = get_world()
+    parts = [
+        share_of(case.batch(sum(sizes), step), sizes, world.rank)
+        for step, sizes in enumerate(sizes_of(world.num_ranks))
+    ]
     model, optimizer = wrap(case, **settings)
     with trace_shared((case.name, case.has_dropout)):
-        return train_rank(case, model, optimizer, own_parts(case))
+        return train_rank(case, model, optimizer, parts)
 
 
-def own_parts(case: Case) -> list[Batch]:
-    world = get_world()
-    return [share_of(case.batch(sum(sizes), step), sizes, world.rank) for step, sizes in enumerate(sizes_of())]
-
-
-def sizes_of(num_ranks: int = 0) -> list[list[int]]:
+def sizes_of(num_ranks: int) -> list[list[int]]:
     """Returns the sizes of the ranks' mini-batches in each step: one rank has more in the second, none in the third."""
-    num_ranks = num_ranks or get_world().num_ranks
-    last = [0] if num_ranks > 1 else [3]
-    return [[3] * num_ranks, [2] * (num_ranks - 1) + [5], [3] * (num_ranks - 1) + last]
+    others = num_ranks - 1
+    return [[3] * num_ranks, [2] * others + [5], [3] * others + [0]]
 
 
 def quietly(target: Callable[..., Any], *args: Any) -> Any:

@@ -141,12 +141,18 @@ def test_the_status_is_the_job_s(act: str, status: int, tmp_path: Path, script: 
     assert launch(tmp_path, "--gpus_per_node", "2", script, "--act", act).returncode == status
 
 
-def test_a_request_to_end_reaches_every_rank(tmp_path: Path, script: str) -> None:
+ENDS = {signal.SIGTERM: (9, 2), signal.SIGHUP: (9, 2), signal.SIGKILL: (-signal.SIGKILL, 0)}
+"""The status of the launcher after a signal, and how many ranks were asked to end."""
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_signal_to_the_launcher_ends_every_rank(number: signal.Signals, tmp_path: Path, script: str) -> None:
+    """Once, ranks went on when a terminal was closed, or the launcher was killed."""
     with running(tmp_path, "--gpus_per_node", "2", script, "--act", "wait") as process:
         read_until(process, "up as", 2)
-        process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 9 and rest.count("asked to end") == 2
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=30)  # ends when nobody has the pipe open any more
+    assert (process.returncode, rest.count("asked to end")) == ENDS[number]
 
 
 @pytest.mark.parametrize("act", ["wait", "join"])
@@ -157,17 +163,6 @@ def test_ctrl_c_ends_with_the_status_that_shells_give_it(act: str, tmp_path: Pat
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 128 + signal.SIGINT and "KeyboardInterrupt" in rest
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left_of_a_launcher_that_is_gone(number: signal.Signals, tmp_path: Path, script: str) -> None:
-    """Once, ranks went on when a terminal was closed, or the launcher was killed."""
-    with running(tmp_path, "--gpus_per_node", "2", script, "--act", "wait") as process:
-        read_until(process, "up as", 2)
-        process.send_signal(number)
-        rest, _ = process.communicate(timeout=30)  # ends when nobody has the pipe open any more
-    assert process.returncode == (9 if number == signal.SIGHUP else -number)
-    assert rest.count("asked to end") == (2 if number == signal.SIGHUP else 0)
 
 
 def test_a_machine_that_cannot_be_reached_is_named(tmp_path: Path, script: str) -> None:

@@ -37,11 +37,12 @@ def train(folder: Path, channel: str = "auto") -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    (folder / f"losses{get_rank()}").write_text(json.dumps(losses))
+    (folder / f"{channel}{get_rank()}").write_text(json.dumps(losses))
 
 
-def train_gloo(folder: Path) -> None:
-    """Does the same with the script's own group of torch.distributed, and tensors through gloo."""
+def train_both_ways(folder: Path) -> None:
+    """Does so, and once more with the script's own group of torch.distributed, and tensors through gloo."""
+    train(folder)
     dist.init_process_group("gloo")
     train(folder, "gloo")
     total = torch.ones(())
@@ -50,10 +51,15 @@ def train_gloo(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def error(folder: Path) -> None:
-    """Fails on rank 1 while the others compute."""
+def begin(folder: Path) -> None:
+    """Meets the other ranks, and notes the time."""
     barrier()
     (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+
+
+def error(folder: Path) -> None:
+    """Fails on rank 1 while the others compute."""
+    begin(folder)
     if get_rank() == 1:
         raise ValueError("the story's error")
     time.sleep(60)
@@ -61,8 +67,7 @@ def error(folder: Path) -> None:
 
 def vanish(folder: Path) -> None:
     """Kills rank 1 while the others compute."""
-    barrier()
-    (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+    begin(folder)
     if get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -70,8 +75,7 @@ def vanish(folder: Path) -> None:
 
 def ends_early(folder: Path) -> None:
     """Ends rank 1 while the others wait for it."""
-    barrier()
-    (folder / f"fault{get_rank()}").write_text(repr(time.time()))
+    begin(folder)
     if get_rank() != 1:
         barrier()
 

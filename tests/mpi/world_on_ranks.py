@@ -1,22 +1,20 @@
-"""What `test_world.py` runs on ranks: the laws of worlds, measurements, and programs that end badly (as a script)."""
+"""What `test_world.py` runs on ranks: the laws of worlds, and messages of many sizes.
+
+As a script it shows its number of threads, and ends well, at different times, with messages that nobody receives and a
+caught `sys.exit`.
+"""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import traceback
 from itertools import permutations
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.mail import Kind, Layout, Mail, Route
-from autovaruna.runtime.world import World
-from autovaruna.session.links import measure_links, measure_sums
+from autovaruna.runtime.mail import Kind, Mail, Route
 from tests.runtime.world_laws import LAWS
 
 
@@ -32,28 +30,6 @@ def try_laws() -> dict[str, str]:
             except Exception:
                 broken[name] = f"{way}: {traceback.format_exc()}"
     return broken
-
-
-def lent_tensors(num_tensors: int) -> tuple[bool, int]:
-    """Sends more than rings lend, from each rank to the other, twice; says whether all came, and how many were lent."""
-    world, num_lent = get_world(), 0
-    peer = 1 - world.rank
-    world.open_rings([(0, 1), (1, 0)], True)
-    layout = Layout((512, 513), (513, 1), torch.float32)
-    assert world.brings(peer, [layout])
-    for turn in range(2):
-        taken = []
-        for k in range(num_tensors):
-            brought = world.bring([layout], peer, 3)
-            world.send([torch.full(layout.shape, 100.0 * world.rank + k + turn)], peer, 3)
-            brought.wait()
-            taken += brought.tensors
-        expected = [torch.full(layout.shape, 100.0 * peer + k + turn) for k in range(num_tensors)]
-        if not all(map(torch.equal, taken, expected)):
-            return False, 0
-        num_lent = sum(not each.untyped_storage().resizable() for each in taken)
-    world.flush()
-    return True, num_lent
 
 
 def mixed_lists() -> bool:
@@ -100,61 +76,9 @@ def huge_message(num_bytes: int) -> bool:
     return tensor[places].tolist() == [1, 2, 3]
 
 
-def facts() -> dict[str, Any]:
-    """Returns what is measured on 2 ranks: threads, links, and what sums take."""
-    world, cpu = get_world(), torch.device("cpu")
-    links = *measure_links(world, cpu), measure_sums(world, [1 << 20], cpu)
-    return {"threads": torch.get_num_threads(), "links": links}
-
-
-def error(world: World) -> None:
-    """Fails on rank 1 while the others wait in a collective."""
-    if world.rank == 1:
-        raise ValueError("the story's error")
-    world.barrier("step 3")
-
-
-def error_behind_a_hook(world: World) -> None:
-    """Fails as `error`, in a script that has its own group of torch.distributed, whose hook for errors hides them."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    error(world)
-
-
-def error_shown_by_another(world: World) -> None:
-    """Fails as `error`, in a script that shows errors itself."""
-    sys.excepthook = sys.__excepthook__
-    error(world)
-
-
-def error_in_thread(world: World) -> None:
-    """Fails in a thread of rank 1."""
-    if world.rank == 1:
-        thread = threading.Thread(target=int, args=("the story's error",))
-        thread.start()
-        thread.join()
-        time.sleep(60)
-    world.receive([torch.empty(1)], 1, 0).wait()
-
-
-def error_everywhere(world: World) -> None:
-    raise ValueError("the story's error")
-
-
-def ended_before_message(world: World) -> None:
-    """Ends rank 1 while rank 0 waits for its message."""
-    if world.rank == 0:
-        world.receive([torch.empty(1)], 1, 4).wait()
-
-
-def waiting_for_each_other(world: World) -> None:
-    """Lets each rank receive before it sends."""
-    peer = 1 - world.rank
-    world.receive([torch.empty(1)], peer, 0).wait()
-    world.send([torch.empty(1)], peer, 0)
-
-
-def normal(world: World) -> None:
-    """Ends well, at different times, with messages that nobody receives and a caught `sys.exit`."""
+if __name__ == "__main__":
+    world = get_world()
+    print(torch.get_num_threads(), flush=True)
     world.send([torch.ones(1_000_000)], 1 - world.rank, 0)
     world.start_all_reduce(torch.ones(1_000_000), (0, 1))
     time.sleep(world.rank)
@@ -162,11 +86,3 @@ def normal(world: World) -> None:
         sys.exit(4)
     except SystemExit:
         world.barrier("going on")
-
-
-if __name__ == "__main__":
-    story = globals()[sys.argv[1]]
-    world = get_world()
-    world.barrier("start")
-    Path(sys.argv[2]).write_text(str(time.time()))
-    story(world)

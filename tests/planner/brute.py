@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
+import pytest
+
+from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.proof import bound_of_all
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.simulator import simulate
@@ -63,30 +70,33 @@ def patterns(num_groups: int, most_stages: int) -> Iterator[tuple[int, ...]]:
     return extend(())
 
 
-def every_interleaved_plan(problem: Problem, *, is_ordered: bool = True) -> Iterator[Plan]:
-    """All plans in which some rank has two stages, and none more, with their predicted seconds."""
+def candidates(problem: Problem, *, is_ordered: bool, most_each: int = 1) -> Iterator[Candidate]:
+    """All cuts, ranks and micro-batches with one stage a rank; if `most_each` is 2, also those with two on some."""
     n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
-    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
-    for count in micro_batch_counts(problem):
-        for num_groups in range(2, num_ranks + 1):
-            for groups in orders(problem, num_groups, is_ordered=is_ordered):
-                for pattern in patterns(num_groups, n):
-                    ranks = tuple(groups[group] for group in pattern)
-                    for inner in combinations(range(1, n), len(pattern) - 1):
-                        yield from _variants(planner, Candidate((0, *inner), ranks, count), INTERLEAVED)
+    stage_ranks = [
+        ranks
+        for num_stages in range(1, min(n, num_ranks) + 1)
+        for ranks in orders(problem, num_stages, is_ordered=is_ordered)
+    ]
+    for num_groups in range(2, num_ranks + 1) if most_each > 1 else ():
+        for groups in orders(problem, num_groups, is_ordered=is_ordered):
+            stage_ranks += [tuple(groups[group] for group in pattern) for pattern in patterns(num_groups, n)]
+    for count, ranks in product(micro_batch_counts(problem), stage_ranks):
+        for inner in combinations(range(1, n), len(ranks) - 1):
+            yield Candidate((0, *inner), ranks, count)
 
 
 def every_plan(
-    problem: Problem, *, is_ordered: bool = True, schedules: Sequence[str] = ("1f1b", "varuna", "gpipe")
+    problem: Problem,
+    *,
+    is_ordered: bool = True,
+    schedules: Sequence[str] = ("1f1b", "varuna", "gpipe"),
+    most_each: int = 1,
 ) -> Iterator[Plan]:
-    """All plans with one stage a rank, on the ranks in their order or in any order, with their predicted seconds."""
-    n, num_ranks = len(problem.graph.blocks), problem.cluster.num_ranks
-    planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
-    for count in micro_batch_counts(problem):
-        for num_stages in range(1, min(n, num_ranks) + 1):
-            for ranks in orders(problem, num_stages, is_ordered=is_ordered):
-                for inner in combinations(range(1, n), num_stages - 1):
-                    yield from _variants(planner, Candidate((0, *inner), ranks, count), schedules)
+    """All plans on the ranks in their order or in any order, with their predicted seconds."""
+    planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
+    for candidate in candidates(problem, is_ordered=is_ordered, most_each=most_each):
+        yield from _variants(planner, candidate, INTERLEAVED if candidate.is_interleaved else schedules)
 
 
 def _variants(planner: Planner, candidate: Candidate, schedules: Sequence[str]) -> Iterator[Plan]:
@@ -99,6 +109,23 @@ def _variants(planner: Planner, candidate: Candidate, schedules: Sequence[str]) 
             known.append((schedule, built.stages))
             seconds = simulate(planner.pipeline(built), policy_of(schedule)).step_seconds
             yield replace(built, predicted_seconds=seconds)
+
+
+def assert_near_the_best(problem: Problem, *, is_ordered: bool, most_each: int = 1) -> None:
+    """Holds that the search misses no plan by a hundredth, and that no plan beats a bound."""
+    tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
+    least = {count: bound_of_all(SizedProblem(problem, tables, count)) for count in micro_batch_counts(problem)}
+    best = math.inf
+    for plan in every_plan(problem, is_ordered=is_ordered, most_each=most_each):
+        assert least[plan.num_micro_batches] <= plan.predicted_seconds, (problem, plan)
+        best = min(best, plan.predicted_seconds)
+    if best < math.inf:
+        plan = make_plan(problem)
+        assert plan.predicted_seconds <= best * 1.01, (problem, plan)
+        assert 0 < plan.bound_seconds <= min(best, plan.predicted_seconds), (problem, plan)
+    elif most_each == 1:  # else stages may fit that are not at their depths all at the same time
+        with pytest.raises(PlanError, match="missing"):
+            make_plan(problem)
 
 
 def small_problem(seed: int) -> Problem:

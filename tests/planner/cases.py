@@ -95,3 +95,9 @@ def make_uneven(problem: Problem, rng: random.Random, num_hosts: int = 2) -> Pro
     )
     cost = OptimizerCost(rng.choice([0.0, 1e-3]), rng.choice([0.0, 1e-8]))
     return replace(problem, cluster=uneven, optimizer_cost=cost)
+
+
+def with_memory(problem: Problem, num_bytes: float) -> Problem:
+    """The problem on ranks that have so much memory."""
+    limits = (num_bytes,) * problem.cluster.num_ranks
+    return replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))

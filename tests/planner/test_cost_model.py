@@ -1,4 +1,4 @@
-"""What a step is charged for: all-reduces by replicas and hosts, the optimizer, the executor; old files know less."""
+"""What a step is charged for: all-reduces by replicas and hosts, the optimizer, overhead; prices by another profile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.candidate import Candidate, Planner, priced
 from autovaruna.planner.costs import AllReduces
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
@@ -14,9 +14,10 @@ from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain
-from autovaruna.profiler.records import LinkCost, OptimizerCost
+from autovaruna.profiler.records import BlockCost, LinkCost, OptimizerCost
 from autovaruna.schedule.simulator import simulate
 from tests.planner.cases import make_cluster, make_problem
+from tests.products import some
 
 HOSTS = ("a", "a", "b", "b")
 
@@ -83,27 +84,40 @@ def test_every_instruction_has_overhead() -> None:
     assert slow.predicted_seconds == pytest.approx(plain.predicted_seconds + 0.25 * 2 * 4)
 
 
-def test_more_overhead_asks_for_fewer_micro_batches() -> None:
-    problem = make_problem(8, 2, 64, num_stages=2)
-    slow = replace(problem, cluster=replace(problem.cluster, overhead_seconds=0.3))
-    assert make_plan(slow).num_micro_batches < make_plan(problem).num_micro_batches
-
-
-def full_problem() -> Problem:
+def test_plan_and_graph_are_enough_for_the_prediction_and_the_printout_names_every_part() -> None:
     problem = replace(make_problem(8, 3, 12, num_stages=2, tied=1), optimizer_cost=OptimizerCost(1e-3, 1e-9))
     cluster = replace(problem.cluster, overhead_seconds=1e-3, all_reduce_latency_seconds=1e-3)
-    return replace(problem, cluster=cluster)
-
-
-def test_plan_and_graph_are_enough_for_the_prediction() -> None:
-    problem = full_problem()
-    plan = make_plan(problem)
+    plan = make_plan(replace(problem, cluster=cluster))
     again = simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule))
     assert again.step_seconds == plan.predicted_seconds
-
-
-def test_the_printout_names_every_part() -> None:
-    problem = full_problem()
-    text = explain(make_plan(problem), problem.graph)
     for part in ("work", "imbalance", "all-reduce", "overhead", "optimizer"):
-        assert f"\n{part} " in text
+        assert f"\n{part} " in explain(plan, problem.graph)
+
+
+def slower(problem: Problem, factor: float) -> Problem:
+    """The same problem on ranks that compute more slowly."""
+
+    def slow(cost: BlockCost) -> BlockCost:
+        seconds = (factor * cost.forward_seconds, factor * cost.backward_seconds)
+        return replace(cost, forward_seconds=seconds[0], backward_seconds=seconds[1])
+
+    costs = tuple(tuple(map(slow, row)) for row in problem.profile.costs)
+    return replace(problem, profile=replace(problem.profile, costs=costs))
+
+
+@pytest.mark.parametrize("seed", some(range(6), 3))
+def test_by_its_own_profile_a_plan_takes_what_it_was_planned_to_take(seed: int) -> None:
+    problem = make_problem(12, 3, 12, seed=seed, num_stages=[0, 3, 6][seed % 3])
+    plan = make_plan(problem)
+    again = priced(plan, problem)
+    assert again.stages == plan.stages
+    assert again.predicted_seconds == pytest.approx(plan.predicted_seconds)
+    assert again.rank_bytes() == pytest.approx(plan.rank_bytes())
+
+
+def test_on_slower_ranks_a_plan_takes_longer_and_stays_as_it_is() -> None:
+    problem = make_problem(12, 3, 12, seed=1, num_stages=3)
+    plan = make_plan(problem)
+    again = priced(plan, slower(problem, 3.0))
+    assert 2.0 < again.predicted_seconds / plan.predicted_seconds <= 3.0
+    assert [stage.blocks for stage in again.stages] == [stage.blocks for stage in plan.stages]

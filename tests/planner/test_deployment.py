@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import DeploymentError
-from autovaruna.planner.deployment import (
-    Deployment,
-    Fingerprint,
-    deployment_of,
-    differences,
-    host_counts,
-    load,
-    plan_from,
-    save,
-)
+from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, differences, load, plan_from, save
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
@@ -194,7 +185,3 @@ def test_differences_say_what_changed_in_one_sentence(now: Fingerprint, words: l
     told = differences(VALID, now)
     assert len(told) == 1
     assert all(word in told[0] for word in words)
-
-
-def test_hosts_are_counted_not_named() -> None:
-    assert host_counts(("a", "a", "b")) == (2, 1)

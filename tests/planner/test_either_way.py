@@ -8,21 +8,15 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.graph.records import Graph
-from autovaruna.planner import search
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
 from autovaruna.planner.prediction import Orders, pipeline_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.proof import StepBound
 from autovaruna.planner.ranges import RangeTables
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.schedule.check import check
-from autovaruna.schedule.instruction import Kind
-from tests.planner.brute import every_plan, small_problem
-from tests.planner.cases import make_problem, make_split, make_uneven
+from autovaruna.schedule.pipeline import Kind
+from tests.planner.cases import make_problem, make_split
 
 
 def asking(problem: Problem, schedule: str) -> Problem:
@@ -33,47 +27,6 @@ def pipelined(share: float, added: float = 0.0, **more: object) -> Problem:
     """Eight blocks on four ranks, one stage each, with a share of weight gradients in each backward."""
     problem = make_problem(8, 4, 16, num_stages=4, num_micro_batches=8, **more)
     return make_split(problem, random.Random(0), share, added)
-
-
-def test_the_searches_of_one_plan_share_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, ...]] = []
-
-    def make(graph: Graph, positions: tuple[int, ...]) -> RangeTables:
-        made.append(positions)
-        return RangeTables(graph, positions)
-
-    monkeypatch.setattr(search, "RangeTables", make)
-    make_plan(pipelined(0.5))
-    assert made and len(made) == len(set(made))
-
-
-@pytest.mark.parametrize("start", range(0, 80, 40))
-def test_no_split_plan_beats_the_bound(start: int) -> None:
-    """Whatever memory, speeds, hosts, links, shares of weight gradients, and what splitting adds."""
-    for seed in range(start, start + 40):
-        dice = random.Random(seed)
-        problem = make_uneven(small_problem(seed), dice, dice.randint(1, 3))
-        problem = asking(make_split(problem, dice), "zero_bubble")
-        tables = RangeTables(problem.graph, range(len(problem.graph.blocks) + 1))
-        counts = micro_batch_counts(problem)
-        least = {m: StepBound(SizedProblem(problem, tables, m, is_split=True)).seconds(float("inf")) for m in counts}
-        for plan in every_plan(problem, is_ordered=False, schedules=("zero_bubble",)):
-            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_better_of_both_ways_is_found(seed: int) -> None:
-    problem = make_split(small_problem(seed), random.Random(seed))
-    plans = {
-        schedules: min((plan.predicted_seconds for plan in every_plan(problem, schedules=schedules)), default=None)
-        for schedules in (("1f1b", "varuna", "gpipe"), ("zero_bubble",))
-    }
-    best = min((seconds for seconds in plans.values() if seconds is not None), default=None)
-    if best is None:
-        return
-    plan = make_plan(problem)
-    assert plan.bound_seconds <= best
-    assert plan.predicted_seconds <= best * 1.01 / 0.97  # less is not worth to split for
 
 
 def test_a_split_backward_is_chosen_where_it_pays_and_runs_as_the_rules_say() -> None:

@@ -2,34 +2,216 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice, product
+
 import pytest
 
+from autovaruna.errors import PlanError
+from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
+from autovaruna.planner.proof import WORTH
+from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.rank_memory import Option, is_within
+from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from tests.planner.every_depth import BETTER, any_problem, compare, seconds_of
+from autovaruna.profiler.records import LinkCost
+from tests.planner.brute import INTERLEAVED, candidates
+from tests.planner.cases import make_problem, make_split, make_uneven, with_memory
 from tests.products import some
+from tests.schedule.pipelines import bound_at_depths
 
-_MISSED_ONCE = [
-    *[("single", seed) for seed in (90022, 90200, 100006, 330037)],
-    *[("split", seed) for seed in (80046, 80132, 90035, 330014, 770138)],
-    *[("shared", seed) for seed in (80078, 210051, 210053, 210064, 210136, 770032, 770050, 770079)],
-]
+BETTER = 0.99
+SCHEDULES = {
+    "single": ("auto", "auto", "auto", "1f1b", "varuna", "gpipe"),
+    "split": (SPLIT_SCHEDULE,),
+    "shared": ("auto", "auto", "1f1b", "varuna", "interleaved", "deepest_first", "gpipe"),
+}
+_LINKS = LinkCost(1e-5, 1e10), LinkCost(2e-3, 1e6), LinkCost(1e-4, 1e7)
+Options = tuple[Option, ...]
+
+
+def seconds_of(plan: Plan) -> float:
+    """Returns the seconds by which plans are ordered: several stages a rank have to be worth it."""
+    return plan.predicted_seconds / (WORTH if plan.is_shared else 1.0)
+
+
+_FULL_BYTES = {
+    ("single", 90022): 956454.4,
+    ("single", 90200): 731548.0,
+    ("single", 100006): 385460.8,
+    ("split", 80046): 492832.0,
+    ("split", 80132): 767024.0,
+    ("split", 90035): 836699.2,
+    ("shared", 80078): 620596.0,
+    ("single", 80114): 788756.0,
+    ("split", 80024): 1167328.0,
+    ("shared", 70085): 800016.0,
+    ("shared", 81018): 307259.2,
+    ("shared", 210051): 811588.0,
+    ("shared", 210053): 848212.8,
+    ("shared", 210064): 347428.0,
+    ("shared", 210136): 332385.6,
+    ("single", 330037): 1011326.4,
+    ("split", 330014): 723380.8,
+    ("split", 770138): 1106040.0,
+}
+"""What a rank held with all memory, where a draw was kept: another plan with all memory must not change the draw."""
+
+
+def any_problem(kind: str, seed: int) -> Problem:
+    """A few blocks on uneven ranks, fragmented memory or not, which may be short, and some settings forced."""
+    dice = random.Random(seed * 9973 + 11)
+    sizes = dice.randint(2, 6 if kind != "shared" else 5), dice.randint(2, 4 if kind == "single" else 3)
+    batch = dice.randint(3, 7)
+    if kind == "split":
+        sizes = dice.randint(2, 5), dice.randint(2, 4)
+    elif kind == "shared":
+        sizes, batch = (dice.randint(3, 5), dice.randint(2, 3)), dice.randint(2, 5)
+    shape = {"skips": dice.randint(0, 3), "tied": dice.randint(0, 1), "loose": dice.random() < 0.3}
+    problem = make_problem(*sizes, batch, seed, **shape, link=dice.choice(_LINKS))
+    if dice.random() < 0.7:
+        problem = make_uneven(problem, dice, dice.randint(1, 3))
+    if kind == "split":
+        problem = make_split(problem, dice)
+    settings = _some_settings(kind, *sizes, batch, dice)
+    problem = replace(problem, constraints=replace(problem.constraints, **settings))  # type: ignore[arg-type]
+    fragmentation = dice.choice([1.0, 1.0, 1.2])
+    problem = with_memory(replace(problem, cluster=replace(problem.cluster, fragmentation=fragmentation)), 1e12)
+    share = dice.choice([1e3, 0.97, 0.9, dice.uniform(0.5, 1), dice.uniform(0.5, 1)])
+    full = _FULL_BYTES.get((kind, seed)) or max(make_plan(problem).rank_bytes())
+    limits = tuple(full * share * dice.choice([1, 1, 1, 0.85]) for _ in range(problem.cluster.num_ranks))
+    return replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))
+
+
+def _some_settings(kind: str, num_blocks: int, num_ranks: int, batch: int, dice: random.Random) -> dict[str, object]:
+    is_shared = kind == "shared"
+    settings: dict[str, object] = {
+        "schedule": dice.choice(SCHEDULES[kind]),
+        "max_stages_per_rank": 2 if is_shared else 1,
+    }
+    if dice.random() < 0.15:
+        settings["recompute"] = dice.choice(["none", "all"])
+    if dice.random() < 0.1:
+        settings["in_flight"] = dice.choice([1, 2])
+    if dice.random() < 0.15:
+        settings["num_micro_batches"] = dice.randint(1, batch)
+    if dice.random() < 0.1 and not is_shared:
+        settings["num_stages"] = dice.randint(1, min(num_blocks, num_ranks))
+    if dice.random() < 0.15 and is_shared:
+        settings["num_stages"] = dice.randint(min(num_blocks, num_ranks + 1), num_blocks)
+    return settings
+
+
+class EveryDepth:
+    """All plans of a small problem, of which no more than `most_plans` are looked at, those with the least bounds."""
+
+    def __init__(self, problem: Problem, most_plans: int) -> None:
+        self.problem, self.left = problem, most_plans
+        self.planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))
+
+    def better_than(self, seconds: float) -> Plan | None:
+        """Returns the best plan that fits and takes less than that, None if there is none."""
+        best = None
+        for bound, candidate, recompute in self._open_candidates(seconds):
+            if bound >= seconds or not self.left:
+                break
+            for plan in self._plans(candidate, recompute, seconds):
+                predicted = self.planner.predict(plan)
+                assert predicted is not None
+                if seconds_of(predicted) < seconds:
+                    whole = self.planner.predict_whole(predicted)
+                    if is_within(whole, self.planner.limits):
+                        best, seconds = whole, seconds_of(whole)
+        return best
+
+    def _open_candidates(self, seconds: float) -> list[tuple[float, Candidate, tuple[bool, ...]]]:
+        """Returns candidates and recompute that may take less than some seconds, by their bounds, the least first."""
+        found = []
+        constraints = self.problem.constraints
+        for candidate in candidates(self.problem, is_ordered=False, most_each=constraints.max_stages_per_rank):
+            if constraints.num_stages not in (0, len(candidate.starts)):
+                continue
+            sized = self.planner.sized(candidate.num_micro_batches)
+            for recompute in product(sized.recompute_choices, repeat=len(candidate.starts)):
+                variant = replace(candidate, schedule=self._schedules(candidate)[0])
+                plan = self.planner.put_together(variant, next(self._options(variant, recompute)))
+                bound = self.planner.bound(plan) / self._worth(candidate)
+                if bound < seconds:
+                    found.append((bound, candidate, recompute))
+        return sorted(found, key=lambda each: each[0])
+
+    def _plans(self, candidate: Candidate, recompute: tuple[bool, ...], seconds: float) -> Iterator[Plan]:
+        """Yields plans with all depths and schedules, but for those that depths alone make slower."""
+        limit = seconds * self._worth(candidate)
+        for schedule in self._schedules(candidate):
+            variant = replace(candidate, schedule=schedule)
+            for deepest in self._options(variant, recompute):
+                plan = self.planner.put_together(variant, deepest)
+                self.left = max(self.left - 1, 0)
+                pipeline = self.planner.pipeline(plan)
+                if candidate.is_interleaved or bound_at_depths(pipeline) < limit:
+                    for options in islice(self._deferring(variant, deepest), self.left):
+                        self.left -= 1
+                        yield self.planner.put_together(variant, options)
+
+    def _options(self, variant: Candidate, recompute: tuple[bool, ...]) -> Iterator[Options]:
+        """Yields stages with all depths, the greatest first, that defer as much as they can."""
+        options = self.planner.options(self.planner.sized(variant.num_micro_batches), variant)
+        shares = [-(-variant.num_micro_batches // len(ranks)) for ranks in variant.ranks]
+        forced, is_full = self.problem.constraints.in_flight, variant.schedule == "gpipe"
+        for depths in product(*[range(share, 0, -1) for share in shares]):
+            whole = shares if is_full else [min(forced, share) for share in shares]
+            if (is_full or forced) and list(depths) != whole:
+                continue
+            stages = zip(options, recompute, depths, shares, strict=True)
+            yield tuple(
+                option._replace(needs_recompute=again, in_flight=depth, deferred=share if option.deferred else 0)
+                for option, again, depth, share in stages
+            )
+
+    def _deferring(self, variant: Candidate, options: Options) -> Iterator[Options]:
+        """Yields the stages with all that they may defer."""
+        for deferrals in product(*[range(option.deferred + 1) for option in options]):
+            yield tuple(o._replace(deferred=deferred) for o, deferred in zip(options, deferrals, strict=True))
+
+    def _worth(self, candidate: Candidate) -> float:
+        return WORTH if candidate.is_interleaved else 1.0
+
+    def _schedules(self, candidate: Candidate) -> list[str]:
+        forced = self.problem.constraints.schedule
+        every = INTERLEAVED if candidate.is_interleaved else ("1f1b", "varuna", "gpipe")
+        free = [each for each in every if each != "gpipe" or not self.problem.constraints.in_flight]
+        return free if forced == "auto" else [forced]
+
+
+_ONLY_AMONG_MANY = {
+    ("single", 80114): 0.2824040689483809,
+    ("split", 80024): 0.5076225813272686,
+    ("shared", 70085): 0.18918617088229212,
+    ("shared", 81018): 0.16309236763489063,
+}
+"""The seconds of plans that the search must reach: too many others come before them here."""
+_MISSED_ONCE = [case for case in _FULL_BYTES if case not in _ONLY_AMONG_MANY]
+_MISSED_ONCE += [("shared", seed) for seed in (770032, 770050, 770079)]
 _OTHERS = [(kind, seed) for seed in some(range(110_000, 110_004), 1) for kind in ("single", "split", "shared")]
 
 
 @pytest.mark.parametrize(("kind", "seed"), [*some(_MISSED_ONCE, 8), *_OTHERS])
 def test_no_plan_is_better_by_1_percent_nor_than_the_bound(kind: str, seed: int) -> None:
-    _, better, _ = compare(kind, seed, 1_500)
+    """Nor by so little as its bound rules out."""
+    problem, least = any_problem(kind, seed), math.inf
+    with suppress(PlanError):
+        plan = make_plan(problem)
+        least = max(seconds_of(plan) * BETTER, plan.bound_seconds * (1 - 1e-9))
+    better = EveryDepth(problem, 1_500).better_than(least)
     assert better is None, better
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed", "least_seconds"),
-    [
-        ("single", 80114, 0.2824040689483809),
-        ("split", 80024, 0.5076225813272686),
-        ("shared", 70085, 0.18918617088229212),
-        ("shared", 81018, 0.16309236763489063),
-    ],
-)
-def test_what_only_many_plans_show_is_found(kind: str, seed: int, least_seconds: float) -> None:
-    assert seconds_of(make_plan(any_problem(kind, seed))) * BETTER < least_seconds
+@pytest.mark.parametrize(("kind", "seed"), _ONLY_AMONG_MANY)
+def test_what_only_many_plans_show_is_found(kind: str, seed: int) -> None:
+    assert seconds_of(make_plan(any_problem(kind, seed))) * BETTER < _ONLY_AMONG_MANY[kind, seed]

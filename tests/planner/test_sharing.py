@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,10 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, memory_complaint, plan_from, save
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.records import Plan
-from autovaruna.planner.search import make_plan
-from autovaruna.planner.sharing import plan_with_sharing, share_out
+from autovaruna.planner.records import Plan, share_out
+from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.profiler.records import OptimizerCost
-from tests.planner.brute import every_plan, small_problem
-from tests.planner.cases import make_problem, make_uneven
-from tests.planner.draws import with_memory
-from tests.planner.test_bound import bounds
+from tests.planner.cases import make_problem, with_memory
 
 choose: Any = partial(plan_with_sharing, make=make_plan)
 
@@ -79,18 +74,6 @@ def test_a_step_of_the_optimizer_is_shared_and_weights_are_given_back() -> None:
     assert shared.optimizer_seconds == pytest.approx(whole.optimizer_seconds / 2, rel=0.2)
     latency = problem.cluster.all_reduce_latency_seconds * 2
     assert shared.reduce_seconds == pytest.approx(whole.reduce_seconds + latency)
-
-
-@pytest.mark.parametrize("start", range(0, 80, 20))
-def test_no_plan_that_shares_beats_the_bound(start: int) -> None:
-    for seed in range(start, start + 20):
-        dice = random.Random(seed)
-        problem = make_uneven(small_problem(seed), dice, dice.randint(1, 3))
-        cost = OptimizerCost(1e-4, dice.choice([0.0, 1e-8, 1e-7]))
-        problem = replace(problem, shares_state=True, optimizer_bytes_factor=2.0, optimizer_cost=cost)
-        least = bounds(problem)
-        for plan in every_plan(problem, is_ordered=False):
-            assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, plan)
 
 
 def test_a_saved_plan_says_so_and_is_held_to_its_memory(tmp_path: Path) -> None:

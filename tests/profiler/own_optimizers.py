@@ -52,14 +52,6 @@ class AdaBelief(EachAlone):
         return average / (spread.sqrt() + 1e-3)
 
 
-class Lars(EachAlone):
-    """Scales each tensor's update to the norm of the tensor (You et al., 2017)."""
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        weight, slope = parameter.norm(), gradient.norm()
-        return gradient * (weight / slope if weight > 0 and slope > 0 else 1.0)
-
-
 class Lamb(AdaBelief):
     """Scales Adam's update to the norm of the tensor; may first clip all gradients by their norm (You et al., 2020)."""
 
@@ -213,8 +205,6 @@ def lookahead(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 SEPARATE: dict[str, MakeOptimizer] = {
     "lion": Lion,
-    "ada_belief": AdaBelief,
-    "lars": Lars,
     "lamb": Lamb,
     "master": MasterAdam,
     "shampoo": Shampoo,

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from autovaruna.errors import MeasureError
 from autovaruna.graph.facts import flop_counter
-from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler import bytes, work
+from autovaruna.profiler import bytes
 from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, touched_bytes
-from autovaruna.profiler.work import Code, make_code
 from tests.catalogue import CASES
+from tests.graph.models import Function
+from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 LINK = LinkCost(1e-6, 1e10)
@@ -24,27 +24,18 @@ COMPUTE = replace(SPEC, bytes_per_second=1e30)
 """Only arithmetic counts: seconds times 1e12 are operations."""
 
 
-def operations(name: str, num_samples: int) -> tuple[float, float]:
-    model, graph, _ = traced_case(name, 2)
-    costs = predict(graph, model, [num_samples], COMPUTE).costs[0]
-    return (
-        1e12 * sum(cost.forward_seconds for cost in costs),
-        1e12 * sum(cost.backward_seconds for cost in costs),
-    )
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "lstm", "conv_net_batch_norm", "frozen", "tied"])
+@pytest.mark.parametrize("name", some(["gpt2", "t5", "lstm", "conv_net_batch_norm", "frozen", "tied"], 3))
 def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     """What needs no gradient has no backward, a first layer computes one product less."""
-    model = CASES[name].model()
+    model, graph, _ = traced_case(name, 2)
     args, kwargs = CASES[name].batch(4, 0)
     with flop_counter() as forward:
         result = model(*args, **kwargs)
     with flop_counter() as backward:
         (result if isinstance(result, Tensor) else result.loss).backward()
-    found = operations(name, 4)
-    assert found[0] == pytest.approx(forward.get_total_flops(), rel=0.01)
-    assert found[1] == pytest.approx(backward.get_total_flops(), rel=0.01)
+    costs = predict(graph, model, [4], COMPUTE).costs[0]
+    assert 1e12 * sum(cost.forward_seconds for cost in costs) == pytest.approx(forward.get_total_flops(), rel=0.01)
+    assert 1e12 * sum(cost.backward_seconds for cost in costs) == pytest.approx(backward.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize(("width", "share"), [(1024, 1.0), (1025, 0.125)])
@@ -54,20 +45,6 @@ def test_products_of_unaligned_16_bit_rows_reach_a_share(width: int, share: floa
     graph = traced(model, torch.randn(16, 64, dtype=torch.bfloat16))
     [cost] = predict(graph, model, [16], device).costs[0]
     assert cost.forward_seconds == pytest.approx(2 * 16 * 64 * width / 1e12 / share)
-
-
-def test_a_part_is_taken_out_once_for_all_numbers_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[tuple[str, ...]] = []
-
-    def counted(traced_model: TracedModel, nodes: tuple[str, ...], outputs: tuple[str, ...]) -> Code:
-        taken.append(nodes)
-        return make_code(traced_model, nodes, outputs)
-
-    monkeypatch.setattr(work, "make_code", counted)
-    model, graph, _ = traced_case("gpt2", 2)
-    predict(graph, model, [1, 2, 4], SPEC)
-    assert taken
-    assert len(taken) == len(set(taken))
 
 
 def test_attention_counts_as_the_products_that_it_stands_for() -> None:
@@ -86,7 +63,7 @@ def test_recurrent_layers_count_their_products() -> None:
     assert counter.get_total_flops() == 2 * 5 * 3 * sum(w.numel() for w in lstm.parameters() if w.dim() == 2)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "resnet", "dropout", "moving_average"])
+@pytest.mark.parametrize("name", some(["gpt2", "bert", "t5", "resnet", "dropout", "moving_average"], 3))
 def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,15 +78,7 @@ def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
 
 
 def test_recurrent_layers_keep_what_their_kernel_keeps() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(64, 256, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lstm(x)[0].square().mean()
-
-    model = Recurrent()
+    model = Function(lambda self, x: self.lstm(x)[0].square().mean(), lstm=nn.LSTM(64, 256, batch_first=True))
     graph = traced(model, torch.zeros(3, 20, 64))
     predicted = predict(graph, model, [8], SPEC).costs[0]
     measured = profile(graph, model, [8], CPU, iterations=1, budget_seconds=0).costs[0]
@@ -150,16 +119,11 @@ def test_views_and_lookups_touch_no_more_than_they_must() -> None:
 def test_attention_with_dropout_keeps_no_scores_on_a_gpu() -> None:
     """The kernels of the CPU cannot drop, so that torch falls back to one that keeps every score."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
+    def attended(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.linear(x).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5).square().mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x).unsqueeze(1)
-            return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5).square().mean()
-
-    model = Attention()
+    model = Function(attended, linear=nn.Linear(8, 8))
     graph = traced(model, torch.zeros(3, 64, 8))
     on_cpu, on_gpu = (predict(graph, model, [1], replace(SPEC, kind=kind)).costs[0] for kind in ("cpu", "cuda"))
     assert sum(c.saved_bytes for c in on_cpu) - sum(c.saved_bytes for c in on_gpu) > 64 * 64 * 4
@@ -183,16 +147,11 @@ def test_a_model_on_meta_is_predicted_and_a_second_layer_costs_nothing_to_predic
 
 
 def test_a_block_that_needs_numbers_is_named() -> None:
-    class Chooses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def chosen(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x[x > 0].sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            chosen = self.linear(x)
-            return chosen[chosen > 0].sum()
-
-    model = Chooses()
+    model = Function(chosen, linear=nn.Linear(WIDTH, WIDTH))
     graph = traced(model, torch.zeros(3, WIDTH))
     with pytest.raises(MeasureError, match=r"index.*measure the model instead"):
         predict(graph, model, [2], SPEC)

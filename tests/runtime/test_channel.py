@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autovaruna.errors import ConfigError, RankError
+from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.transport.torch_channel import lacking_for_nccl, open_channel, open_to_measure, pairs_of
+from autovaruna.runtime.transport.torch_channel import lacking_for_nccl, open_channel, open_to_measure
 from autovaruna.runtime.world import World
-from autovaruna.session.links import measure_links, measure_sums
+from autovaruna.session.machine import measure_links, measure_sums
 from tests.catalogue import PLAIN
 from tests.ranks import run_ranks
 from tests.reference import compare, plain_steps, sgd
+from tests.runtime.world_laws import LAWS
 from tests.session.training import Setup, train
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8]
-DTYPES += [torch.complex64]
+LAWS_OF_MESSAGES = (
+    *("sends_every_dtype_in_a_ring", "sends_nothing", "keeps_the_order_sent", "sends_objects"),
+    *("forgets_finished_sends", "refuses_another_size"),
+)
 
 
 def plan_on(*stage_ranks: tuple[int, ...]) -> Plan:
@@ -33,19 +36,9 @@ def gloo(world: World) -> World:
     return world
 
 
-def test_tensors_of_every_dtype_and_of_no_elements_arrive() -> None:
-    def talk(world: World) -> list[torch.Tensor]:
-        gloo(world)
-        sent = [torch.randn(3, 2).to(dtype) for dtype in DTYPES] + [torch.empty(0)]
-        if world.rank == 0:
-            world.send(sent, 1, 7).wait()
-            return sent
-        buffers = [torch.empty_like(tensor) for tensor in sent]
-        world.receive(buffers, 0, 7).wait()
-        return buffers
-
-    sent, received = run_ranks(2, talk)
-    assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
+@pytest.mark.parametrize("law", LAWS_OF_MESSAGES)
+def test_law(law: str) -> None:
+    run_ranks(2, lambda world: LAWS[law](gloo(world)))
 
 
 def test_both_may_send_first_and_take_in_another_order() -> None:
@@ -64,33 +57,6 @@ def test_both_may_send_first_and_take_in_another_order() -> None:
         return found
 
     assert run_ranks(2, talk) == [[14, 13, 12, 11, 10], [4, 3, 2, 1, 0]]
-
-
-def test_receives_posted_ahead_take_messages_in_order() -> None:
-    def talk(world: World) -> list[int]:
-        gloo(world)
-        if world.rank == 0:
-            for i in range(20):
-                world.send([torch.tensor([i])], 1, 0)
-            return []
-        buffers = [torch.empty(1, dtype=torch.int64) for _ in range(20)]
-        for pending in [world.receive([buffer], 0, 0) for buffer in buffers]:
-            pending.wait()
-        return [int(buffer) for buffer in buffers]
-
-    assert run_ranks(2, talk)[1] == list(range(20))
-
-
-def test_a_message_of_another_size_is_an_error() -> None:
-    def talk(world: World) -> None:
-        gloo(world)
-        if world.rank == 0:
-            world.send([torch.zeros(3)], 1, 0).wait()
-        else:
-            world.receive([torch.zeros(4)], 0, 0).wait()
-
-    with pytest.raises(RankError, match="12 bytes where 16 were expected"):
-        run_ranks(2, talk)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -131,10 +97,6 @@ def test_nccl_is_refused_without_a_gpu_for_each_rank() -> None:
         return lacking_for_nccl(world, CPU)
 
     assert all(any("cpu" in reason for reason in each) for each in run_ranks(2, choose))
-
-
-def test_pairs_are_those_that_the_plan_lets_talk() -> None:
-    assert set(pairs_of(plan_on((0, 1), (2, 3)))) == {(0, 2), (2, 0), (1, 3), (3, 1)}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

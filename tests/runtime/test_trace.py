@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
-from autovaruna.runtime.trace import account
-from autovaruna.runtime.world import offset_to_first
+from autovaruna.runtime.trace import account, offset_to_first
 from tests.catalogue import PLAIN
 from tests.ranks import run_ranks
 from tests.reference import sgd
@@ -22,24 +22,23 @@ CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 NUM_STEPS = 3
 
 
+def traced(path: Path) -> dict[str, Any]:
+    """Returns the settings that write a trace."""
+    return {"trace_events": True, "trace_events_file": str(path)}
+
+
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trace of a run on two stages."""
     path = tmp_path_factory.mktemp("trace") / "events.json"
-    settings = {"trace_events": True, "trace_events_file": str(path)}
     batches = [CASE.batch(4, step) for step in range(NUM_STEPS)]
-    train(CASE, Setup(((0,), (1,)), 4, settings=settings), batches, sgd, [[2, 2]] * NUM_STEPS)
+    train(CASE, Setup(((0,), (1,)), 4, settings=traced(path)), batches, sgd, [[2, 2]] * NUM_STEPS)
     return path
 
 
 def rows_of(path: Path) -> list[dict]:
     """Reads the open array."""
     return json.loads(path.read_text().rstrip().rstrip(",") + "]")
-
-
-def is_measured(row: dict, step: int) -> bool:
-    """Says whether a row is an instruction of a step, as measured."""
-    return row["ph"] == "X" and row["pid"] == 0 and row["args"]["step"] == step
 
 
 def test_a_trace_has_every_instruction_of_every_step_measured_and_predicted(trace: Path) -> None:
@@ -55,7 +54,8 @@ def test_every_message_is_an_arrow_that_arrives_after_it_left(trace: Path) -> No
     ends = {row["id"]: row["ts"] for row in rows_of(trace) if row["ph"] == "f"}
     assert len(starts) == NUM_STEPS * 2 * 4
     assert starts.keys() == ends.keys()
-    begins = {row["name"]: row["ts"] for row in rows_of(trace) if is_measured(row, NUM_STEPS)}
+    measured = [row for row in rows_of(trace) if row["ph"] == "X" and row["pid"] == 0]
+    begins = {row["name"]: row["ts"] for row in measured if row["args"]["step"] == NUM_STEPS}
     for name in starts:
         step, sender, _ = name.split("/")
         assert starts[name] <= ends[name]
@@ -65,8 +65,7 @@ def test_every_message_is_an_arrow_that_arrives_after_it_left(trace: Path) -> No
 
 def test_a_long_run_writes_every_step_and_predicts_every_eighth(tmp_path: Path) -> None:
     path, num_steps = tmp_path / "events.json", 48
-    settings = {"trace_events": True, "trace_events_file": str(path)}
-    train(CASE, Setup(((0,),), 1, settings=settings), [CASE.batch(2, 0)] * num_steps, sgd, [[2]] * num_steps)
+    train(CASE, Setup(((0,),), 1, settings=traced(path)), [CASE.batch(2, 0)] * num_steps, sgd, [[2]] * num_steps)
     steps: dict[int, list[int]] = {0: [], 1: []}
     for row in rows_of(path):
         if row["ph"] == "X" and row["name"] == "0F0":
@@ -88,12 +87,12 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_step_is_reported_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"trace_events": True, "trace_events_file": str(tmp_path / "events.json")}
     logger = logging.getLogger("autovaruna.runtime")
     logger.addHandler(caplog.handler)
     level, logger.level = logger.level, logging.DEBUG  # one that no rank has set, which would change it
     try:
-        train(CASE, Setup(((0,), (1,)), 2, settings=settings), [CASE.batch(4, 0)] * 2, sgd, [[2, 2]] * 2)
+        setup = Setup(((0,), (1,)), 2, settings=traced(tmp_path / "events.json"))
+        train(CASE, setup, [CASE.batch(4, 0)] * 2, sgd, [[2, 2]] * 2)
     finally:
         logger.removeHandler(caplog.handler)
         logger.setLevel(level)
@@ -115,9 +114,7 @@ def test_a_file_that_cannot_be_written_is_named_with_its_setting(setting: str, t
 def test_training_goes_on_when_its_trace_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once, a full disk ended a run for its trace."""
     path = tmp_path / "events.json"
-    model = AutoVaruna(
-        torch.nn.Linear(3, 1), **QUIET, num_micro_batches=2, trace_events=True, trace_events_file=str(path)
-    )
+    model = AutoVaruna(torch.nn.Linear(3, 1), **QUIET, num_micro_batches=2, **traced(path))
     step_of(model)
     path.unlink()
     path.mkdir()

@@ -17,7 +17,7 @@ import torch
 from autovaruna.errors import CheckpointError, RankError
 from autovaruna.log import error_text
 from autovaruna.runtime.deadlock import Join, Need, Watch
-from autovaruna.runtime.values import pack, unpack
+from autovaruna.runtime.transport.base import pack, unpack
 
 VALUES = [
     (None, True, 10**30, 1.5, "é", b"x", 1j),
@@ -70,8 +70,9 @@ def test_functions_are_not_called(call: object, tmp_path: Path, monkeypatch: pyt
 
 def test_a_name_does_not_lead_out_of_a_module_of_ours() -> None:
     for name in ("pickle.loads", "io.open_code", "RankError.__init__", "_Reader"):
+        words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (pack.__module__, name))
         with pytest.raises(RankError, match="ranks send each other"):
-            unpack(b"\x80\x04\x8c\x19autovaruna.runtime.values\x8c" + bytes([len(name)]) + name.encode() + b"\x93.")
+            unpack(b"\x80\x04" + words + b"\x93.")
 
 
 def test_damaged_bytes_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.prediction import Orders
-from autovaruna.schedule.instruction import Kind
+from autovaruna.schedule.pipeline import Kind
 from autovaruna.varuna import CutPoint, Varuna
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
 

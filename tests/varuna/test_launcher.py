@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -109,43 +110,40 @@ def test_an_error_of_the_script_is_shown_as_by_python_itself(text: str, tmp_path
     assert by_launcher.stderr == f"{rank_script.STARTED}\n{alone.stderr}"
 
 
-def test_output_has_its_rank_in_front() -> None:
+@pytest.mark.parametrize(
+    ("written", "shown", "ended"),
+    [
+        (b"[1,3]<stdout>: a: b\na word of mpirun\n", "[3] a: b\na word of mpirun\n", {}),
+        (
+            b"[7,0]<stdout>: a\n[7,0]<stdout>: b[7,11]<stdout>: c[7,2]<stdout>: d\n[7,1]<stderr>: \0",
+            "[0] a\n[0] b\n[11] c\n[2] d\n",
+            {},
+        ),
+        (
+            b"[7,0]<stdout>: a[7,1]<stdout>: b\n\x1eended 0 0\n[7,1]<stderr>: c\x1eended 1 -9\n",
+            "[0] a\n[1] b\n[1] c\n",
+            {0: 0, 1: -9},
+        ),
+        (b"[1,0]<stdout>: a\n[1,0]<stdout>: b\xff\n", "[0] a\n[0] b\\ufffd\n", {}),
+    ],
+    ids=["its rank in front", "last lines without an end", "an end behind whatever was written", "no text"],
+)
+def test_output_is_that_of_its_rank(written: bytes, shown: str, ended: dict[int, int]) -> None:
+    """mpirun marks neither the end of a last line without one, nor, a second time, a line that goes on behind it."""
+    target = io.TextIOWrapper(io.BytesIO(), "ascii")  # cannot show everything
+    output = Output(lambda: None)
+    output.follow(io.BytesIO(written), target)
+    output.wait()
+    target.seek(0)
+    assert target.read() == shown and output.ended == ended and not output.has_started
+
+
+def test_the_first_rank_that_runs_is_told() -> None:
     started: list[int] = []
     output = Output(lambda: started.append(1))
-    assert output._shown("[1,3]<stdout>: a: b\n") == "[3] a: b\n"
-    assert output._shown("a word of mpirun\n") == "a word of mpirun\n"
-    assert not output.has_started
-    assert output._shown(f"[1,0]<stderr>: {rank_script.STARTED}\n") is None and started == [1]
-
-
-def test_last_lines_without_an_end_are_those_of_their_ranks() -> None:
-    """Once, rank 1's came behind rank 0's, with mpirun's own mark of it between the two."""
-    stream = io.BytesIO(b"[7,0]<stdout>: a\n[7,0]<stdout>: b[7,11]<stdout>: c[7,2]<stdout>: d\n[7,1]<stderr>: \0")
-    shown = io.StringIO()
-    output = Output(lambda: None)
-    output.follow(stream, shown)
+    output.follow(io.BytesIO(f"[1,0]<stderr>: {rank_script.STARTED}\n".encode() * 2), shown := io.StringIO())
     output.wait()
-    assert shown.getvalue() == "[0] a\n[0] b\n[11] c\n[2] d\n"
-
-
-def test_the_end_of_a_rank_is_known_behind_whatever_was_written_before() -> None:
-    """mpirun gives a line that goes on behind another rank's no second tag."""
-    stream = io.BytesIO(b"[7,0]<stdout>: a[7,1]<stdout>: b\n\x1eended 0 0\n[7,1]<stderr>: c\x1eended 1 -9\n")
-    shown = io.StringIO()
-    output = Output(lambda: None)
-    output.follow(stream, shown)
-    output.wait()
-    assert shown.getvalue() == "[0] a\n[1] b\n[1] c\n" and output.ended == {0: 0, 1: -9}
-
-
-def test_output_that_a_terminal_cannot_show_is_escaped() -> None:
-    stream = io.BytesIO(b"[1,0]<stdout>: a\n[1,0]<stdout>: b\xff\n")
-    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
-    output = Output(lambda: None)
-    output.follow(stream, shown)
-    output.wait()
-    shown.seek(0)
-    assert shown.read() == "[0] a\n[0] b\\ufffd\n"
+    assert started == [1] and output.has_started and not shown.getvalue()
 
 
 def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,15 +167,10 @@ def test_events_that_nobody_reads_any_more_do_not_end_the_job(monkeypatch: pytes
     assert len(Path("events").read_text().splitlines()) == 2
 
 
-def test_a_machine_that_is_listed_twice_has_twice_the_ranks() -> None:
-    Path("machines").write_text("a\nb\na\n")
-    assert list_hosts("machines", 2, None) == {"a": 4, "b": 2}
-
-
-def test_names_of_this_machine_are_of_one() -> None:
-    """Once, mpirun refused a list of two of them."""
-    Path("machines").write_bytes(b"\xef\xbb\xbfa\r\n127.0.0.1\r\nlocalhost\r\n" + socket.gethostname().encode())
-    assert list_hosts("machines", 2, None) == {"a": 2, "127.0.0.1": 6}
+def test_a_machine_that_is_listed_several_times_has_as_many_times_the_ranks() -> None:
+    """So has this one, by several names: once, mpirun refused a list of two of them."""
+    Path("machines").write_bytes(b"\xef\xbb\xbfa\r\n127.0.0.1\r\nlocalhost\r\na\r\n" + socket.gethostname().encode())
+    assert list_hosts("machines", 2, None) == {"a": 4, "127.0.0.1": 6}
     Path("machines").write_text("::1")
     assert list_hosts("machines", 2, None) == {"localhost": 2}
 
@@ -186,14 +179,13 @@ def test_names_of_this_machine_are_of_one() -> None:
     ("words", "message"),
     [
         (["--nstages", "9"], "there are 4 ranks"),
-        (["--batch_size", "0"], "--batch_size is 0"),
+        (["--batch_size", "0"], "--batch_size is 0; expected 1 or more"),
+        (["--min_ranks", "0"], "--min_ranks is 0; expected 1 or more"),
+        (["--ranks_per_host", "0"], "is 0; expected 1 or more"),
+        (["--nstages", "0"], "--nstages is 0; expected 1 or more"),
         (["--machine_list", "none"], "No such file"),
         (["--machine_list", "empty"], "lists no machine"),
         (["--machine_list", "binary"], "--machine_list binary cannot be read: not UTF-8"),
-        (["--machine_list", "option"], "holds '-x'"),
-        (["--machine_list", "two"], "holds 'a b'"),
-        (["--machine_list", "command"], "holds 'a;b'"),
-        (["--machine_list", "ranks"], "holds 'a:2'"),
         (["--env_file", "long"], "line 1 has 500000 characters; at most 131071"),
         (["--env_file", "words"], "line 1: 'word word"),
         (["--env_file", "binary"], "--env_file binary cannot be read: not UTF-8"),
@@ -204,26 +196,18 @@ def test_names_of_this_machine_are_of_one() -> None:
         (["--profile_folder", "none"], "needs --batch_size"),
         (["--profile_folder", "none", "--batch_size", "8"], "profile"),
         (["--nstages", "1", "--batch_size", "2"], "at least one sample"),
+        (["nowhere.py"], "no script nowhere.py"),
     ],
 )
 def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").write_text("\n")
     Path("binary").write_bytes(b"\xff\n")
-    Path("option").write_text("-x\n")
-    Path("two").write_text("a b\n")
-    Path("command").write_text("a;b\n")
-    Path("ranks").write_text("a:2\n")
     Path("long").write_text("x" * 500_000)
     Path("words").write_text("word " * 20_000)
     Path("bad").write_text("A=1\nno value\n")
     assert run_varuna.main(options(*words)) == 2
     told = capsys.readouterr().err
     assert message in told and len(told) < 500
-
-
-def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_varuna.main(["--machine_list", "machines", "nowhere.py"]) == 2
-    assert "no script nowhere.py" in capsys.readouterr().err
 
 
 def test_a_process_that_holds_the_output_of_an_mpirun_that_was_killed_holds_up_nothing(
@@ -247,5 +231,40 @@ def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         find_mpirun()
 
 
-def test_an_environment_file_may_be_left_out() -> None:
-    assert read_variables(None) == {}
+def test_a_job_has_a_manager_unless_it_is_to_run_once() -> None:
+    found = read_options(options("--max_restarts", "7", "--events", "log", "--no_standby"))
+    assert found.hosts == {"localhost": 2, "other": 2} and found.morphing is not None
+    assert (found.morphing.max_restarts, found.morphing.has_standby, found.morphing.min_ranks) == (7, False, 1)
+    assert found.morphing.events is not None and Path(found.morphing.events).name == "log"
+    assert read_options(options("--no_morphing")).morphing is None
+
+
+def test_stages_that_are_asked_for_need_as_many_ranks() -> None:
+    found = read_options(options("--gpus_per_node", "3", "--nstages", "5", "--min_ranks", "2")).morphing
+    assert found is not None and found.min_ranks == 5
+
+
+@pytest.mark.parametrize("name", ["--checkpoints", "--events"])
+def test_what_could_not_be_written_later_is_refused_now(name: str) -> None:
+    read_options(options(name, "new/folder/there"))
+    with pytest.raises(ConfigError, match=f"{name} is train.py/there.*, which cannot be written"):
+        read_options(options(name, "train.py/there"))
+
+
+def test_a_command_may_list_the_hosts() -> None:
+    assert list_hosts(None, 3, "printf 'a\\nb # x\\na\\n'") == {"a": 6, "b": 3}
+    with pytest.raises(ConfigError, match=r"ended with status 3: no such cloud; expected a machine a line"):
+        list_hosts(None, 1, "echo no such cloud >&2; exit 3")
+    with pytest.raises(ConfigError, match="lists no machine"):
+        list_hosts(None, 1, "true")
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=touch x", "a b", "a;b", "$(touch x)", "@a", "-x", "a:2"])
+def test_a_host_is_no_word_of_a_command(name: str) -> None:
+    Path("machines").write_text(f"{name}\n")
+    with pytest.raises(ConfigError, match=f"holds {re.escape(repr(name))}; expected one name or address a line"):
+        read_options(options())
+
+
+def test_without_a_list_the_job_has_this_machine_and_without_a_file_no_variables() -> None:
+    assert list_hosts(None, 4, None) == {"localhost": 4} and read_variables(None) == {}

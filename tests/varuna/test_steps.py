@@ -12,6 +12,7 @@ from torch import nn
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
 from autovaruna.varuna import CutPoint, Varuna
+from autovaruna.varuna.step import GROWTH_INTERVAL, StepScale
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
 
 GRIDS = {
@@ -130,44 +131,23 @@ def test_any_number_of_pairs_is_tied(grid: str) -> None:
         assert all(torch.equal(state[first], state[second]) for first, second in PAIRS)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "words"),
-    [
-        ([("embedding.weight", "head.wait")], "no parameter of Net; did you mean head.weight"),
-        ([("embedding.weight", "layers.0.weight")], "one shape and dtype"),
-        (["embedding.weight"], "pairs of parameter names"),
-    ],
-)
-def test_pairs_that_cannot_be_tied_are_named(pairs: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        wrap(None, shared_weights=pairs)
+@pytest.mark.parametrize("grid", ["grid", "two unequal replicas"])
+def test_evaluation_is_the_mean_over_all_samples_in_eval_mode(grid: str) -> None:
+    """Where a stage has more ranks than another, some of them are of one replica."""
+    num_ranks, stage_map = GRIDS[grid]
 
-
-def test_evaluation_is_the_mean_over_all_samples_in_eval_mode() -> None:
     def script(world: Any) -> Any:
-        model = wrap("0,2;1,3", 6, dropout=0.5)
-        whole = batch(9, 7)
-        rows = slice(0, 5) if model.rank_within_stage == 0 else slice(5, 9)
-        mine = {name: tensor[rows] for name, tensor in whole.items()}
+        model = wrap(stage_map, 9, dropout=0.5)
+        mine = {name: tensor[model.samples] for name, tensor in batch(9, 7).items()}
         found = [model.evaluate(mine), model.evaluate(mine, batch_size=2), model.evaluate(mine, batch_size=100)]
-        return found, model.training, model.model.module.training
+        place = model.data_depth, model.rank_within_stage, model.samples.start, model.samples.stop
+        return found, place, model.training, model.model.module.training
 
     expected = net().eval()(**batch(9, 7)).item()
-    for found, *modes in on_ranks(4, script):
+    places = {"grid": [0, 0, 1, 1], "two unequal replicas": [0, 1, 0, 1, 0, 1]}[grid]
+    for (found, place, *modes), replica in zip(on_ranks(num_ranks, script), places, strict=True):
         assert close(found, [expected] * 3) and modes == [True, True]
-
-
-def test_of_stages_with_other_numbers_of_ranks_some_share_a_replica() -> None:
-    def script(world: Any) -> Any:
-        model = wrap("4,5;0,1,2,3", 7, dropout=0.5)
-        mine = {name: tensor[model.samples] for name, tensor in batch(7, 7).items()}
-        return model.data_depth, model.rank_within_stage, model.samples, model.evaluate(mine), model.evaluate(mine, 2)
-
-    expected = net().eval()(**batch(7, 7)).item()
-    found = on_ranks(6, script)
-    assert [(depth, replica) for depth, replica, *_ in found] == [(2, 0), (2, 1), (2, 0), (2, 1), (2, 0), (2, 1)]
-    assert {str(each[2]) for each in found} == {"slice(0, 4, None)", "slice(4, 7, None)"}
-    assert all(close(list(each[3:]), [expected] * 2) for each in found)
+        assert place == ((2, 0, 0, 5), (2, 1, 5, 9))[replica]
 
 
 def test_the_optimizer_comes_after_wrapping() -> None:
@@ -197,6 +177,10 @@ def test_the_state_is_that_of_the_whole_model() -> None:
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
+def tied(first: str, second: str) -> Varuna:
+    return wrap(None, shared_weights=[(first, second)])
+
+
 class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -218,6 +202,9 @@ class Scores(nn.Module):
         (lambda: wrap(None).to(torch.float64), "split"),
         (lambda: wrap(None, device="nowhere"), "device"),
         (lambda: Varuna(net(), None, None, 4, 2), "get_batch_fn is None"),
+        (lambda: tied("embedding.weight", "head.wait"), "no parameter of Net; did you mean head.weight"),
+        (lambda: tied("embedding.weight", "layers.0.weight"), "one shape and dtype"),
+        (lambda: wrap(None, shared_weights=["embedding.weight"]), "pairs of parameter names"),
     ],
 )
 def test_what_cannot_be_used_is_named(act: Any, words: str) -> None:
@@ -245,3 +232,74 @@ def test_inputs_of_replicas_need_replicas_that_are_apart(stage_ranks: Any) -> No
 def test_a_call_is_refused() -> None:
     with pytest.raises(OrderError, match="step"):
         wrap(None)(**batch(6))
+
+
+# float16 with a scaled loss
+
+
+def plain_half(scale: float) -> list[float]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(**batch(6, step))
+        (loss * scale).backward()
+        torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 1 / scale)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_losses_are_those_of_float16_autocast_and_an_overflow_is_skipped_on_all_ranks_at_once() -> None:
+    def script(world: Any) -> Any:
+        model = wrap("0,2;1,3", fp16=True)
+        model.set_optimizer(model.optimizer, init_loss_scale=2.0**10)
+        losses, scale = steps(model, range(3), 0.5), model.get_loss_scale()
+        model.set_optimizer(model.optimizer, init_loss_scale=2.0**30)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        inputs = {name: tensor[model.samples] for name, tensor in batch(6).items()}
+        found = []
+        for _ in range(3):
+            found.append((model.step(inputs)[1], model.get_loss_scale()))
+            model.optimizer.step()  # changes nothing: there are no gradients
+        after = model.state_dict()
+        return losses, scale, found, all(torch.equal(before[name], after[name]) for name in before)
+
+    expected = plain_half(2.0**10)
+    for losses, scale, found, is_same in on_ranks(4, script):
+        assert scale == 2.0**10
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-3, atol=0.0)
+        assert found == [(True, 2.0**29), (True, 2.0**28), (True, 2.0**27)] and is_same
+
+
+def scale_of(*arguments: Any) -> StepScale:
+    scale = StepScale(torch.device("cpu"))
+    scale.configure(*arguments)
+    return scale
+
+
+def test_the_scale_halves_down_to_the_least_and_doubles_after_many_good_steps() -> None:
+    scale = scale_of("dynamic", 8.0, 3.0)
+    values = []
+    for _ in range(3):
+        scale.update(True)
+        values.append(scale.value)
+    assert values == [4.0, 3.0, 3.0]
+    for _ in range(GROWTH_INTERVAL):
+        scale.update(False)
+    assert scale.value == 6.0
+
+
+def test_a_fixed_scale_stays() -> None:
+    scale = scale_of(128.0, 8.0, 1.0)
+    scale.update(True)
+    assert scale.value == 128.0
+
+
+@pytest.mark.parametrize("arguments", [("static", 1.0, 1.0), (-1.0, 1.0, 1.0), ("dynamic", 0.0, 1.0), (True, 1.0, 1.0)])
+def test_other_scales_are_refused(arguments: Any) -> None:
+    with pytest.raises(InputError, match="scale"):
+        scale_of(*arguments)

@@ -8,7 +8,7 @@ a batch of five and its micro-batches of three and two; so is whether rows picke
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -104,22 +104,20 @@ class Powers:
             return filter(self._grows, last.all_input_nodes) if is_through else ()
 
         found: dict[fx.Node, set[float]] = {}
+
+        def powers_of(factor: Any) -> set[float]:
+            return found.get(factor, {0.0}) if self._grows(factor) else {self._power(factor) or 0.0}
+
         for term in sorted(reached([node], terms)):
             means = operator_of(term).means
             if means in SCALING:
-                first, second = (self._powers(each, found) for each in term.args[:2])
+                first, second = map(powers_of, term.args[:2])
                 sign = -1.0 if means is Means.DIVIDE else 1.0
                 made = {one + sign * other for one in first for other in second}
                 found[term] = {math.nan if math.isnan(each) else each for each in made}  # one object, not many
             else:
                 found[term] = set().union(*(found[each] for each in term.all_input_nodes if each in found)) or {0.0}
         return found[node]
-
-    def _powers(self, factor: Any, found: Mapping[fx.Node, set[float]]) -> set[float]:
-        """Returns the powers of the batch size that scale a factor's terms."""
-        if self._grows(factor):
-            return found.get(factor, {0.0})
-        return {self._power(factor) or 0.0}
 
     def _is_sum(self, node: fx.Node) -> bool:
         if node.target is getitem:
@@ -182,10 +180,13 @@ def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
 
     Nothing is said against numbers that a model finds itself (the places of what is largest): they name rows it has.
     """
+
+    def is_found(node: fx.Node) -> bool:
+        return not _is_given(node) and (not isinstance(node.target, OpOverload) or has(node, Trait.FINDS_PLACES))
+
     made_of = _sources(index)
-    if index.meta["val"].dtype is torch.bool or any(map(_is_found, made_of)):
-        return True
-    return _are_alike(index, made_of, length, sizes)
+    is_free = index.meta["val"].dtype is torch.bool or any(map(is_found, made_of))
+    return is_free or _are_alike(index, made_of, length, sizes)
 
 
 def follows_place(numbers: fx.Node, sizes: Sizes) -> bool:
@@ -210,16 +211,9 @@ def _sources(index: fx.Node) -> list[fx.Node]:
     """Returns the tensors that numbers are made of, themselves among them."""
 
     def sources(node: fx.Node) -> list[fx.Node]:
-        found = [] if _is_given(node) else node.all_input_nodes
-        return [each for each in found if isinstance(each.meta.get("val"), Tensor)]
+        return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
 
-    return list(reached([index], sources))
-
-
-def _is_found(node: fx.Node) -> bool:
-    if _is_given(node):
-        return False
-    return not isinstance(node.target, OpOverload) or has(node, Trait.FINDS_PLACES)
+    return list(reached([index], lambda node: [] if _is_given(node) else sources(node)))
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -235,9 +229,9 @@ def _computed(node: fx.Node, leaves: Iterable[fx.Node], sizes: Sizes, is_whole: 
     """Computes what a node gives for the batch and its two parts from drawn `leaves`: zeros and ones if `is_whole`."""
     generator = torch.Generator().manual_seed(0)
     drawn = {leaf: _drawn(leaf.meta["val"], sizes, generator, is_whole) for leaf in leaves}
-    numbers = (_ALL, *_PARTS)
     return [
-        _run(node, num, sizes, {leaf: each[part] for leaf, each in drawn.items()}) for part, num in enumerate(numbers)
+        _run(node, num_samples, sizes, {leaf: each[part] for leaf, each in drawn.items()})
+        for part, num_samples in enumerate((_ALL, *_PARTS))
     ]
 
 

@@ -51,8 +51,13 @@ class Values:
         self._picked = picked_symbols(nodes) if chosen else {}
         attributes = [node.name for node in nodes.find_nodes(op="get_attr") if node.name in facts]
         self._state = {storage for name in attributes for storage in facts[name].makes}
-        copies = nodes.find_nodes(op="call_function", target=aten.copy_.default)
-        self._becomes_state = {self._source_of(copy) for copy in copies if facts[copy.name].writes & self._state}
+        self._becomes_state: set[Any] = set()  # what is copied into state, itself or a view of it
+        for copy in nodes.find_nodes(op="call_function", target=aten.copy_.default):
+            if facts[copy.name].writes & self._state:
+                source: Any = copy.args[1]
+                while isinstance(source, fx.Node) and source.name in facts and facts[source.name].is_view:
+                    source = source.args[0]
+                self._becomes_state.add(source)
         self._of: dict[fx.Node, Value] = {}
         for node in nodes.nodes:
             self._of[node] = self._value(node)
@@ -71,7 +76,10 @@ class Values:
         if node not in self._known:
             return Value(source, reach)
         share, merge = self._share(node)
-        return Value(source, reach, share, merge, share is Share.WHOLE and self._is_extreme(node, merge))
+        is_extreme = merge in (Merge.LARGEST, Merge.SMALLEST)
+        if share is Share.WHOLE and merge is None:
+            is_extreme = all(self[each].is_extreme for each in node.all_input_nodes if self[each].share is Share.WHOLE)
+        return Value(source, reach, share, merge, is_extreme)
 
     def _source(self, node: fx.Node) -> Source:
         if node.op == "placeholder":
@@ -110,13 +118,6 @@ class Values:
         is_joint = any(self[each].reach is Reach.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
         return Reach.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Reach.COUNTS
 
-    def _source_of(self, copy: fx.Node) -> Any:
-        """Returns what a copy copies, where no view of it did."""
-        node: Any = copy.args[1]
-        while isinstance(node, fx.Node) and node.name in self._facts and self._facts[node.name].is_view:
-            node = node.args[0]
-        return node
-
     def _share(self, node: fx.Node) -> tuple[Share, Merge | None]:
         if node.op == "placeholder":
             return Share.SAMPLES if node.name in self._batch else Share.FIXED, None
@@ -143,12 +144,6 @@ class Values:
         if not self._sizes.has_samples(source):
             return None
         return None if merge is Merge.MEAN and self._sizes.depends_on_data(source) else merge
-
-    def _is_extreme(self, node: fx.Node, merge: Merge | None) -> bool:
-        if merge is not None:
-            return merge in (Merge.LARGEST, Merge.SMALLEST)
-        whole = [self[each] for each in node.all_input_nodes if self[each].share is Share.WHOLE]
-        return all(each.is_extreme for each in whole)
 
 
 def read(node: fx.Node) -> list[fx.Node]:
@@ -249,9 +244,8 @@ def _is_free(node: fx.Node, fact: Fact, parameters: Collection[str]) -> bool:
         return False
     if node.op == "get_attr":
         return str(node.target) not in parameters and isinstance(fact.value, Tensor)
-    target: Any = node.target
-    is_arithmetic = getattr(target, "__module__", None) in _OF_NUMBERS or target is count_by_class
-    return node.op == "placeholder" or isinstance(target, OpOverload) or is_arithmetic
+    is_known = isinstance(node.target, OpOverload) or node.target is count_by_class
+    return node.op == "placeholder" or is_known or getattr(node.target, "__module__", None) in _OF_NUMBERS
 
 
 def counted(numbers: Sequence[fx.Node], graph: KnownGraph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

@@ -27,42 +27,29 @@ class Source(Flag):
     """What a value is made of."""
 
     NONE = 0
-    SAMPLES = auto()
-    """Numbers of samples."""
-    TOTAL = auto()
-    """What `of_batch` gives of them."""
-    BATCH = auto()
-    """Numbers of samples, a total, or the size of the batch."""
-    STATE = auto()
-    """Parameters and buffers."""
+    SAMPLES = auto()  # numbers of samples
+    TOTAL = auto()  # what `of_batch` gives of them
+    BATCH = auto()  # numbers of samples, a total, or the size of the batch
+    STATE = auto()  # parameters and buffers
 
 
 class Reach(IntEnum):
     """How far the numbers of a value reach over the batch."""
 
-    NONE = 0
-    """They do not depend on it."""
-    COUNTS = 1
-    """Integers or masks, or what was counted from them."""
-    COUNTS_OF_SEVERAL = 2
-    """Those that were made of several samples' integers or masks."""
-    SAMPLES = 3
-    """Numbers of the samples, each in a place of its own."""
-    ALL = 4
-    """Numbers of several samples in one, or of one for all."""
+    NONE = 0  # they do not depend on it
+    COUNTS = 1  # integers or masks, or what was counted from them
+    COUNTS_OF_SEVERAL = 2  # those that were made of several samples' integers or masks
+    SAMPLES = 3  # numbers of the samples, each in a place of its own
+    ALL = 4  # numbers of several samples in one, or of one for all
 
 
 class Share(IntEnum):
     """What a value that follows from the inputs alone has to do with the batch."""
 
-    FIXED = 0
-    """Nothing, or it follows from its size."""
-    WHOLE = 1
-    """It is a total, or made of totals."""
-    SAMPLES = 2
-    """It has numbers of samples, or cannot be merged."""
-    AFTER = 3
-    """It joins the two."""
+    FIXED = 0  # nothing, or it follows from its size
+    WHOLE = 1  # it is a total, or made of totals
+    SAMPLES = 2  # it has numbers of samples, or cannot be merged
+    AFTER = 3  # it joins the two
 
 
 class Merge(str, Enum):
@@ -79,8 +66,7 @@ class Value:
     """What is known of the value of a node.
 
     Attributes:
-        reach: how far it reaches over the batch.
-        share: what it has to do with the batch if it follows from the inputs alone; None: it does not.
+        share: None: it does not follow from the inputs alone.
         merge: how it is merged if it is a total.
         is_extreme: whether it is the greatest or the least of the batch, or follows from such values alone.
     """
@@ -95,12 +81,10 @@ class Value:
 class Use(str, Enum):
     """What becomes of a value of the whole batch in the term of a loss."""
 
-    PLAIN = "plain"
-    """It is used as it is."""
+    PLAIN = "plain"  # it is used as it is
     DIVISOR = "divisor"
     """It divides a sum over the samples of a micro-batch: the quotients are averaged, so it is given in proportion."""
-    FACTOR = "factor"
-    """It multiplies such a sum."""
+    FACTOR = "factor"  # it multiplies such a sum
 
     def of_share(self, value: Tensor | float, share: float) -> Tensor | float:
         """Returns what a micro-batch gets, whose loss has the weight `share` in that of the global batch."""
@@ -113,6 +97,11 @@ class Use(str, Enum):
 def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:
     """Stands in a graph for `value` over the whole batch; run by itself, what it is given is the whole batch."""
     return value.to(dtype) if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=dtype)
+
+
+def is_of_batch(node: fx.Node) -> bool:
+    """Whether a node of a graph stands for a value of the whole batch."""
+    return node.target is of_batch
 
 
 def as_tensor(number: Any, dtype: torch.dtype) -> Tensor:
@@ -132,11 +121,6 @@ def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[f
         waiting += new
 
 
-def is_of_batch(node: fx.Node) -> bool:
-    """Whether a node of a graph stands for a value of the whole batch."""
-    return node.target is of_batch
-
-
 def count_by_class(target: Tensor, ignored: int, num_classes: int) -> Tensor:
     """Returns how often each class is among labels, shape ``(num_classes,)``; those that are ignored are left out."""
     is_counted = target.ne(ignored).reshape(-1)
@@ -144,8 +128,7 @@ def count_by_class(target: Tensor, ignored: int, num_classes: int) -> Tensor:
     return classes.new_zeros(num_classes).index_add(0, classes, is_counted.to(classes.dtype))
 
 
-MEAN, SUM = 1, 2
-"""The numbers of ``reduction="mean"`` and ``"sum"`` in an operation."""
+MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -164,15 +147,12 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns those arguments of a call, of a list each, that its operation changes as its schema says.
-
-    Normalisation changes its statistics in training alone, and then the schema of most does not say so.
-    """
+    """Returns those arguments of a call, of a list each, that its operation changes as its schema says."""
     if not isinstance(operation, OpOverload) or not operation._schema.is_mutable:
         return []
     known = operation._schema.arguments
     given = dict(zip([argument.name for argument in known], args, strict=False)) | dict(kwargs)
-    if given.get("training") is False:
+    if given.get("training") is False:  # else a normalisation changes statistics; the schema of most does not say so
         return []
     values = [given.get(each.name) for each in known if each.alias_info is not None and each.alias_info.is_write]
     return pytree.tree_leaves(values)
@@ -181,10 +161,8 @@ def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def give(node: fx.Node, **changed: Any) -> None:
     """Gives other arguments to an operation."""
     target: Any = node.target
-    places = [argument.name for argument in target._schema.arguments]
     given = arguments(node) | changed
-    by_place = [name for name in places if not target._schema.arguments[places.index(name)].kwarg_only]
-    node.args = tuple(given.pop(name) for name in by_place)
+    node.args = tuple(given.pop(argument.name) for argument in target._schema.arguments if not argument.kwarg_only)
     node.kwargs = given
 
 
@@ -212,14 +190,11 @@ class Means(Enum):
     UNKNOWN = auto()
     LINEAR = auto()
     """It adds them, adds those of one argument up, puts them elsewhere, or takes nothing of them but their shape."""
-    VIEW = auto()
-    """It returns a view of them."""
+    VIEW = auto()  # it returns a view of them
     MULTIPLY = auto()
     DIVIDE = auto()
-    PRODUCT = auto()
-    """It adds products up."""
-    BREAK = auto()
-    """What it makes of a mean, or of samples, is no mean."""
+    PRODUCT = auto()  # it adds products up
+    BREAK = auto()  # what it makes of a mean, or of samples, is no mean
 
 
 SCALING = frozenset({Means.MULTIPLY, Means.DIVIDE})
@@ -230,42 +205,25 @@ class Trait(Flag):
     """What else an operator does."""
 
     NONE = 0
-    ADDS_UP = auto()
-    """It adds samples up, if it makes one number of several."""
-    SAME_NUMBER = auto()
-    """It gives a number as a tensor."""
-    PICKS = auto()
-    """It takes some of the samples, where nothing of its result grows with the batch."""
-    TAKES_ROWS = auto()
-    """Numbers of samples may be places to it."""
-    BY_INDEX = auto()
-    """It reads or writes at places along a dimension that its indices name."""
-    FINDS_PLACES = auto()
-    """It finds places among the numbers that it is given."""
-    NUMBERS_PLACES = auto()
-    """Its numbers are lengths, as its result has them."""
-    COUNTS_ON = auto()
-    """It counts from place to place."""
-    SHAPE_ALONE = auto()
-    """It takes nothing of its first argument but its shape."""
-    FILLS = auto()
-    """It fills that shape with one number."""
-    AS_ANOTHER = auto()
-    """It takes of its second argument the kind or shape alone."""
-    LAYER = auto()
-    """With a weight it is a layer."""
-    TELLS_FINITE = auto()
-    """It says which numbers are finite."""
-    JOINS_MASKS = auto()
-    """It makes a mask of masks."""
-    IN_BAGS = auto()
-    """Its third argument says where bags begin among its indices."""
-    AVERAGES_LABELS = auto()
-    """It is a loss over labels, some of which may not count."""
+    ADDS_UP = auto()  # it adds samples up, if it makes one number of several
+    SAME_NUMBER = auto()  # it gives a number as a tensor
+    PICKS = auto()  # it takes some of the samples, where nothing of its result grows with the batch
+    TAKES_ROWS = auto()  # numbers of samples may be places to it
+    BY_INDEX = auto()  # it reads or writes at places along a dimension that its indices name
+    FINDS_PLACES = auto()  # it finds places among the numbers that it is given
+    NUMBERS_PLACES = auto()  # its numbers are lengths, as its result has them
+    COUNTS_ON = auto()  # it counts from place to place
+    SHAPE_ALONE = auto()  # it takes nothing of its first argument but its shape
+    FILLS = auto()  # it fills that shape with one number
+    AS_ANOTHER = auto()  # it takes of its second argument the kind or shape alone
+    LAYER = auto()  # with a weight it is a layer
+    TELLS_FINITE = auto()  # it says which numbers are finite
+    JOINS_MASKS = auto()  # it makes a mask of masks
+    IN_BAGS = auto()  # its third argument says where bags begin among its indices
+    AVERAGES_LABELS = auto()  # it is a loss over labels, some of which may not count
 
 
-Lengths = Callable[[fx.Node], Iterable[Any]]
-"""Returns the lengths of dimensions of a node's arguments."""
+Lengths = Callable[[fx.Node], Iterable[Any]]  # returns the lengths of dimensions of a node's arguments
 
 
 @dataclass(frozen=True)
@@ -306,10 +264,6 @@ def _by_dimension(node: fx.Node) -> Iterable[Any]:
     dims = given.get("dim", given.get("dims"))
     places = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
     return [shape[place] for place in places if shape]
-
-
-def _first(node: fx.Node) -> Iterable[Any]:
-    return _shape(node.args[0])[:1]
 
 
 def _all(node: fx.Node) -> Iterable[Any]:
@@ -401,9 +355,9 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES | Trait.COUNTS_ON, along=_by_dimension)),
     ("cumprod", Operator(traits=Trait.COUNTS_ON, along=_by_dimension)),
     ("cumsum_ sort logcumsumexp", Operator(traits=Trait.FINDS_PLACES, along=_by_dimension)),
-    ("msort", Operator(traits=Trait.FINDS_PLACES, along=_first)),
+    ("msort", Operator(traits=Trait.FINDS_PLACES, along=lambda node: _shape(node.args[0])[:1])),
     ("flip roll", Operator(_LINEAR, along=_by_dimension)),
-    ("flipud", Operator(along=_first)),
+    ("flipud", Operator(along=lambda node: _shape(node.args[0])[:1])),
     ("cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
     ("diff", Operator(counts_along=_by_dimension)),
     ("argsort topk", Operator(traits=Trait.FINDS_PLACES, counts_along=_by_dimension)),
@@ -515,18 +469,14 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
         return False
     if node.target is run_opaque:
         return True
-    if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
-    regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [region for region in regions if isinstance(region, fx.GraphModule)]
-    return any(is_random(region, child) for region in inner for child in region.graph.nodes)
-
-
-def _draws_nothing(node: fx.Node) -> bool:
-    """Whether a dropout is off: its probability is zero, or it is not training."""
-    places = operator_of(node).drops
-    if places is None:
+    if not isinstance(node.target, OpOverload):
+        regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
+        inner = [region for region in regions if isinstance(region, fx.GraphModule)]
+        return any(is_random(region, child) for region in inner for child in region.graph.nodes)
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
+    if (places := operator_of(node).drops) is None:
+        return True
     probability, training = places
     rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
-    return bool(rate == 0.0) or (training is not None and node.args[training] is False)
+    return bool(rate != 0.0) and (training is None or node.args[training] is not False)

@@ -8,7 +8,6 @@ several samples must keep means: a root of a mean, or a product of two, is anoth
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from operator import getitem
 from typing import Any
 
@@ -31,8 +30,7 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.export.errors import advice
-from autovaruna.graph.export.user_lines import modules_of, origin
+from autovaruna.graph.export.errors import advice, modules_of, origin
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction, opaque_module_of
@@ -42,17 +40,15 @@ from autovaruna.graph.traced import OutputKind, TracedModel
 def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:
     """Makes sure that the numbers of samples go through a graph one by one; returns what joins counts of several.
 
-    One that holds for one batch size alone is not looked at.
-
-    Raises:
-        TraceError: an operation mixes samples; says which, and how to go on.
+    One that holds for one batch size alone is not looked at. Raises TraceError for an operation that mixes samples.
     """
     if graph.sizes.symbol is None:
         return []
     meetings = _Meetings(graph)
     for node in graph.module.graph.nodes:
         if words := meetings.words(node):
-            name, place = type(model).__qualname__, origin(node) or _line_of_opaque(node) or node.name
+            kept = opaque_module_of(node.args[0]) if node.target is getitem else None
+            name, place = type(model).__qualname__, origin(node) or (kept and kept.line) or node.name
             helps = advice(model, graph.call, modules_of(node))
             raise TraceError(f"{name} mixes the samples of a batch: {words} at {place}. {helps}")
     return [node for node in graph.module.graph.nodes if meetings.joins_counts(node)]
@@ -95,10 +91,8 @@ class _Meetings:
         """Whether the operation of a node goes from sample to sample."""
         row = operator_of(node)
         if Trait.BY_INDEX in row.traits:
-            pairs = _picked(node)
-            return any(
-                not are_in_turn(each, length, self._sizes) for each, length in pairs if self._sizes.grows(length)
-            )
+            grown = [(index, length) for index, length in _picked(node) if self._sizes.grows(length)]
+            return not all(are_in_turn(index, length, self._sizes) for index, length in grown)
         lengths = (is_count and row.counts_along) or row.along
         return lengths is not None and any(map(self._sizes.grows, lengths(node)))
 
@@ -153,12 +147,6 @@ class _Meetings:
         return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""
 
 
-def _line_of_opaque(node: fx.Node) -> str:
-    """Returns the user's line that calls the module whose result a node takes; empty: it is not kept whole."""
-    kept = opaque_module_of(node.args[0]) if node.target is getitem else None  # type: ignore[arg-type]
-    return "" if kept is None else kept.line
-
-
 def _tensors_of(node: fx.Node) -> list[Tensor]:
     return tensors_in(node.meta.get("val"))
 
@@ -192,12 +180,8 @@ logger = logging.getLogger(__name__)
 def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = True) -> None:
     """Makes sure that losses of micro-batches make up that of the batch; warns of other outputs that do not.
 
-    Args:
-        is_added: Whether losses of micro-batches are added up, rather than averaged.
-        is_exact: Whether they must; else a loss may go on from means as well, each micro-batch from its own.
-
-    Raises:
-        InputError: the loss is no mean over its samples, or a sum that would be averaged, or no sum and would be added.
+    Losses are averaged, or added up if that `is_added`. If it is not `is_exact`, a loss may go on from means as well,
+    each micro-batch from its own. Others are an InputError.
     """
     values = Values(traced)
     means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
@@ -225,36 +209,32 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
     for spec in specs:
         node = traced.nodes[spec.node]
         made = powers.no_sum_in(node) if is_added else powers.sum_in(node)
-        if made is not None and spec.kind is OutputKind.LOSS:
-            raise _no_sum(made) if is_added else _sum(made)
-        if made is not None:
+        if made is None:
+            continue
+        if spec.kind is not OutputKind.LOSS:
             given, other = ("no sum", "sum") if is_added else ("a sum", "mean")
             logger.warning(
                 "%s is %s over the samples (%s): got the %s of what micro-batches give. Expected a %s, or the setting "
                 "reduction=%r.",
                 *(spec.path, given, _place(made), other, other, "mean" if is_added else "sum"),
             )
+        elif is_added:
+            raise InputError(
+                f"The loss of the model is no sum over the samples: {made.name}, at {_place(made)}, does not grow with "
+                "them, but losses of micro-batches are added up: got reduction='sum'. Expected a sum, in which terms "
+                "of weights alone count once a sample (multiply them by len(x)); or the setting reduction='mean', for "
+                "a mean."
+            )
+        else:
+            raise InputError(
+                f"The loss of the model is a sum over the samples, made by {made.name} at {_place(made)}, but losses "
+                "of micro-batches are averaged: got reduction='mean'. Expected a mean, or the setting reduction='sum', "
+                "which adds the micro-batches of all ranks up; micro_batch_weight gives each a weight of its own."
+            )
 
 
 def _place(made: fx.Node) -> str:
     return origin(made) or made.name
-
-
-def _sum(made: fx.Node) -> InputError:
-    return InputError(
-        f"The loss of the model is a sum over the samples, made by {made.name} at {_place(made)}, but "
-        "losses of micro-batches are averaged: got reduction='mean'. Expected a mean, or the setting "
-        "reduction='sum', which adds the micro-batches of all ranks up; micro_batch_weight gives each a weight of "
-        "its own."
-    )
-
-
-def _no_sum(made: fx.Node) -> InputError:
-    return InputError(
-        f"The loss of the model is no sum over the samples: {made.name}, at {_place(made)}, does not grow "
-        "with them, but losses of micro-batches are added up: got reduction='sum'. Expected a sum, in which terms of "
-        "weights alone count once a sample (multiply them by len(x)); or the setting reduction='mean', for a mean."
-    )
 
 
 class _Means:
@@ -309,11 +289,18 @@ class _Means:
         return join is Reduction.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node) -> bool:
-        """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted."""
+        """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted.
+
+        Labels that do not count, or weigh more, are such.
+        """
         given = arguments(node)
         if name_of(node) != "mean" and given.get("reduction") != MEAN:
             return False
-        return any(map(self._sizes.depends_on_data, node.all_input_nodes)) or _averages_labels(node, given)
+        if any(map(self._sizes.depends_on_data, node.all_input_nodes)):
+            return True
+        if not has(node, Trait.AVERAGES_LABELS) or given["target"].meta["val"].is_floating_point():
+            return False
+        return given.get("weight") is not None or _may_hold(given["target"], given["ignore_index"])
 
     def _is_joint(self, node: Any) -> bool:
         """Whether a value is made of several samples: it depends on the batch, and has none."""
@@ -321,13 +308,6 @@ class _Means:
         if not isinstance(value, Tensor) or Source.SAMPLES not in self._values[node].source:
             return False
         return not _says_what_is_finite(node) and not self._sizes.has_samples(node)
-
-
-def _averages_labels(node: fx.Node, given: Mapping[str, Any]) -> bool:
-    """Whether a loss is averaged over labels of the model's own of which some may not count, or weigh more."""
-    if not has(node, Trait.AVERAGES_LABELS) or given["target"].meta["val"].is_floating_point():
-        return False
-    return given.get("weight") is not None or _may_hold(given["target"], given["ignore_index"])
 
 
 def _may_hold(labels: fx.Node, ignored: int) -> bool:

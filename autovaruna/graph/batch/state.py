@@ -25,10 +25,8 @@ from autovaruna.graph.traced import TracedModel
 
 Memory = frozenset[int]
 _NONE: Memory = frozenset()
-_STATE = 3
-"""Place of the state among the arguments of a node that runs a kept module."""
-_TRAINING = 5
-"""Place of the argument of ``aten.batch_norm`` that says whether it computes statistics."""
+_STATE = 3  # place of the state among the arguments of a node that runs a kept module
+_TRAINING = 5  # place of the argument of ``aten.batch_norm`` that says whether it computes statistics
 
 
 def steady_state(graph: KnownGraph, changed: Collection[str]) -> frozenset[str]:
@@ -163,11 +161,7 @@ def batch_norms(traced: TracedModel) -> list[fx.Node]:
 
 
 def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
-    """Makes sure that every batch normalisation sees more than one value per channel: PyTorch's check is not traced.
-
-    Raises:
-        InputError: a micro-batch leaves a channel with one value, whose variance is not a number.
-    """
+    """Refuses micro-batches that leave a batch normalisation one value a channel: PyTorch's check is not traced."""
     smallest = min(sizes)
     for node in batch_norms(traced):
         given: Any = node.args[0]

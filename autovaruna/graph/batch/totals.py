@@ -7,6 +7,7 @@ the rest is computed from them. Where the model goes on with one, the graph has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,14 +43,13 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.export.user_lines import origin
+from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
-_KEPT = ("stack_trace", "nn_module_stack", "precision")
-"""What a new node has of the one before which it is put."""
+_KEPT = ("stack_trace", "nn_module_stack", "precision")  # what a new node has of the one before which it is put
 _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional[float]", "Optional[Tensor]"})
 """Kinds of arguments that are computed with; others are shapes and places."""
 
@@ -80,9 +80,6 @@ def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
 
     A graph of one fixed batch size has none. With `is_added`, losses of micro-batches are added up, not averaged.
-
-    Raises:
-        TraceError: an operation takes the size of the batch in a way that cannot be given another one.
     """
     sizes, facts = graph.sizes, graph.facts
     if sizes.symbol is None:
@@ -164,8 +161,11 @@ class _Marks:
             for user in [user for user in number.users if user in users and not is_of_batch(user)]:
                 if isinstance(user.meta.get("val"), Tensor):
                     user.replace_input_with(number, taken[number])
-        self._add.drop_unused(reversed(taken.values()))
-        self.given = {name: mark for name, mark in self.given.items() if self._add.has(name)}
+        for node in reversed(taken.values()):
+            if not node.users:
+                self._graph.erase_node(node)
+                del self._facts[node.name]
+        self.given = {name: mark for name, mark in self.given.items() if name in self._facts}
 
     def give_sizes(self, is_added: bool) -> list[str]:
         """Has the graph compute with the size of the whole batch; returns the tensors that the sizes become.
@@ -295,10 +295,9 @@ def _kinds(node: fx.Node) -> dict[str, str]:
 
 def _dtype(number: fx.Node, user: fx.Node) -> torch.dtype:
     """Returns a dtype for a number that is a tensor now, which leaves the operation's that of its result."""
-    value = number.meta["val"]
+    value, result = number.meta["val"], user.meta["val"].dtype
     if isinstance(value, Tensor):
         return value.dtype
-    result: torch.dtype = user.meta["val"].dtype
     if isinstance(value, torch.SymInt):
         return torch.int64
     return result if result.is_floating_point else torch.float64
@@ -327,7 +326,7 @@ class _Means:
 
     def __init__(self, graph: KnownGraph, additions: _Additions) -> None:
         self._known = set(from_inputs(graph))
-        self._sizes = graph.sizes
+        self._sizes, self._facts = graph.sizes, graph.facts
         self._add = additions
         masks = picked_symbols(graph.module.graph)
         self._masks = {symbol: mask for symbol, mask in masks.items() if mask in self._known}
@@ -351,9 +350,15 @@ class _Means:
         """Puts a sum over the count in the place of a mean."""
         users = list(node.users)
         made = count()
-        dtype, memory = node.meta["val"].dtype, self._add.memory_of(node)
+        dtype, memory = node.meta["val"].dtype, self._facts[node.name].makes
         if dtype in _HALF:  # a sum of many would overflow
-            node.args = tuple(self._wide(node, argument) for argument in node.args)
+
+            def wide(argument: fx.Node) -> fx.Node:
+                value = argument.meta["val"]
+                is_half = isinstance(value, Tensor) and value.dtype in _HALF
+                return self._add.before(node, aten.to.dtype, argument, torch.float32) if is_half else argument
+
+            node.args = tuple(wide(each) if isinstance(each, fx.Node) else each for each in node.args)
         if node.target in SUM_OF:
             node.target = SUM_OF[node.target]
         else:
@@ -363,14 +368,9 @@ class _Means:
         mean = self._add.before(after, aten.div.Tensor, node, made)
         if dtype in _HALF:
             mean = self._add.before(after, aten.to.dtype, mean, dtype)
-        self._add.lie_in(mean, memory)
+        self._facts[mean.name] = replace(self._facts[mean.name], makes=memory)
         for user in users:
             user.replace_input_with(node, mean)
-
-    def _wide(self, node: fx.Node, argument: Any) -> Any:
-        value = argument.meta["val"] if isinstance(argument, fx.Node) else None
-        is_half = isinstance(value, Tensor) and value.dtype in _HALF
-        return self._add.before(node, aten.to.dtype, argument, torch.float32) if is_half else argument
 
     def _labels(self, node: fx.Node, target: fx.Node, weight: fx.Node | None, ignored: int) -> fx.Node:
         """Adds the number of labels that are not ignored, or the sum of the weights of their classes."""
@@ -398,11 +398,7 @@ class _Means:
             return None
         if self._sizes.depends_on_data(node) or not isinstance(value.meta["val"], Tensor):
             return None
-        averaged = sympy.Integer(1)
-        for length in free_value(value).shape:
-            averaged *= length.node.expr if isinstance(length, torch.SymInt) else length
-        for length in free_value(node).shape:
-            averaged /= length.node.expr if isinstance(length, torch.SymInt) else length
+        averaged = _number_of_elements(value) / _number_of_elements(node)
         symbols = [symbol for symbol in averaged.free_symbols if symbol in self._masks]
         if len(symbols) != 1 or not (averaged / symbols[0]).is_Integer:
             return None
@@ -413,6 +409,11 @@ class _Means:
             return count if factor == 1 else self._add.before(node, aten.mul.Tensor, count, factor)
 
         return add
+
+
+def _number_of_elements(node: fx.Node) -> Any:
+    lengths = (length.node.expr if isinstance(length, torch.SymInt) else length for length in free_value(node).shape)
+    return math.prod(lengths, start=sympy.Integer(1))
 
 
 class _Additions:
@@ -440,25 +441,6 @@ class _Additions:
         self._facts[copy.name] = replace(self._facts[node.name], reads=reads)
         return copy
 
-    def drop_unused(self, nodes: Iterable[fx.Node]) -> None:
-        """Takes nodes out that nothing uses, users before what they use."""
-        for node in nodes:
-            if not node.users:
-                self._graph.erase_node(node)
-                del self._facts[node.name]
-
-    def has(self, name: str) -> bool:
-        """Whether there is a node of a name."""
-        return name in self._facts
-
-    def memory_of(self, node: fx.Node) -> frozenset[int]:
-        """Returns the memory in which a node's result lies."""
-        return self._facts[node.name].makes
-
-    def lie_in(self, node: fx.Node, memory: frozenset[int]) -> None:
-        """Notes in which memory a node's result lies for those that read it, or write into it."""
-        self._facts[node.name] = replace(self._facts[node.name], makes=memory)
-
     def learn(self, node: fx.Node) -> None:
         """Notes what a node returns, and what else is known of it: that it is new, or has other arguments now."""
         symbolic, numeric = self._modes
@@ -469,12 +451,7 @@ class _Additions:
         tensors = tensors_in(value)
         known = self._facts.get(node.name)
         given = [self._facts[each.name] for each in node.all_input_nodes]
-        memory = {
-            storage_of(fact.value): storage
-            for fact in given
-            if isinstance(fact.value, Tensor)
-            for storage in fact.makes
-        }
+        memory = {storage_of(f.value): place for f in given if isinstance(f.value, Tensor) for place in f.makes}
         self._facts[node.name] = Fact(
             value=value,
             needs_gradient=any(tensor.requires_grad for tensor in tensors),

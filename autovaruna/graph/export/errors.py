@@ -6,24 +6,93 @@ Where it is in doubt which dimension is the batch, it says why, and which settin
 from __future__ import annotations
 
 import io
+import linecache
 import logging
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
+from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode, call_impl
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
-from autovaruna.graph.export.user_lines import chain_of, modules_of, origin, users_line, where_raised
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+_FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
+GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor of this package."""
+    return not filename.startswith(_HIDDEN)
+
+
+def users_line() -> str:
+    """Returns `` at file:line (code)`` of the innermost line of a user's file that runs now; empty: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f" at {file}:{line} ({linecache.getline(file, line, frame.f_globals).strip()})"
+
+
+def running_modules() -> tuple[nn.Module, ...]:
+    """Returns the modules whose forward runs now, the innermost first."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return tuple(frame.f_locals["self"] for frame in frames if frame.f_code is call_impl.__code__)
+
+
+def origin(node: fx.Node) -> str:
+    """Returns ``file:line (code)`` of the user's line that made a node; empty if it is not known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return next((f"{file}:{line} ({code})" for file, line, code in reversed(frames) if is_users(file)), "")
+
+
+def modules_of(node: fx.Node) -> list[str]:
+    """Returns the paths of the modules that a node of a traced graph is in, the outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [str(path).removeprefix("model").removeprefix(".") for path, _ in stack]
+
+
+def failed_at(error: BaseException, nodes: Mapping[str, fx.Node]) -> str:
+    """Returns ``, at file:line (code)`` of the user's line whose operation raised while a graph ran; else nothing.
+
+    `nodes` are those of the graph that was traced; parts of it have nodes of the same names.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(GENERATED):
+            node = nodes.get(re.split(r"\W", frame.line or "", maxsplit=1)[0])
+            return f", at {origin(node)}" if node is not None and origin(node) else ""
+    return ""
+
+
+def where_raised(error: BaseException) -> str:
+    """Returns `` at file:line (code)`` for the deepest frame outside torch and this package."""
+    for link in reversed(list(chain_of(error))):
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if is_users(frame.filename):
+                return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return ""
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, what caused it, and so on."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
 
 _SPARSE: dict[Any, int] = {
     torch.ops.aten.embedding.default: 4,
@@ -39,7 +108,6 @@ class InModuleError(Exception):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
         self.path = path
-        self.reason = reason
 
 
 class BatchSizeError(TraceError):
@@ -74,11 +142,7 @@ def check_operations(module: fx.GraphModule) -> None:
 
 
 def check_layouts(model: nn.Module) -> None:
-    """Refuses parameters and buffers that are not plain tensors in memory.
-
-    Raises:
-        TraceError: one is not.
-    """
+    """Refuses parameters and buffers that are not plain tensors in memory."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout is not torch.strided:
             raise TraceError(
@@ -88,7 +152,6 @@ def check_layouts(model: nn.Module) -> None:
 
 
 def refuse_hook(what: str) -> TraceError:
-    """Returns the error of a forward that sets a hook."""
     return TraceError(
         f"forward {what}{users_line()}, which a trace cannot keep. Expected a forward without hooks; write what the "
         "hook does to the gradient as operations, or set it in a submodule, which is then kept whole."
@@ -96,7 +159,6 @@ def refuse_hook(what: str) -> TraceError:
 
 
 def refuse_parameter() -> TraceError:
-    """Returns the error of a forward that makes a parameter."""
     return TraceError(
         f"forward makes a parameter{users_line()}, which neither a trace nor the optimizer would know of. Expected "
         "modules and parameters that __init__ makes. If only the first call makes them, run one batch through the "
@@ -183,7 +245,7 @@ def explain(
             "torch, such as torch.sign(x) for np.sign(x); or move the line into a submodule, which is then kept whole "
             "as one operation."
         )
-    elif isinstance(error, InModuleError) and error.reason == DRAWN:
+    elif isinstance(error, InModuleError) and str(error) == DRAWN:
         where = ""
         text = (
             f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "
@@ -205,7 +267,6 @@ def explain(
 
 
 def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> BatchSizeError:
-    """Returns the error of a model whose graph does not hold for all batch sizes."""
     return BatchSizeError(
         f"{type(model).__qualname__} fixes its batch size or mixes the samples of a batch{where}: {reason}. "
         f"{advice(model, call)}"
@@ -219,12 +280,10 @@ def _uses_transform(error: BaseException) -> bool:
 
 
 def in_transform(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether one of some frames is that of a function transform."""
     return any(frame.filename.endswith(TRANSFORMS) for frame in frames)
 
 
 def reason_of(error: Exception) -> str:
-    """Returns why an operation cannot run without numbers."""
     return (
         "it needs the number in a tensor, which a trace does not have" if _is_about_data(error) else first_line(error)
     )
@@ -239,7 +298,6 @@ def _size_reason(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, or its name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].removesuffix(".")
 
 

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.constant_values import aliases_of
+from autovaruna.graph.export.fakes import aliases_of
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.precision import REGION, inside, regions
@@ -92,7 +92,6 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
 
 
 def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
-    """Returns the module at a path; `holders` are those that are known."""
     if path not in holders:
         above, _, name = path.rpartition(".")
         parent = _holder(holders, above)
@@ -116,7 +115,6 @@ def drop_idle(module: fx.GraphModule) -> None:
 
 
 def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
-    """Whether a slice takes all."""
     if start not in (None, 0) or step != 1:
         return False
     if end is None or end == _NO_END:
@@ -266,11 +264,6 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
         return True
     if isinstance(node.target, OpOverload):  # wraps nothing
         return False
-    regions = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
-    inner = [region for arg in regions if isinstance(region := attrgetter(str(arg.target))(module), fx.GraphModule)]
-    return any(
-        has_effect(region, child)
-        for region in inner
-        for child in region.graph.nodes
-        if child.op not in ("placeholder", "output")
-    )
+    held = [attrgetter(str(arg.target))(module) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    children = [(each, child) for each in held if isinstance(each, fx.GraphModule) for child in each.graph.nodes]
+    return any(child.op not in ("placeholder", "output") and has_effect(region, child) for region, child in children)

@@ -35,11 +35,16 @@ from autovaruna._torch import (
 )
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.export.constant_values import truth_of
-from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
-from autovaruna.graph.export.fakes import unchecked_distributions
-from autovaruna.graph.export.left_behind import is_profiling
-from autovaruna.graph.export.user_lines import is_users, origin, users_line
+from autovaruna.graph.export.errors import (
+    BatchSizeError,
+    is_users,
+    origin,
+    refuse_backward,
+    refuse_hook,
+    refuse_parameter,
+    users_line,
+)
+from autovaruna.graph.export.fakes import is_profiling, truth_of, unchecked_distributions
 from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refuse_lengths
 from autovaruna.graph.precision import regions
 
@@ -118,7 +123,6 @@ _aten = torch.ops.aten
 
 @torch.library.custom_op("autovaruna::check", mutates_args=())
 def _check(condition: Tensor, wanted: bool, place: str) -> None:
-    """Stands for a check in a trace."""
     check(condition, wanted, place)
 
 
@@ -128,11 +132,7 @@ def _fake(condition: Tensor, wanted: bool, place: str) -> None:
 
 
 def check(condition: Tensor, wanted: bool, place: str) -> None:
-    """Looks at a condition of the model, where its numbers are those of a step.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Looks at a condition of the model, where its numbers are those of a step."""
     if not isinstance(condition, FakeTensor) and not is_profiling() and bool(condition) is not wanted:
         raise InputError(
             f"The model raises at {place}: got numbers that do not pass this check of its own. Expected inputs that "
@@ -189,7 +189,7 @@ def take_checks(module: fx.GraphModule) -> None:
 
 @contextmanager
 def padded_encoders() -> Iterator[None]:
-    """Traces such encoders so on this thread, while the context lasts."""
+    """Traces encoders that plain PyTorch would give nested tensors by their formula, on this thread, while it lasts."""
     tracing, plain = get_ident(), nn.TransformerEncoder.forward
 
     def forward(
@@ -245,7 +245,6 @@ def _conversions() -> Iterator[None]:
 
 
 def _refuse_conversion(name: str, before: Tensor, after: Tensor) -> None:
-    """Refuses a conversion that changes a tensor of the model."""
     kinds = [f"{each.dtype}, {each.device}, strides {each.stride()}" for each in (before, after)]
     if kinds[0] != kinds[1]:
         raise TraceError(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,21 +21,14 @@ from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
-from autovaruna.graph.export.batch_size import (
-    FixedSize,
-    FreeLengths,
-    noted_branches,
-    noted_fixed_sizes,
-    refused_numbers,
-    tried_guards,
-)
-from autovaruna.graph.export.constant_values import hide_fakes, hide_tracing
+from autovaruna.graph.export.batch_size import SizeWatch
 from autovaruna.graph.export.errors import (
     DRAWN,
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
     advice,
+    chain_of,
     check_layouts,
     check_operations,
     explain,
@@ -57,10 +50,17 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.fakes import example_inputs, faked, without_cudnn
+from autovaruna.graph.export.fakes import (
+    as_before,
+    example_inputs,
+    faked,
+    hide_fakes,
+    hide_tracing,
+    left_tensors,
+    warn_of_left,
+    without_cudnn,
+)
 from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
-from autovaruna.graph.export.left_behind import as_before, left_tensors, warn_of_left
-from autovaruna.graph.export.user_lines import chain_of
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.opaque.functions import (
@@ -72,7 +72,7 @@ from autovaruna.graph.opaque.functions import (
     watched,
     with_own_backward,
 )
-from autovaruna.graph.opaque.keep import is_of_keeper, kept_whole, packed_sequences, take_modules
+from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
 from autovaruna.graph.random import noted_draws, python_generators
@@ -107,16 +107,12 @@ def _paths_of(model: nn.Module) -> dict[int, str]:
     return {id(module.__dict__): path for path, module in reversed(list(model.named_modules()))}
 
 
-def fixing_module(fixing: Sequence[FixedSize], model: nn.Module, kept: Collection[str]) -> InModuleError | None:
+def fixing_module(sizes: SizeWatch, model: nn.Module, kept: Collection[str]) -> InModuleError | None:
     """Returns the error of the innermost module that fixes the batch size and is not kept; None: the model does."""
     paths = _paths_of(model)
-    running = [paths.get(id(module.__dict__)) for fixed in fixing[:1] for module in fixed.running]
+    running = [paths.get(id(module.__dict__)) for module in sizes.fixed_in]
     path = next((path for path in running if path is not None and path not in kept), "")
-    return InModuleError(path, f"it fixes the batch size{fixing[0].line}") if path else None
-
-
-def _line_of(fixing: Sequence[FixedSize]) -> str:
-    return fixing[0].line if fixing else ""
+    return InModuleError(path, f"it fixes the batch size{sizes.fixed_at}") if path else None
 
 
 def failing_function(error: BaseException) -> str:
@@ -153,7 +149,6 @@ def _running(error: BaseException, paths: dict[int, str]) -> list[str]:
 
 
 def outermost(paths: Collection[str]) -> frozenset[str]:
-    """Returns the paths that are inside of no other."""
     return frozenset(path for path in paths if not any(_is_inside(path, other) for other in paths))
 
 
@@ -194,7 +189,7 @@ class RetryError(Exception):
         self.kept = kept
 
 
-def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str] = ()) -> None:
+def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str]) -> None:
     """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
     if kept.can_tell and not isinstance(error, InModuleError):
         raise RetryError(replace(kept, is_told=True, can_tell=False, untold=str(error))) from error
@@ -219,34 +214,25 @@ def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
 class FlatCall(nn.Module):
     """Calls the model on a flat list of tensors and returns a flat tuple of them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        call: CallSpec,
-        is_told: bool,
-        note: Callable[[list[Any], list[Tensor]], None],
-        idioms: Callable[[], AbstractContextManager[None]],
-        report: Callable[[tuple[Tree, list[str]]], None],
-    ) -> None:
+    def __init__(self, attempt: Attempt, keeper: Keeper, idioms: Idioms) -> None:
         super().__init__()
-        self.model, self.call, self.is_told = model, call, is_told
-        self.note, self.idioms = note, idioms
-        self.report = report  # torch.export puts back every attribute that a trace sets
+        self.model, self.attempt, self.keeper, self.idioms = attempt.model, attempt, keeper, idioms
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        pairs = zip(tensors, self.call.inputs, strict=True)
-        sizes = [each.shape[0] for each, spec in pairs if spec.is_batch]
+        attempt, call = self.attempt, self.attempt.call
+        sizes = [each.shape[0] for each, spec in zip(tensors, call.inputs, strict=True) if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
-        self.note(sizes, tensors)
+        self.keeper.batch = sizes
+        attempt.sizes.note_free([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
         restart()
-        args, kwargs = self.call.arguments(tensors)
+        args, kwargs = call.arguments(tensors)
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with ExitStack() as stack:
-            for hide in () if self.is_told else (hide_tracing, hide_fakes):
+            for hide in () if attempt.kept.is_told else (hide_tracing, hide_fakes):
                 stack.enter_context(hide())
-            stack.enter_context(self.idioms())
-            returned = self.call.of(self.model)(*args, **kwargs)
+            stack.enter_context(self.idioms.entered())
+            returned = call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
@@ -254,7 +240,7 @@ class FlatCall(nn.Module):
         left = left_tensors(self.model)
         for module, buffers in before:
             _write_back(module, buffers)
-        self.report((tree, left))
+        attempt.reports.append((tree, left))
         return tuple(outputs)
 
 
@@ -310,7 +296,11 @@ PLAIN = Options()
 
 @dataclass(frozen=True)
 class Attempt:
-    """One trace of a call."""
+    """One trace of a call.
+
+    Attributes:
+        reports: what the model has returned in each run of it, and where it has left tensors.
+    """
 
     model: nn.Module
     call: CallSpec
@@ -318,6 +308,8 @@ class Attempt:
     device: torch.device
     options: Options
     kept: Opaque
+    sizes: SizeWatch = field(default_factory=SizeWatch)
+    reports: list[tuple[Tree, list[str]]] = field(default_factory=list)
 
     def run(self) -> Exported:
         """Traces the call.
@@ -327,13 +319,7 @@ class Attempt:
             TraceError: none will.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        model, kept, free, is_dynamic = self.model, self.kept, FreeLengths(), self.options.is_dynamic
-        reports: list[tuple[Tree, list[str]]] = []
-
-        def note(sizes: list[Any], tensors: list[Tensor]) -> None:
-            keeper.note_batch(sizes)
-            free.note([tensors[i].shape[d] for i, d in sorted(self.options.free)])
-
+        model, kept, sizes, is_dynamic = self.model, self.kept, self.sizes, self.options.is_dynamic
         with (
             as_before(model),
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
@@ -343,10 +329,7 @@ class Attempt:
             faked(model, mode, self.device),
             named_cut_points(model),
             watched(kept.functions, keeper.call_own) as function_calls,
-            noted_fixed_sizes() as fixing,
-            noted_branches(free) as lone,
-            refused_numbers(free),
-            tried_guards(free) as bounds,
+            sizes.entered(),
             noted_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
@@ -355,7 +338,7 @@ class Attempt:
             without_cudnn() as has_cudnn,
         ):
             idioms = Idioms(keeper.functions)
-            flat = FlatCall(model, self.call, kept.is_told, note, idioms.entered, reports.append)
+            flat = FlatCall(self, keeper, idioms)
             try:
                 graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
                 if drawn:
@@ -363,17 +346,17 @@ class Attempt:
             except InputError:
                 raise
             except Exception as error:
-                self._stop(error, flat, mode, drawn, idioms.stopped, fixing)
+                self._stop(error, flat, mode, drawn, idioms.stopped)
         if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
             raise RetryError(replace(kept, functions=kept.functions | found))
-        output_tree, left = reports[-1]
+        output_tree, left = self.reports[-1]
         constants, markers = self._tidy(graph_module)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = take_watched(graph_module), None
         if self.options.free:
             if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
                 raise TraceError(_KEPT)
-            lengths = find_lengths(graph_module, self.call, is_dynamic, free.conditions)
+            lengths = find_lengths(graph_module, self.call, is_dynamic, sizes.conditions)
         return Exported(
             module=graph_module,
             output_tree=output_tree,
@@ -382,10 +365,10 @@ class Attempt:
             markers=markers,
             watched=watched_calls,
             left=tuple(left),
-            greatest=self._greatest(bounds) if is_dynamic else None,
-            asks_for_one=next(iter(lone), ""),
+            greatest=self._greatest() if is_dynamic else None,
+            asks_for_one=sizes.asks_for_one,
             lengths=lengths,
-            fixes_lengths=_line_of(fixing),
+            fixes_lengths=sizes.fixed_at,
         )
 
     def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
@@ -408,13 +391,7 @@ class Attempt:
         return graph_module
 
     def _stop(
-        self,
-        error: Exception,
-        flat: FlatCall,
-        mode: FakeTensorMode,
-        drawn: Sequence[str],
-        stopped: Sequence[str],
-        fixing: Sequence[FixedSize],
+        self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str], stopped: Sequence[str]
     ) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
@@ -423,17 +400,18 @@ class Attempt:
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
         if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
-            cause = fixing_module(fixing, self.model, kept.modules) if self.options.is_parted else None
+            cause = fixing_module(self.sizes, self.model, kept.modules) if self.options.is_parted else None
         if kept.can_grow and cause is not None:
             retry(cause, self.model, kept, stopped)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
             raise error
-        raise explain(error, self.model, self.call, self.options.is_dynamic, _line_of(fixing), refusal) from error
+        raise explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, refusal) from error
 
-    def _greatest(self, bounds: Sequence[tuple[int, str]]) -> int | None:
+    def _greatest(self) -> int | None:
         """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
+        bounds = self.sizes.greatest
         size = min((size for size, _ in bounds), default=None)
         if size is not None and size < _FAR:
             line = next((line for _, line in sorted(bounds) if line), "")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from threading import local
@@ -22,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
+from autovaruna.graph.guards import restored
 from autovaruna.graph.precision import regions
 from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
 
@@ -48,7 +48,6 @@ class WatchedCall:
 
 
 def is_of_script(hook: Any) -> bool:
-    """Whether a hook is none of torch's own."""
     return not str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
@@ -64,18 +63,12 @@ def script_hooks(model: nn.Module) -> dict[str, list[Any]]:
 
 @contextmanager
 def without_script_hooks(model: nn.Module) -> Iterator[None]:
-    """Takes the forward hooks of a script away while the context lasts."""
     tables = [vars(module)[table] for module in model.modules() for table in _TABLES if vars(module).get(table)]
-    before = [(table, dict(table)) for table in tables]
-    try:
-        for table, own in before:
-            table.clear()
-            table.update({key: hook for key, hook in own.items() if not is_of_script(hook)})
+    with restored(tables):
+        for table in tables:
+            for key in [key for key, hook in table.items() if is_of_script(hook)]:
+                del table[key]
         yield
-    finally:
-        for table, own in before:
-            table.clear()
-            table.update(own)
 
 
 @contextmanager
@@ -158,15 +151,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for hook in hooks:
             for value in _held_by(hook):
                 _collect(value, places)
-    before = [(each, copy(each)) for each in places.values()]
     functions = [getattr(hook, "__func__", hook) for hooks in script_hooks(model).values() for hook in hooks]
     cells = [(cell, cell.cell_contents) for each in functions for cell in getattr(each, "__closure__", None) or ()]
     try:
-        yield
+        with restored(places.values()):
+            yield
     finally:
-        for value, content in before:
-            value.clear()
-            value.extend(content) if isinstance(value, list | deque) else value.update(content)
         for cell, known in cells:
             cell.cell_contents = known
 

@@ -64,7 +64,10 @@ def plain_apply(function: Function, *args: Any) -> Any:
 
 @contextmanager
 def applied_by(handler: Handler) -> Iterator[None]:
-    """Has autograd functions that are called on this thread run by `handler` while the context lasts."""
+    """Has autograd functions that are called on this thread run by `handler` while the context lasts.
+
+    Those that reach weights which are not among their tensors are refused.
+    """
     _count(+1)
     _thread.handlers.append(handler)
     try:
@@ -125,7 +128,9 @@ def _handled(function: Function, plain: Callable[..., Any]) -> Callable[..., Any
         if _thread.plain is function or not _thread.handlers:
             _thread.plain = None
             return run()
-        return _thread.handlers[-1](Call(function, args[0] if has_context else None, args[has_context:], run))
+        call = Call(function, args[0] if has_context else None, args[has_context:], run)
+        _refuse_weights(call)
+        return _thread.handlers[-1](call)
 
     forward.plain = plain  # type: ignore[attr-defined]
     return forward
@@ -149,25 +154,15 @@ def holder_of_weights(function: Function, arguments: Any) -> str:
     return ""
 
 
-def refuse_weights(call: Call) -> Any:
-    """Runs a function that is called in a module which is kept whole, where others hold weights; a handler.
-
-    Raises:
-        TraceError: it reaches weights that are not among its tensors.
-    """
+def _refuse_weights(call: Call) -> None:
+    """Refuses a function that uses the weights of a module, which its backward would find elsewhere."""
     if call.wants_gradient and (holder := holder_of_weights(call.function, call.arguments)):
-        raise weights_error(call.function, holder)
-    return call.run()
-
-
-def weights_error(function: Function, holder: str) -> TraceError:
-    """Returns the error of a function that uses the weights of a module, which its backward would find elsewhere."""
-    return TraceError(
-        f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not among its "
-        "tensors, so that their gradients are its own affair. Expected a function of tensors: pass each weight to "
-        "apply() and return its gradient; for a function that only saves memory use torch.utils.checkpoint, or "
-        "recompute='all'."
-    )
+        raise TraceError(
+            f"The torch.autograd.Function {call.function.__qualname__} uses the weights of {holder}, which are not "
+            "among its tensors, so that their gradients are its own affair. Expected a function of tensors: pass each "
+            "weight to apply() and return its gradient; for a function that only saves memory use "
+            "torch.utils.checkpoint, or recompute='all'."
+        )
 
 
 def _within(value: Any) -> Iterator[Any]:
@@ -198,12 +193,10 @@ class TensorKind:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorKind:
-        """Returns what stands for a tensor."""
         shape = tuple(int(each.node.hint) if isinstance(each, torch.SymInt) else each for each in tensor.shape)
         return cls(shape, tensor.dtype, tensor.requires_grad)
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """Returns random numbers of this kind."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(self.shape, dtype=self.dtype, generator=generator).requires_grad_(self.needs_gradient)
         return torch.zeros(self.shape, dtype=self.dtype)
@@ -217,17 +210,11 @@ RecordedCall = tuple[Function, tuple[Any, ...]]
 def watched(
     kept: Collection[Function], keep: Callable[[Function, tuple[Any, ...]], Any]
 ) -> Iterator[list[RecordedCall]]:
-    """Notes calls of autograd functions on this thread; `keep` leaves nodes for those that are `kept`.
-
-    Raises:
-        TraceError: forward calls a function with weights of its own.
-    """
+    """Notes calls of autograd functions on this thread; `keep` leaves nodes for those that are `kept`."""
     calls: list[RecordedCall] = []
 
     def noting(call: Call) -> Any:
         function, args = call.function, call.arguments
-        if call.wants_gradient and (holder := holder_of_weights(function, args)):
-            raise weights_error(function, holder)
         if call.wants_gradient and function in kept:
             return keep(function, args)
         calls.append((function, pytree.tree_map_only(Tensor, TensorKind.of, args)))
@@ -268,11 +255,7 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def hooked(model: nn.Module) -> frozenset[str]:
-    """Returns the paths of the modules with backward hooks, which a trace would drop.
-
-    Raises:
-        TraceError: the model itself has one, or holds a TorchScript module.
-    """
+    """Returns the paths of the modules with backward hooks, which a trace would drop; the model may have none."""
     for path, each in model.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
             raise TraceError(
@@ -299,11 +282,7 @@ def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
-    """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them.
-
-    Raises:
-        TraceError: one changed.
-    """
+    """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them."""
     for (path, name), value in after.items():
         old = before.get((path, name))
         if old is not None and old != value:
@@ -320,11 +299,7 @@ class ReplacedError(TraceError):
 
 
 def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> None:
-    """Refuses a forward that replaces submodules, by path, of a module that is kept whole.
-
-    Raises:
-        ReplacedError: one was replaced, added or taken away.
-    """
+    """Refuses a forward that replaces submodules, by path, of a module that is kept whole."""
     for path in before | after:
         old, new = before.get(path), after.get(path)
         if old is not new:
@@ -346,7 +321,6 @@ def _same_gradients(function: Function, arguments: tuple[Any, ...]) -> bool:
 
 
 def _gradients(arguments: tuple[Any, ...], run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
-    """Returns the gradients of a call's arguments, zeros where there are none."""
     generator = torch.Generator().manual_seed(0)
     args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), arguments)
     leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -366,7 +340,6 @@ class _NoContext:
 
 
 def _plain_forward(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-    """Runs a function's forward as ordinary operations."""
     if function.setup_context is not torch.autograd.Function.setup_context:
         return function.forward(*args)
     return function.forward(_NoContext(), *args)

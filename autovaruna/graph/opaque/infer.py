@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import methodcaller
 from typing import Any
 
 import sympy
@@ -20,15 +21,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.constant_values import hide_tracing
-from autovaruna.graph.export.fakes import put
+from autovaruna.graph.export.fakes import hide_tracing, put
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.opaque.functions import (
     applied_by,
     check_modules,
     check_state,
     plain_state,
-    refuse_weights,
 )
 from autovaruna.graph.opaque.run import (
     OutputShape,
@@ -84,7 +83,6 @@ def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator,
 
 
 def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Returns random numbers around zero, in the precision of float32."""
     return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
 
 
@@ -107,11 +105,7 @@ class Trial:
     is_differentiated: bool
 
     def returned(self) -> Returned:
-        """Returns what the module returns.
-
-        Raises:
-            CannotKeepError: it cannot be said for every batch size, or the module does what a node may not.
-        """
+        """Returns what the module returns."""
         sizes = _SIZES if isinstance(self.batch[0], torch.SymInt) else (int(self.batch[0]),)
         found = self._tried(sizes)
         trees = [tree for _, tree in found]
@@ -134,7 +128,6 @@ class Trial:
         raise refusals[0]
 
     def _outputs(self, size: int, numbers: Numbers) -> tuple[list[Tensor], Tree]:
-        """Runs the module on `size` samples."""
         state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [each._version for each in tensors]
         outputs, tree, _ = self.run(tensors, state)
@@ -145,15 +138,8 @@ class Trial:
             raise CannotKeepError("it changes its arguments in place")
         return outputs, tree
 
-    def run(
-        self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0
-    ) -> tuple[list[Tensor], Tree, dict[int, Tensor]]:
-        """Runs the module; returns its tensors, what they are in, and what it has changed of its state, by place.
-
-        Raises:
-            CannotKeepError: it changes its parameters.
-            TraceError: it changes its numbers, or replaces its submodules.
-        """
+    def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0) -> tuple[list[Tensor], Tree, bool]:
+        """Runs the module; returns its tensors, what they are in, and whether it has changed its state."""
         args, kwargs = self.call.unflatten(tensors)
         numbers, modules = plain_state(self.module), dict(self.module.named_modules())
         with (
@@ -162,22 +148,18 @@ class Trial:
             hide_tracing(),
             python_generators(seed),
             with_state(places_of(self.module), state),
-            applied_by(refuse_weights),
+            applied_by(methodcaller("run")),
         ):
-            places = [place for place, *_ in places_of(self.module)]
-            before = [_bits(each).clone() for each in own_tensors(self.module)]
+            before = [(place, _bits(getattr(*place)).clone()) for place, *_ in places_of(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
-            after = [getattr(*place).detach() for place in places]
-            pairs = enumerate(zip(before, after, strict=True))
-            changed = {place: left.clone() for place, (bits, left) in pairs if not torch.equal(bits, _bits(left))}
-        if any(places[place][1] in places[place][0]._parameters for place in changed):
+            changed = [place for place, bits in before if not torch.equal(bits, _bits(getattr(*place)))]
+        if any(name in owner._parameters for owner, name in changed):
             raise CannotKeepError("its forward changes its parameters")
         check_state(numbers, plain_state(self.module))
         check_modules(modules, dict(self.module.named_modules()))
-        return outputs, tree, changed
+        return outputs, tree, bool(changed)
 
     def shape_of(self, tensor: Tensor, size: int) -> tuple[int, ...]:
-        """Returns the shape of an argument for a batch of `size` samples."""
         return tuple(_number(length, self.batch, size) for length in tensor.shape)
 
     def numbers(self) -> list[Tensor]:
@@ -191,7 +173,6 @@ class Trial:
         return [each.to(self.device).requires_grad_(own.requires_grad) for each, own in pairs]
 
     def arguments(self, numbers: Numbers, size: int) -> list[Tensor]:
-        """Returns arguments for `size` samples."""
         generator = torch.Generator().manual_seed(0)
         return [
             _drawn(self.shape_of(each, size), each.dtype, generator, numbers)
@@ -201,23 +182,8 @@ class Trial:
         ]
 
 
-def run_apart(act: Callable[[], Any], device: torch.device) -> Any:
-    """Does something on a thread of its own, and gives the device's generator back as it was."""
-
-    def run() -> Any:
-        with untouched_generator(device):
-            return act()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
-
-
 def copy_of(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose tensors are on ``meta``, without hooks of backward: they change no result.
-
-    Raises:
-        CannotKeepError: it cannot be copied.
-    """
+    """Returns a copy of a module whose tensors are on ``meta``, without hooks of backward: they change no result."""
     try:
         made = copy.deepcopy(module, {id(each): each for each in (*own_tensors(module), *hooks_of(module))})
     except Exception as error:
@@ -283,13 +249,15 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def infer_reductions(trial: Trial) -> Returned:
-    """Tries a module out; returns what it returns, with how that is joined.
+    """Tries a module out, on a thread of its own; returns what it returns, with how that is joined."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_inferred, trial).result()
 
-    Raises:
-        CannotKeepError: the module cannot be kept whole.
-    """
-    returned = trial.returned()
-    joins = _learned(trial, returned.tensors)
+
+def _inferred(trial: Trial) -> Returned:
+    with untouched_generator(trial.device):
+        returned = trial.returned()
+        joins = _learned(trial, returned.tensors)
     lines = (replace(line, join=join) for line, join in zip(returned.tensors, joins, strict=True))
     return replace(returned, tensors=tuple(lines))
 
@@ -311,21 +279,25 @@ def _learned(trial: Trial, lines: Sequence[OutputShape]) -> list[Reduction]:
 def _joins(trial: Trial, lines: Sequence[OutputShape], numbers: Numbers) -> list[Reduction]:
     tensors = trial.arguments(numbers, _WHOLE)
     parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
-    whole, *of_parts = [_outputs(trial, each, seed=0) for each in (tensors, *parts)]
-    again = _outputs(trial, tensors, seed=1)
+    runs = [_run(trial, each, seed=0) for each in (tensors, *parts)]
+    whole, *of_parts = [[each.detach() for each in outputs] for outputs, _ in runs]
+    again, _ = _run(trial, tensors, seed=1)
     is_half = any(each.dtype in _HALVES for each in (*tensors, *whole, *trial.state))
     noise = _NOISE_OF_HALVES if is_half or trial.precision else _NOISE
     if not all(_is_close(one, other, noise) for one, other in zip(again, whole, strict=True)):  # it is random
         return [Reduction.UNKNOWN for _ in lines]
     joins = [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
-    if trial.is_differentiated and not _is_joined_backward(trial, [tensors, *parts], joins, noise):
+    if trial.is_differentiated and not _is_joined_backward(runs, joins, noise):
         return [Reduction.OTHER if is_differentiable(whole[place]) else join for place, join in enumerate(joins)]
     return joins
 
 
-def _is_joined_backward(trial: Trial, given: Sequence[list[Tensor]], joins: Sequence[Reduction], noise: float) -> bool:
-    """Whether backwards of all samples and of their parts, which are `given`, have gradients that fit together."""
-    runs = [_run(trial, each, seed=0) for each in given]
+_Run = tuple[list[Tensor], list[Tensor]]
+"""What a run returns, and those of its arguments and parameters that get a gradient."""
+
+
+def _is_joined_backward(runs: Sequence[_Run], joins: Sequence[Reduction], noise: float) -> bool:
+    """Whether backwards of all samples and of their parts have gradients that fit together."""
     starts = _starts([outputs for outputs, _ in runs], joins)
     try:
         gradients = [_gradients(*run, start) for run, start in zip(runs, starts, strict=True)]
@@ -356,7 +328,6 @@ def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[Reduction]) -> list
 
 
 def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[Tensor]:
-    """Returns the gradients of arguments and parameters, zeros where there are none."""
     ends = [place for place, start in enumerate(starts) if start is not None]
     if not ends or not leaves:
         return []
@@ -395,6 +366,7 @@ def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: floa
 
 def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> bool:
     """Whether two tensors differ by no more than `noise` times the greatest number in one, or `least`."""
+    one, other = one.detach(), other.detach()
     if one.shape != other.shape or not is_differentiable(other):
         return torch.equal(one, other)
     kind = torch.complex128 if other.is_complex() else torch.double
@@ -402,17 +374,12 @@ def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> b
     return not other.numel() or float((first - second).abs().max()) <= noise * max(float(second.abs().max()), least)
 
 
-def _outputs(trial: Trial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
-    return [each.detach() for each in _run(trial, tensors, seed)[0]]
-
-
-def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Runs the module; returns what it returns, and those of its arguments and parameters that get a gradient."""
+def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> _Run:
     default_generator(trial.device).manual_seed(seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
     numbers = trial.numbers()
-    outputs, _, changed = trial.run(copies, numbers, seed)
-    if changed:
+    outputs, _, is_changed = trial.run(copies, numbers, seed)
+    if is_changed:
         raise ValueError("it changes a buffer")
     return outputs, [each for each in (*copies, *numbers) if each.requires_grad]
 

@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import rnn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.user_lines import users_line
-from autovaruna.graph.guards import HOOKS
+from autovaruna.graph.export.errors import users_line
+from autovaruna.graph.guards import HOOKS, restored
 from autovaruna.graph.opaque.functions import Function, plain_apply
-from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors, run_apart
+from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
 from autovaruna.graph.precision import current_precision, regions
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -52,70 +52,52 @@ def kept_whole(
 ) -> Iterator[Keeper]:
     """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them."""
     keeper = Keeper(device, functions)
-    own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    modules = {model.get_submodule(path): path for path in sorted(paths, reverse=True)}
     try:
-        for path in sorted(paths):
-            module = model.get_submodule(path)
-            place = module.__dict__
-            if any(place is known for known, _ in own):
-                continue
-            keep = partial(keeper.call, path, module, Spare.of(module))
-            before = {name: place[name] for name in ("forward", *HOOKS) if name in place}
-            own.append((place, before))
-            place["forward"] = keep
-            place.update({name: OrderedDict() for name in HOOKS if name in before})
-        yield keeper
+        with restored(map(vars, modules)):
+            for module, path in modules.items():
+                vars(module)["forward"] = partial(keeper.call, path, module, spare_of(module))
+                vars(module).update({name: OrderedDict() for name in HOOKS if name in vars(module)})
+            yield keeper
     finally:
         _calls.clear()
-        for place, before in own:
-            place.pop("forward", None)
-            place.update(before)
 
 
-@dataclass(frozen=True)
-class Spare:
-    """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
+Spare = tuple[nn.Module | CannotKeepError, Sequence[Tensor]]
+"""What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
-    copy: nn.Module | CannotKeepError
-    state: Sequence[Tensor]
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Spare:
-        """Returns what a module is tried out with."""
-        try:
-            return cls(copy_of(module), own_tensors(module))
-        except CannotKeepError as error:
-            return cls(error, ())
+def spare_of(module: nn.Module) -> Spare:
+    try:
+        return copy_of(module), own_tensors(module)
+    except CannotKeepError as error:
+        return error, ()
 
 
 class Keeper:
-    """Leaves nodes for the calls of modules and functions that are kept whole."""
+    """Leaves nodes for the calls of modules and functions that are kept whole.
+
+    Attributes:
+        batch: the batch size of each batch input of the trace, a symbol or a number; they are equal.
+    """
 
     def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
         self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
         self._device = device
-        self._batch: list[Any] = []
+        self.batch: list[Any] = []
         self._known: dict[Any, Returned] = {}
-
-    def note_batch(self, sizes: list[Any]) -> None:
-        """Takes the batch size of each batch input, a symbol or a number, when a trace begins; they will be equal."""
-        self._batch = sizes
 
     def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = KeptFunction(name, pkgutil.resolve_name(name))
-        return self.call(name, module, Spare.of(module), *args, **kwargs)
+        return self.call(name, module, spare_of(module), *args, **kwargs)
 
     def call_own(self, function: Function, args: tuple[Any, ...]) -> Any:
         """Leaves a node for a call of an autograd function, in whose forward gradients are off."""
         module = KeptFunction(function.__qualname__, partial(plain_apply, function), is_own=True)
-        return self.call(module.name, module, Spare.of(module), *args)
+        return self.call(module.name, module, spare_of(module), *args)
 
     def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
-        """Leaves a node for a call of a module.
-
-        Raises:
-            TraceError: the module cannot be kept whole.
-        """
+        """Leaves a node for a call of a module."""
         try:
             return self._leave_node(path, module, spare, args, kwargs)
         except TraceError:
@@ -141,19 +123,20 @@ class Keeper:
             raise CannotKeepError("it neither takes nor holds a tensor")
         is_own = isinstance(module, KeptFunction) and module.is_own
         mode = current_precision(), is_own or torch.is_grad_enabled()
-        if isinstance(spare.copy, CannotKeepError):
-            raise spare.copy
-        trial = Trial(spare.copy, spare.state, call, tensors, self._batch, self._device, *mode)
+        copy, own = spare
+        if isinstance(copy, CannotKeepError):
+            raise copy
+        trial = Trial(copy, own, call, tensors, self.batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
         kind = path, bool(state), call.key(), str(inputs), *mode
         returned = None if state else self._known.get(kind)
         if returned is None:
-            returned = self._known[kind] = run_apart(lambda: infer_reductions(trial), self._device)
+            returned = self._known[kind] = infer_reductions(trial)
         key = f"{path} {len(_calls)}"
         line = users_line().removeprefix(" at ")
-        _calls[key] = OpaqueModule(path, module, spare.copy, call, returned, num_parameters, line)
-        results = _module(tensors, state, self._batch[0], key)
+        _calls[key] = OpaqueModule(path, module, copy, call, returned, num_parameters, line)
+        results = _module(tensors, state, self.batch[0], key)
         return returned.tree.unflatten(results)
 
 
@@ -163,7 +146,7 @@ def is_of_keeper(error: BaseException) -> bool:
 
 
 def take_modules(module: fx.GraphModule) -> None:
-    """Has a graph, and the regions in it, call `run_kept` where a module was kept."""
+    """Has a graph, and the regions in it, call `run_opaque` where a module was kept."""
     for each in regions(module):
         _take_from(each)
         if each is not module:  # a name in the model may be a word of Python, which cannot be compiled
@@ -207,7 +190,6 @@ class Padded:
         return 0
 
     def numel(self) -> int:
-        """Returns no number of elements."""
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -226,7 +208,6 @@ class OnPacked(nn.Module):
         self.module = module
 
     def forward(self, tensor: Tensor, lengths: Tensor, state: Any, is_sorted: bool) -> tuple[Tensor, Any]:
-        """Returns the padded results, and the last states."""
         packed = rnn.pack_padded_sequence(tensor, lengths.cpu(), batch_first=True, enforce_sorted=is_sorted)
         made, state = self.module(packed, state)
         return rnn.pad_packed_sequence(made, batch_first=True, total_length=tensor.shape[1])[0], state
@@ -267,18 +248,12 @@ def refuse_lengths(*args: Any) -> Any:
 def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
     """Traces recurrent modules on packed sequences, on this thread, while the context lasts."""
     recurrent = {path: each for path, each in model.named_modules() if isinstance(each, nn.RNNBase)}
-    before = [(vars(each), vars(each).get("forward")) for each in recurrent.values()]
-    for path, each in recurrent.items():
-        wrapped = OnPacked(each)
-        keep = partial(keeper.call, path, wrapped, Spare.of(wrapped))
-        vars(each)["forward"] = partial(_called_on_packed, each.forward, keep, get_ident())
-    try:
+    with restored(map(vars, recurrent.values())):
+        for path, each in recurrent.items():
+            wrapped = OnPacked(each)
+            keep = partial(keeper.call, path, wrapped, spare_of(wrapped))
+            vars(each)["forward"] = partial(_called_on_packed, each.forward, keep, get_ident())
         yield
-    finally:
-        for place, forward in before:
-            place.pop("forward")
-            if forward is not None:
-                place["forward"] = forward
 
 
 def _called_on_packed(

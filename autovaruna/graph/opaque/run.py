@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autovaruna._torch import FakeTensor, top_saved_tensors_hooks
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.export.fakes import put
-from autovaruna.graph.export.left_behind import is_profiling
+from autovaruna.graph.export.fakes import is_profiling, put
 from autovaruna.graph.opaque.functions import plain_checkpoints
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, own_cache, python_generators
@@ -53,11 +52,9 @@ class OutputShape:
     join: Reduction = Reduction.UNKNOWN
 
     def shape(self, batch: Any) -> list[Any]:
-        """Returns its shape for a batch size, a number or a symbol."""
         return [slope * batch + start if slope else start for slope, start in self.lengths]
 
     def make(self, batch: Any, device: torch.device) -> Tensor:
-        """Returns an empty tensor of its shape, strides and dtype."""
         shape, strides, step = self.shape(batch), [1] * len(self.order), 1
         for dimension in reversed(self.order):
             strides[dimension] = step
@@ -90,7 +87,6 @@ def places_of(module: nn.Module) -> Places:
 
 @contextmanager
 def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts tensors in the place of a module's own."""
     own = [getattr(*shared[0]) for shared in places]
     try:
         for shared, tensor in zip(places, tensors, strict=True):
@@ -157,11 +153,7 @@ class OpaqueModule:
         return f"KeptModule({type(module).__qualname__}, {module!r}, {self._call.key()}, {self.returned.tree.key()})"
 
     def __call__(self, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the module; `state` is its parameters, then its buffers, which it may change.
-
-        Raises:
-            InputError: it returns something else than when it was traced.
-        """
+        """Runs the module; `state` is its parameters, then its buffers, which it may change."""
         if any(isinstance(each, FakeTensor) for each in (*tensors, *state)):
             return self._pretend(batch, tensors, state)
         is_stand_in = is_profiling()
@@ -170,7 +162,10 @@ class OpaqueModule:
         args, kwargs = self._call.unflatten(tensors)
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
-        with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), _saving():
+        saving: AbstractContextManager[Any] = nullcontext()
+        if top_saved_tensors_hooks(True) is not None:  # where nothing is saved, a forward may go backward itself
+            saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), saving:
             outputs, tree = flatten(_called(module, args, kwargs), "output")
             with torch.no_grad():  # what it has changed or assigned
                 for ((owner, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
@@ -211,7 +206,6 @@ class _Through(torch.autograd.Function):
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -246,13 +240,6 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return pool.submit(run).result()
 
 
-@contextmanager
-def _saving() -> Iterator[None]:
-    """Lets a forward that goes backward itself do so where nothing is saved for a backward."""
-    with saved_tensors_hooks(_same, _same) if top_saved_tensors_hooks(True) is not None else nullcontext():
-        yield
-
-
 def forgetting() -> saved_tensors_hooks:
     """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
     return saved_tensors_hooks(lambda tensor: None, _refuse_backward)
@@ -264,10 +251,6 @@ def _refuse_backward(nothing: None) -> Tensor:
         "global), while its trace was tried out. Expected a loss made of what the model returns; return that tensor, "
         "too."
     )
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _apart(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:

@@ -92,7 +92,6 @@ class MpiTransport(ProcessTransport):
         os._exit(status)
 
     def close(self) -> None:
-        """Ends MPI if this transport began it."""
         if self._owns_mpi and not MPI.Is_finalized():
             MPI.Finalize()
 

@@ -86,7 +86,6 @@ class ThreadTransport(Transport):
         raise error
 
     def fail(self, text: str) -> None:
-        """Lets the waits of all ranks end with an error."""
         for rank in range(len(self.hosts)):
             self.send_notice(encoded(Failure(text, is_final=True)), rank)
 
@@ -104,10 +103,8 @@ class SingleTransport(ThreadTransport):
 
 
 def single_world() -> World:
-    """Returns the world of a process that is the only rank."""
     return World(SingleTransport())
 
 
 def world_of_thread() -> World | None:
-    """Returns the world of the rank that this thread is, None if it is none."""
     return getattr(of_this_thread, "world", None)
