@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from paired import hush, start_ranks, time_pairs
 
 start_ranks(2)
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch  # noqa: E402 - after start_ranks, which says how many threads torch may start
+from delayed import delay_messages  # noqa: E402
 from ideal import ideal_step  # noqa: E402
 from peers import COMM, our_step, slowest  # noqa: E402
 from tunable import Chain, Shape, batch_of, cuts_of, shape_for  # noqa: E402
 
 from autovaruna import get_rank  # noqa: E402
 from autovaruna.runtime.environment import get_world  # noqa: E402
-from tests.runtime.delayed import delay_messages  # noqa: E402
 
 
 def step_of(
