@@ -111,7 +111,7 @@ class Mail:
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._world, self._device = world, device
+        self._world, self._device, self._carrier = world, device, world.carrier
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
         self.due = 0
@@ -132,6 +132,9 @@ class Mail:
     def follow(self, program: Sequence[Receiver]) -> None:
         """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
         self._program, self._next = program, 0
+        if self._carrier is not self._world.carrier:  # another model has opened one, which moves what came by itself
+            self._carrier, brings = self._world.carrier, self._world.brings
+            self._brought = {kind: each for kind, each in self._brought.items() if brings(kind.route.source, each)}
         self.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
 
     def go_to(self, position: int, ahead: int = AHEAD) -> None:

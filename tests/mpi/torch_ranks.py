@@ -21,7 +21,7 @@ def laws(folder: Path) -> None:
     (folder / f"broken{get_rank()}").write_text(json.dumps(try_laws()))
 
 
-def train(folder: Path, channel: str = "auto") -> None:
+def train(folder: Path, channel: str = "auto") -> AutoVaruna:
     """Trains a model of two stages, one with two replicas if there are three ranks, and keeps the losses."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Dropout(0.1), nn.Linear(300, 4))
@@ -38,13 +38,21 @@ def train(folder: Path, channel: str = "auto") -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     (folder / f"{channel}{get_rank()}").write_text(json.dumps(losses))
+    return model
 
 
 def train_both_ways(folder: Path) -> None:
-    """Does so, and once more with the script's own group of torch.distributed, and tensors through gloo."""
-    train(folder)
+    """Does so, and once more with the script's own group of torch.distributed, and tensors through gloo.
+
+    The first model goes on afterwards.
+    """
+    first, batch = train(folder).eval(), torch.ones(4, 6)
+    with torch.no_grad():
+        before = first(batch)
     dist.init_process_group("gloo")
     train(folder, "gloo")
+    with torch.no_grad():
+        assert torch.equal(first(batch), before)
     total = torch.ones(())
     dist.all_reduce(total)
     assert total == dist.get_world_size()
