@@ -43,6 +43,7 @@ try:
     import torch._subclasses.fake_tensor
     import torch._subclasses.functional_tensor
     import torch.nn.utils.clip_grad
+    import torch.nn.utils.parametrize
     import torch.utils._python_dispatch
     import torch.utils._pytree
     import torch.utils._sympy.numbers
@@ -110,6 +111,7 @@ try:
     check = torch._check  # adds what must hold
     int_oo = torch.utils._sympy.numbers.int_oo
     ValueRanges = torch.utils._sympy.value_ranges.ValueRanges
+    FIXES_SIZE, COMPARES_SIZES = "_set_replacement", "_maybe_guard_rel"  # what a ShapeEnv does, where it has that
 
     # Attributes that are read or written where the objects are.
     for _sample, _names in (
@@ -122,6 +124,8 @@ try:
         (torch.amp.GradScaler, ("_unscale_grads_",)),
         (torch.distributions.Distribution, ("_validate_args",)),
         (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")),
+        (torch.nn.utils.parametrize, ("_cache", "_cache_enabled")),
+        (nn.RNN(1, 1, device="meta"), ("_flat_weights",)),
     ):
         for _name in _names:
             getattr(_sample, _name)

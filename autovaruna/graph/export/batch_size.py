@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import ValueRanges, int_oo, replaced
+from autovaruna._torch import COMPARES_SIZES, FIXES_SIZE, ValueRanges, int_oo, replaced
 from autovaruna.graph.export.errors import BatchSizeError, in_transform, is_users, running_modules, users_line
 
 _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 25) for step in (-1, 0, 1)))
@@ -61,8 +61,8 @@ class SizeWatch:
                 (torch.SymFloat, "__int__", self._make_number),
                 (torch.SymFloat, "__float__", self._make_number),
                 (torch.SymBool, "__bool__", self._branch),
-                (ShapeEnv, "_set_replacement", self._fix),
-                (ShapeEnv, "_maybe_guard_rel", self._relate),
+                (ShapeEnv, FIXES_SIZE, self._fix),
+                (ShapeEnv, COMPARES_SIZES, self._relate),
                 (ShapeEnv, "produce_guards", self._produce),
             ):
                 stack.enter_context(replaced(kind, name, self._seen_by(act, getattr(kind, name, None))))
