@@ -266,6 +266,10 @@ def _by_dimension(node: fx.Node) -> Iterable[Any]:
     return [shape[place] for place in places if shape]
 
 
+def _first(node: fx.Node) -> Iterable[Any]:
+    return _shape(node.args[0])[:1]
+
+
 def _all(node: fx.Node) -> Iterable[Any]:
     return [length for source in node.all_input_nodes for length in _shape(source)]
 
@@ -355,9 +359,9 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES | Trait.COUNTS_ON, along=_by_dimension)),
     ("cumprod", Operator(traits=Trait.COUNTS_ON, along=_by_dimension)),
     ("cumsum_ sort logcumsumexp", Operator(traits=Trait.FINDS_PLACES, along=_by_dimension)),
-    ("msort", Operator(traits=Trait.FINDS_PLACES, along=lambda node: _shape(node.args[0])[:1])),
+    ("msort", Operator(traits=Trait.FINDS_PLACES, along=_first)),
     ("flip roll", Operator(_LINEAR, along=_by_dimension)),
-    ("flipud", Operator(along=lambda node: _shape(node.args[0])[:1])),
+    ("flipud", Operator(along=_first)),
     ("cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
     ("diff", Operator(counts_along=_by_dimension)),
     ("argsort topk", Operator(traits=Trait.FINDS_PLACES, counts_along=_by_dimension)),
