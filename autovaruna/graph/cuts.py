@@ -81,9 +81,9 @@ def _cut_points(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
         if isinstance(module, CutPoint):
             yield path, module
         for name, value in vars(module).items():
-            held = value if isinstance(value, list | tuple) and not name.startswith("_") else ()
-            entries = value.items() if isinstance(value, dict) and not name.startswith("_") else enumerate(held)
-            for place, entry in entries:
+            if name.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            for place, entry in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(entry, CutPoint):
                     yield f"{path}.{name}.{place}".removeprefix("."), entry
 

@@ -407,7 +407,8 @@ class BatchValues:
         size: tuple[int, tuple[int, ...]],
         totals: Mapping[str, Any],
     ) -> dict[str, Any]:
-        (piece, run), inputs = code, dict(zip(self._traced.inputs, tensors, strict=True))
+        piece, run = code
+        inputs = dict(zip(self._traced.inputs, tensors, strict=True))
         given = [self._argument(argument, inputs, size, totals) for argument in piece.arguments]
         with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
             return dict(zip(piece.outputs, run(*given), strict=True))
