@@ -11,7 +11,7 @@ from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.transport.torch_channel import lacking_for_nccl, open_channel, open_to_measure
 from autovaruna.runtime.world import World
 from autovaruna.session.machine import measure_links, measure_sums
-from tests.catalogue import PLAIN
+from tests.catalogue import DEVICE, PLAIN
 from tests.ranks import run_ranks
 from tests.reference import compare, plain_steps, sgd
 from tests.runtime.world_laws import LAWS
@@ -59,6 +59,7 @@ def test_both_may_send_first_and_take_in_another_order() -> None:
     assert run_ranks(2, talk) == [[14, 13, 12, 11, 10], [4, 3, 2, 1, 0]]
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="gloo carries tensors on the CPU alone")
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("stage_ranks", [((0,), (1,)), ((0, 1), (2,)), ((0, 1),)])
 def test_training_through_gloo_is_training(stage_ranks: tuple[tuple[int, ...], ...], is_shared: bool) -> None:
@@ -97,6 +98,17 @@ def test_nccl_is_refused_without_a_gpu_for_each_rank() -> None:
         return lacking_for_nccl(world, CPU)
 
     assert all(any("cpu" in reason for reason in each) for each in run_ranks(2, choose))
+
+
+def test_gloo_is_refused_for_tensors_on_a_gpu() -> None:
+    """The story: on a GPU, gloo sent from addresses that the host does not have, and the process was aborted."""
+
+    def choose(world: World) -> None:
+        device = torch.device("cuda", 0) if world.rank else CPU
+        with pytest.raises(ConfigError, match=r"gloo.*rank 1 computes on cuda\. Pass channel='mpi'"):
+            open_channel("gloo", plan_on((0,), (1,)), world, device)
+
+    run_ranks(2, choose)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -263,13 +263,14 @@ class TorchChannel:
 
 
 _numbers = count()
+_CARRIES_ALL = "Pass channel='mpi'."
 
 
 def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:
     """Opens the channel of a plan; `setting` is ``auto``, ``mpi``, ``nccl`` or ``gloo``. Collective.
 
     Raises:
-        ConfigError: NCCL is asked for where it cannot be; on every rank.
+        ConfigError: NCCL or gloo is asked for where it cannot be; on every rank.
     """
     groups = {stage.ranks for stage in plan.stages if len(stage.ranks) > 1}
     backend = _open_backend(setting, world, device, set(pairs_of(plan)), groups)
@@ -287,9 +288,13 @@ def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[P
     """Opens the channel for messages between pairs, and sums over groups; returns its name, empty if none is needed."""
     if world.num_ranks == 1:
         return ""
+    if setting == "gloo":
+        kinds = world.gather_objects(device.type, "choosing a channel")
+        if others := [f"rank {rank} computes on {kind}" for rank, kind in enumerate(kinds) if kind != "cpu"]:
+            raise ConfigError(f"channel='gloo' carries tensors on the CPU alone: {'; '.join(others)}. {_CARRIES_ALL}")
     lacking = [] if setting in ("mpi", "gloo") else lacking_for_nccl(world, device)
     if setting == "nccl" and lacking:
-        raise ConfigError(f"channel='nccl' needs a GPU for each rank: {'; '.join(lacking)}. Pass channel='mpi'.")
+        raise ConfigError(f"channel='nccl' needs a GPU for each rank: {'; '.join(lacking)}. {_CARRIES_ALL}")
     backend = ("mpi" if lacking else "nccl") if setting == "auto" else setting
     if backend != "mpi":
         carrier = world.carrier
