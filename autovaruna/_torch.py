@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,6 +108,15 @@ try:
     NormBase = torch.nn.modules.batchnorm._NormBase
     parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``
 
+    UNSCALE = "_unscale_grads_"  # of a GradScaler: looks for overflow in the gradients of an optimizer
+    clip_grad: Any = torch.nn.utils.clip_grad
+    NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # the two halves of ``clip_grad_norm_``
+    OPTIMIZER_HOOKS = tuple(  # tables of an optimizer's hooks, those of steps first
+        f"_optimizer_{what}_{when}_hooks"
+        for what in ("step", "state_dict", "load_state_dict")
+        for when in ("pre", "post")
+    )
+
     # Sizes that are symbols.
     check = torch._check  # adds what must hold
     int_oo = torch.utils._sympy.numbers.int_oo
@@ -121,9 +131,10 @@ try:
         (nn.Module(), (OWN_CALL,)),
         (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
-        (torch.amp.GradScaler, ("_unscale_grads_",)),
+        (torch.amp.GradScaler, (UNSCALE,)),
+        (SimpleNamespace(**torch.optim.Optimizer.__annotations__), OPTIMIZER_HOOKS),
         (torch.distributions.Distribution, ("_validate_args",)),
-        (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")),
+        (torch.nn.utils.clip_grad, (NORM, CLIP)),
         (torch.nn.utils.parametrize, ("_cache", "_cache_enabled")),
         (nn.RNN(1, 1, device="meta"), ("_flat_weights",)),
     ):
@@ -136,6 +147,12 @@ except (ImportError, AttributeError) as _error:
 def num_uses_of_storage(tensor: Tensor) -> int:
     """Returns how many tensors and other objects use the memory of a tensor, the one that counts included."""
     return int(_num_uses(tensor.untyped_storage()._cdata))
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Returns the hooks of an optimizer before and after its step, in order, by number."""
+    before, after, *_ = (getattr(optimizer, name) for name in OPTIMIZER_HOOKS)
+    return before, after
 
 
 @cache
@@ -166,8 +183,7 @@ def passes_of_export() -> Any:
     return import_module(name)
 
 
-@cache
-def mend_lstm() -> None:
+def mended_lstm() -> AbstractContextManager[None]:
     """Gives the last states of an LSTM on fake tensors the shape of real ones; torch 2.11 has a dimension too many."""
     name = "torch._decomp.decompositions"
     one_layer = _later(name, "one_layer_lstm")
@@ -176,7 +192,7 @@ def mend_lstm() -> None:
         output, states = one_layer(*args, **kwargs)
         return output, tuple(each[0] if each.dim() == 3 else each for each in states)
 
-    import_module(name).one_layer_lstm = mended  # type: ignore[attr-defined]
+    return replaced(import_module(name), "one_layer_lstm", mended)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,16 @@ from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError
 from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
 from autovaruna.graph.facts import tensors_in
+from autovaruna.interception.modules import own_code
+from autovaruna.interception.scaler import look_in_callers
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.autograd import own_code
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
-from autovaruna.runtime.environment import promise, show_errors_in_few_lines
+from autovaruna.runtime.environment import promise
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import listen, refuse_several
+from autovaruna.session.borders import refuse_several
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
@@ -72,7 +73,6 @@ class AutoVaruna(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         **settings: Any,
     ) -> None:
-        show_errors_in_few_lines()
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
             raise InputError(f"AutoVaruna wraps a torch.nn.Module that is not wrapped yet: got {type(model).__name__}.")
         if any(isinstance(parameter, RemoteTensor) for parameter in model.parameters()):
@@ -86,6 +86,8 @@ class AutoVaruna(nn.Module):
                 f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
                 "torch.optim.Optimizer; settings are keywords."
             )
+        if optimizer is not None and scaler is None:
+            look_in_callers()
         self._wrap(model, optimizer, scaler, resolve(settings), Copies())
         promise()
 
@@ -102,6 +104,7 @@ class AutoVaruna(nn.Module):
         self.__dict__["module"] = module  # not registered: names must stay the module's own
         self.training = module.training
         self._wrapped = Wrapped(module, optimizer, settings)
+        finalize(self, self._wrapped.installed.undo).atexit = False
         self._methods = OwnMethods(module, self._wrapped.guards)
         self._persistence = Persistence(self._wrapped)
         self._session = Session(self._wrapped, self._persistence, scaler, copies)
@@ -239,7 +242,7 @@ class AutoVaruna(nn.Module):
         Args:
             wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
         """
-        listen()
+        self._wrapped.listen()
         stopping = self._wrapped.stopping
         stopping.is_wanted |= wants_stop
         return stopping.own if self._wrapped.world.num_ranks == 1 else stopping.is_agreed
@@ -404,7 +407,8 @@ class AutoVaruna(nn.Module):
         if sampler is not None and info.data_position is not None:
             sampler.load_state_dict(info.data_position)
         if wrapped.morphing is not None:
-            wrapped.morphing.hold(info.step or 0, wrapped.raw_optimizer, scaler, lr_scheduler, sampler, extra)
+            wrapped.listen()
+            wrapped.morphing.hold(info.step or 0, wrapped.proxy, scaler, lr_scheduler, sampler, extra)
         return info
 
     def _load_memory(self, step: int | None, scaler: Any, lr_scheduler: Any) -> CheckpointInfo | None:

@@ -13,6 +13,7 @@ ROOMS = [
     "config",
     "log",
     "_torch",
+    "interception",
     "graph",
     "profiler",
     "schedule",

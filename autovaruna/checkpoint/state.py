@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.tensor_file import Reader, Rows, dtype_of, lay_out
 from autovaruna.config.files import shown
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.optimizer import CutOptimizer, own_of
+from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 
@@ -250,7 +250,7 @@ def load_optimizer(
     names = iter(every)
     for given, group in zip(known["param_groups"], optimizer.optimizer.param_groups, strict=True):
         options = decode({key: value for key, value in given.items() if key != "params"}, reader.tensor)
-        start, parameters = sum(len(each["params"]) for each in groups), own_of(group["params"])
+        start, parameters = sum(len(each["params"]) for each in groups), OWN_PART.own(group["params"])
         for place, parameter in enumerate(parameters, start):
             name = next(names)
             if name in by_first:
@@ -275,7 +275,7 @@ def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.d
 
     What had the dtype of its parameter when it was saved has that of the parameter now.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in own_of(group["params"])]
+    parameters = [parameter for group in optimizer.param_groups for parameter in OWN_PART.own(group["params"])]
     for place, content in own.items():
         now = optimizer.state[parameters[place]]
         for key, value in content.items():
@@ -287,7 +287,7 @@ def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.d
 def _own_names(optimizer: CutOptimizer, state: OwnedState) -> list[str]:
     """Returns the first names of this rank's parameters in the groups as they are now, in order."""
     names = {id(state.tensor(name)): name for name in state.places}
-    own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in own_of(group["params"])]
+    own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in OWN_PART.own(group["params"])]
     if None in own:
         raise CheckpointError(
             "The optimizer has parameters that are not the model's (any more): make it from model.parameters() after "

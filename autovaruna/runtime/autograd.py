@@ -1,26 +1,22 @@
 """Joins stages and steps to autograd: what a stage receives, and what a call returns to its caller.
 
 What `model(...)` returns is the output of one autograd function of this rank's parameters and of inputs that need a
-gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient that comes in. That
-is of the global batch; a backward through a module that the script calls beside the wrapper is not: see `DirectCalls`.
+gradient. So ``loss.backward()`` accumulates into ``.grad``, fires hooks, and scales by the gradient that comes in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from threading import Lock, local
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
-from torch.nn.modules.module import register_module_forward_hook
 
-from autovaruna._torch import FakeTensor, SingleLevelFunction, is_graph_kept, pytree
+from autovaruna._torch import SingleLevelFunction, is_graph_kept
 from autovaruna.errors import OrderError
+from autovaruna.interception.modules import own_code
 
 
 def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
@@ -123,52 +119,3 @@ def while_unchanged(finish: Finish, held: Mapping[str, Tensor], saved: Collectio
         return finish(gradients, is_kept)
 
     return checked
-
-
-_on_this_thread = local()
-_owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = WeakKeyDictionary()
-_lock = Lock()
-_is_watching = False
-
-
-@contextmanager
-def own_code() -> Iterator[None]:
-    """Notes that what runs on this thread is the library's own."""
-    before = getattr(_on_this_thread, "is_own", False)
-    _on_this_thread.is_own = True
-    try:
-        yield
-    finally:
-        _on_this_thread.is_own = before
-
-
-class DirectCalls:
-    """The modules of a model, beside the wrapper, through which a backward has gone: the paths that are `used`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        global _is_watching
-        self.used: set[str] = set()
-        for path, module in model.named_modules():
-            _owners[module] = ref(self), path
-        with _lock:
-            if not _is_watching:
-                register_module_forward_hook(_note)
-                _is_watching = True
-
-    def take(self) -> str:
-        """Returns the outermost module that a backward has gone through since the last time; empty: through none."""
-        used, self.used = self.used, set()
-        return min((path or "the model itself" for path in used), key=len, default="")
-
-
-def _note(module: nn.Module, args: Any, output: Any) -> None:
-    """Waits for a backward through what a module has returned."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or getattr(_on_this_thread, "is_own", False):
-        return
-    known, path = _owners.get(module, (None, ""))
-    owner = None if known is None else known()
-    if owner is None or any(isinstance(each, nn.Parameter) for each in args):  # those make weights of weights
-        return
-    for each in pytree.tree_leaves(output):
-        if isinstance(each, Tensor) and each.requires_grad and not isinstance(each, FakeTensor):
-            each.register_hook(lambda gradient: owner.used.add(path))  # type: ignore[no-untyped-call]

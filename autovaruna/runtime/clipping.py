@@ -1,14 +1,13 @@
 """Clips gradients by the norm of all of them: the same number on every rank, for every plan.
 
-`clip_grad_norm` is the wrapper's own; `join_norms` lets PyTorch's own clipping see the gradients of all ranks.
+`clip_grad_norm` is the wrapper's own; with `CLIPPING`, PyTorch's own clipping sees the gradients of all ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import reduce, wraps
-from typing import Any
+from functools import partial, reduce
 from zlib import crc32
 
 import torch
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
+from autovaruna.interception.clipping import join_norms
+from autovaruna.interception.installed import Piece
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel, split_models
 from autovaruna.runtime.world import differences
@@ -124,64 +125,35 @@ def _norms(tensors: Mapping[str, Tensor], norm_type: float) -> dict[str, tuple[f
     return {name: (number, norms[name].dtype) for name, number in zip(norms, numbers, strict=True)}
 
 
-_OF_MODEL = "_autovaruna_model"
-"""Attribute of the norm of a split model's gradients."""
+class JoinedNorm:
+    """The gradients of a split model, as PyTorch's own clipping asks for their norm."""
 
+    def __init__(self, model: SplitModel) -> None:
+        self._model = model
 
-def join_norms() -> None:
-    """Lets ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` join the norms of gradients of a split model.
-
-    That is collective then: every rank asks for the norm of the same gradients, of which some are elsewhere.
-    """
-    module: Any = torch.nn.utils.clip_grad
-    plain = getattr(module, "_get_total_norm", None)
-    if plain is None or hasattr(plain, "joins_norms"):
-        return
-
-    @wraps(plain)
-    def joined(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **options: Any
-    ) -> Any:
-        found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        model = _model_of(found)
-        if model is None:
-            return plain(found, norm_type, error_if_nonfinite, *args, **options)
+    def norm(self, tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        model = self._model
         names = {id(each): name for name, each in model.gradients().items()}
         limit = f"{model.limits[0]:g}" if model.limits else "none"
-        alike = {"norm_type": f"{float(norm_type):g}", "max_norm of the last clipping": limit}
-        what = "the norm of gradients"
-        total = total_norm(found, names, model, float(norm_type), error_if_nonfinite, alike, what)
-        setattr(total, _OF_MODEL, model)
-        return total
+        options = {"norm_type": f"{norm_type:g}", "max_norm of the last clipping": limit}
+        return total_norm(tensors, names, model, norm_type, error_if_nonfinite, options, "the norm of gradients")
 
-    joined.joins_norms = True  # type: ignore[attr-defined]
-    module._get_total_norm = joined
-    _note_limits(module)
-    if hasattr(torch.nn.utils, "get_total_norm"):
-        torch.nn.utils.get_total_norm = joined
+    def note_limit(self, max_norm: float) -> None:
+        self._model.limits[:] = [max_norm]
+
+    def here(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [each for each in parameters if not isinstance(each.grad, RemoteTensor)]
 
 
-def _note_limits(module: Any) -> None:
-    """Notes what gradients are clipped to, which ranks compare when they ask for their next norm."""
-    plain = module._clip_grads_with_norm_
-
-    @wraps(plain)
-    def noting(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **options: Any) -> Any:
-        model: SplitModel | None = getattr(total_norm, _OF_MODEL, None)
-        if model is not None:
-            model.limits[:] = [float(max_norm)]
-            listed = [parameters] if isinstance(parameters, Tensor) else parameters
-            parameters = [each for each in listed if not isinstance(each.grad, RemoteTensor)]  # others scale those
-        return plain(parameters, max_norm, total_norm, *args, **options)
-
-    module._clip_grads_with_norm_ = noting
-
-
-def _model_of(tensors: Sequence[Tensor]) -> SplitModel | None:
+def _model_of(tensors: Sequence[Tensor]) -> JoinedNorm | None:
     """Returns the split model that tensors are gradients of; None: of none, or something else is elsewhere."""
     for model in split_models():
         known = set(map(id, model.gradients().values()))
         if any(id(each) in known for each in tensors):
             is_known = all(id(each) in known for each in tensors if isinstance(each, RemoteTensor))
-            return model if is_known else None
+            return JoinedNorm(model) if is_known else None
     return None
+
+
+CLIPPING = Piece(partial(join_norms, _model_of))
+"""PyTorch's own clipping, for gradients of models that are split."""

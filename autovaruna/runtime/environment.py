@@ -1,8 +1,4 @@
-"""Defines `get_world`: the ranks that this process is one of, found in the environment; they end together.
-
-A script that comes to its end says goodbye and waits for the others. An error that nobody caught, in any thread, or
-`sys.exit` with a non-zero status, ends all ranks at once.
-"""
+"""Defines `get_world`: the ranks that this process is one of, found in the environment; they end together."""
 
 from __future__ import annotations
 
@@ -13,13 +9,11 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import NoReturn
 
 import torch
 
-from autovaruna.errors import AutoVarunaError, ConfigError, RankError
-from autovaruna.log import error_text, write_error
+from autovaruna.errors import ConfigError
+from autovaruna.interception.exits import Ending
 from autovaruna.runtime.launcher import (
     OF_OPEN_MPI,
     OF_TORCHRUN,
@@ -28,75 +22,9 @@ from autovaruna.runtime.launcher import (
     launcher_of,
     remove_leftovers,
 )
-from autovaruna.runtime.transport.base import status_after
 from autovaruna.runtime.transport.processes import ProcessTransport
 from autovaruna.runtime.transport.threads import single_world, world_of_thread
 from autovaruna.runtime.world import World
-
-
-class Ending:
-    """Ends the ranks of a world with this one."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self._process = world, os.getpid()
-        self._status = self._num_acts = 0
-        self._has_ended = False
-        self._exit, self._hook, self._thread_hook = sys.exit, sys.excepthook, threading.excepthook
-
-    def install(self) -> None:
-        """Puts the hooks of Python in place. Child processes made by fork keep their own ways."""
-        sys.excepthook = self.on_error
-        threading.excepthook = self.on_thread_error
-        sys.exit = self.on_exit
-        atexit.register(self.on_end)
-
-    def on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._is_child():
-            self._hook(kind, error, trace)
-        else:
-            self.world.abort(error.with_traceback(trace), f"rank {self.world.rank} failed")
-
-    def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        if self._is_child() or args.exc_value is None or args.exc_type is SystemExit:
-            self._thread_hook(args)
-        else:
-            name = "" if args.thread is None else f" in thread {args.thread.name}"
-            self.world.abort(args.exc_value, f"rank {self.world.rank} failed{name}")
-
-    def on_exit(self, status: object = None, /) -> NoReturn:
-        """Notes the status of `sys.exit`, which Python does not show at the end; using the world later undoes that."""
-        if threading.current_thread() is threading.main_thread():
-            self._status, self._num_acts = status_of(status), self._num_acts_now()
-        self._exit(status)  # type: ignore[arg-type]
-
-    def on_end(self) -> None:
-        """Says goodbye; ends all ranks if the script ended with an error, or if others still wait for this rank."""
-        if self._is_child() or self._has_ended:
-            return
-        self._has_ended = True
-        uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None:  # a hook that the script has put in the place of ours has shown it
-            self.world.transport.end(status_after(uncaught))
-        if self._status != 0 and self._num_acts == self._num_acts_now():
-            self.world.transport.end(self._status)
-        try:
-            self.world.leave()
-        except RankError as error:
-            self.world.abort(error, f"rank {self.world.rank} failed at its end")
-
-    def _num_acts_now(self) -> int:
-        return sum(self.world.watch.counts.values())
-
-    def _is_child(self) -> bool:
-        return os.getpid() != self._process
-
-
-def status_of(argument: object) -> int:
-    """Returns the exit status that Python gives for the argument of `sys.exit`."""
-    if argument is None:
-        return 0
-    return argument & 0xFF if isinstance(argument, int) else 1
-
 
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The number of ranks, as set by Open MPI, by MPICH and Intel MPI, by MVAPICH, and by Slurm's srun."""
@@ -136,19 +64,6 @@ def _started(variables: Mapping[str, str]) -> World:
         check_slurm(variables)
         return single_world()
     return start_torch(variables) if is_of_torch(variables) else start_mpi(num_ranks)
-
-
-def show_errors_in_few_lines() -> None:
-    """Lets an error of this package that nobody caught be shown without the frames that mean nothing to a user."""
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, AutoVarunaError):
-            write_error(error_text(error))
-        else:
-            sys.__excepthook__(kind, error, trace)
-
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = show
 
 
 def promise() -> None:

@@ -8,184 +8,45 @@ optimizer whose steps join numbers of several parameters is refused.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
-from threading import Lock, local
-from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
+from autovaruna.interception.installed import Piece, Undo
+from autovaruna.interception.optimizer import OptimizerProxy, cut_groups, outermost_step, watch_steps
 from autovaruna.profiler.optimizer import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
 from autovaruna.runtime.weights import Placement, from_rank, share_of, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World
 
-_HOOKS = tuple(
-    f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
-)
+logger = logging.getLogger(__name__)
 
 
-def own_of(parameters: list[Tensor]) -> list[Tensor]:
-    return [each for each in parameters if steps_here(each)]
+class OwnPart:
+    """What this rank holds of split models, as the steps of optimizers need it."""
 
+    def own(self, parameters: list[Tensor]) -> list[Tensor]:
+        return [each for each in parameters if steps_here(each)]
 
-Whole = list[tuple[list[Tensor], list[Tensor]]]
-"""The list of parameters of each group, and what was in it."""
-
-
-def cut_down(optimizer: Optimizer) -> Whole:
-    """Takes what other ranks step over out of the groups; the lists are the same ones, for others may share them."""
-    whole = [(group["params"], group["params"][:]) for group in optimizer.param_groups]
-    for parameters, every in whole:
-        parameters[:] = own_of(every)
-    return whole
-
-
-def give_back(optimizer: Optimizer, whole: Whole) -> None:
-    for group, (parameters, every) in zip(optimizer.param_groups, whole, strict=False):
-        parameters[:] = every
-        group["params"] = parameters
-
-
-@contextmanager
-def own_part(optimizer: Optimizer) -> Iterator[None]:
-    """Takes what other ranks step over out of the groups for a while."""
-    whole = cut_down(optimizer)
-    try:
-        yield
-    finally:
-        give_back(optimizer, whole)
-
-
-def with_hooks(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer, which calls hooks from now on if its class, which steps with another, has left them out."""
-    vars(optimizer).setdefault("defaults", {})
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        for name in _HOOKS:
-            setattr(optimizer, name, OrderedDict())
-        optimizer.step = MethodType(Optimizer.profile_hook_step(type(optimizer).step), optimizer)  # type: ignore[method-assign]
-    return optimizer
-
-
-class _OnThisThread(local):
-    """What this thread, which may be one of several ranks, is doing."""
-
-    outermost: OwnSteps | None = None
-    """The step that is under way; steps of optimizers that it steps with are part of it."""
-
-
-_on_this_thread = _OnThisThread()
-
-
-class OwnSteps:
-    """Cuts the groups of an optimizer down while its ``step`` or ``zero_grad`` runs, once it `is_on`.
-
-    It is there from the start, for what a step is given to call may be the call of the model that splits it.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.is_on = False
-        """Whether groups are cut down; until then, and where that is not right, nothing is done."""
-        self._optimizer, self._depth = optimizer, 0
-        self._whole: Whole | None = None
-        self._before = optimizer.register_step_pre_hook(self._enter)
-        self._after = optimizer.register_step_post_hook(self._leave)
-        optimizer.step = _around(optimizer, optimizer.step, self._step)  # type: ignore[method-assign]
-        optimizer.zero_grad = _around(optimizer, optimizer.zero_grad, self._zero_grad)  # type: ignore[method-assign]
-
-    def _step(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a step; hooks, and what the script gives it to call, see the parameters of all ranks."""
-        if not (self.is_on or args or kwargs):  # nothing that it calls could turn this on
-            return plain()
-        before: Any = self._optimizer._optimizer_step_pre_hooks
-        after: Any = self._optimizer._optimizer_step_post_hooks
-        before.move_to_end(self._before.id)
-        after.move_to_end(self._after.id, last=False)
-        args = tuple(map(self._outside, args))
-        try:
-            return plain(*args, **{name: self._outside(value) for name, value in kwargs.items()})
-        finally:
-            self._depth = 0
-            self._give_back()
-            if _on_this_thread.outermost is self:
-                _on_this_thread.outermost = None
-
-    def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on:
-            plain(*args, **kwargs)
-            return
-        with own_part(self._optimizer):
-            plain(*args, **kwargs)
-        if (args[0] if args else kwargs.get("set_to_none", True)) is False:
-            return
+    def clear(self, parameters: Sequence[Tensor]) -> None:
         with PLAIN():  # one after the other through `RemoteTensor` takes long
-            for group in self._optimizer.param_groups:
-                for each in group["params"]:
-                    if not steps_here(each):
-                        each.grad = None
+            for each in parameters:
+                if not steps_here(each):
+                    each.grad = None
 
-    def _enter(self, *_: Any) -> None:
-        self._depth += 1
-        if self._depth == 1 and self.is_on:
-            self._whole = cut_down(self._optimizer)
-            _on_this_thread.outermost = _on_this_thread.outermost or self
-
-    @property
-    def listed(self) -> list[Tensor]:
-        """The parameters of all ranks in the groups, while they are cut down."""
-        return [each for _, every in self._whole or () for each in every]
-
-    def _leave(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._whole is not None:
-            listed = self.listed
-            self._give_back()
-            if _on_this_thread.outermost is self:
-                _on_this_thread.outermost = None
-                spread_steps(listed)
-
-    def _give_back(self) -> None:
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
-            give_back(self._optimizer, whole)
-
-    def _outside(self, value: Any) -> Any:
-        """Returns a closure that is called with the whole groups; anything else as it is."""
-        if not callable(value) or isinstance(value, Tensor):
-            return value
-
-        @wraps(value)
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            depth, self._depth = self._depth, 0
-            self._give_back()
-            try:
-                return value(*args, **kwargs)
-            finally:
-                for _ in range(depth):
-                    self._enter()
-
-        return closure
+    def spread(self, parameters: Sequence[Tensor]) -> None:
+        spread_steps(parameters)
 
 
-def _around(optimizer: Optimizer, plain: Any, act: Callable[..., Any]) -> Any:
-    """Returns a method that has `act` call another one; learning-rate schedules take methods apart."""
-    function = plain.__func__ if isinstance(plain, MethodType) else None
-
-    @wraps(function or plain)
-    def method(own: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return act(plain if function is None else partial(function, own), *args, **kwargs)
-
-    return MethodType(method, optimizer)
+OWN_PART = OwnPart()
 
 
 class CutOptimizer:
@@ -256,13 +117,13 @@ class CutOptimizer:
         for each in away:
             del state[each]
         try:
-            with own_part(self.optimizer):
+            with cut_groups(self.optimizer, OWN_PART.own):
                 return type(self.optimizer).state_dict(self.optimizer)
         finally:
             state.update(away)
 
     def load_own(self, state: dict[str, Any]) -> None:
-        with own_part(self.optimizer):
+        with cut_groups(self.optimizer, OWN_PART.own):
             type(self.optimizer).load_state_dict(self.optimizer, state)
 
     def state_dict(self, placement: Placement, world: World) -> dict[str, Any]:
@@ -309,14 +170,11 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-logger = logging.getLogger(__name__)
 _known: WeakSet[Optimizer] = WeakSet()
-_is_watching = False
-_one_at_a_time = Lock()
 
 
 def step_over_own_part(
-    optimizer: Optimizer, own: OwnSteps, num_ranks: int, device: torch.device, *, is_shared: bool
+    proxy: OptimizerProxy, optimizer: Optimizer, num_ranks: int, device: torch.device, *, is_shared: bool
 ) -> None:
     """Cuts the steps of an optimizer, some of whose parameters are elsewhere or shared out, down to this rank's part.
 
@@ -328,8 +186,8 @@ def step_over_own_part(
         raise InputError(_refusal_to_share(type(optimizer).__name__, steps))
     if steps.kind in ("joint", "random"):
         raise InputError(_refusal(type(optimizer).__name__, steps, num_ranks))
-    own.is_on = steps.kind == "separate"
-    if not own.is_on:
+    proxy.is_on = steps.kind == "separate"
+    if not proxy.is_on:
         logger.warning(
             "cannot try out whether %s updates each parameter by itself (%s): each rank steps over all parameters, "
             "and what joins numbers of several ranks will raise",
@@ -349,22 +207,31 @@ def sharing_of(optimizer: Optimizer | None, setting: Sharing, device: torch.devi
     return setting if steps.kind == "separate" else False
 
 
-def watch_later_optimizers() -> None:
+_later: WeakSet[OptimizerProxy] = WeakSet()
+
+
+def _watch_later_optimizers() -> Undo:
     """Does the same for other optimizers that have parameters that are elsewhere, at the first step of each."""
-    global _is_watching
-    with _one_at_a_time:  # ranks may be threads
-        if not _is_watching:
-            register_optimizer_step_pre_hook(_note)
-            _is_watching = True
+    stop = watch_steps(_join)
+
+    def undo() -> None:
+        stop()
+        for proxy in list(_later):
+            proxy.remove()
+
+    return undo
 
 
-def _note(optimizer: Optimizer, *_: Any) -> None:
+LATER_OPTIMIZERS = Piece(_watch_later_optimizers)
+
+
+def _join(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _known:
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     away = [each.home for each in parameters if isinstance(each, RemoteTensor)]
     shared = {id(each): share.home for each in parameters if (share := share_of(each)) is not None}
-    outermost = _on_this_thread.outermost
+    outermost = outermost_step()
     if outermost is not None and shared.keys() - set(map(id, outermost.listed)):
         raise InputError(
             f"An optimizer steps with a {type(optimizer).__name__} of other parameters than its own: got shared "
@@ -375,11 +242,13 @@ def _note(optimizer: Optimizer, *_: Any) -> None:
         return  # its lists are those of the one that steps with it
     if home := next(iter((*away, *shared.values())), None):
         num_ranks = 1 + max(home.rank, *home.ranks)
-        step_over_own_part(optimizer, OwnSteps(optimizer), num_ranks, home.device, is_shared=bool(shared))
-        _show_whole_state(optimizer, parameters)
+        proxy = OptimizerProxy(optimizer, OWN_PART)
+        _later.add(proxy)
+        step_over_own_part(proxy, optimizer, num_ranks, home.device, is_shared=bool(shared))
+        _show_whole_state(proxy, optimizer, parameters)
 
 
-def _show_whole_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+def _show_whole_state(proxy: OptimizerProxy, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Lets the optimizer's own methods give and take the state of all parameters, if they are of one model."""
     for model in split_models():
         names = model.names()
@@ -387,9 +256,9 @@ def _show_whole_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) 
             cut = CutOptimizer(optimizer, names)
             cut.cut(model.parameters())
             rank = model.world.rank
-            optimizer.state_dict = partial(cut.state_dict, model.placement, model.world)  # type: ignore[method-assign]
-            optimizer.load_state_dict = partial(  # type: ignore[method-assign]
-                cut.load_state_dict, placement=model.placement, rank=rank
+            proxy.show(
+                state_dict=partial(cut.state_dict, model.placement, model.world),
+                load_state_dict=partial(cut.load_state_dict, placement=model.placement, rank=rank),
             )
 
 

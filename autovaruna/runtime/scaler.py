@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.runtime.optimizer import own_part
+from autovaruna.interception.optimizer import cut_groups
+from autovaruna.interception.scaler import UNSCALERS, Unscaled, enabled_scalers, num_seen
+from autovaruna.runtime.optimizer import OWN_PART
 from autovaruna.runtime.world import World, gather_on_all
-
-Unscaled = dict[torch.device, Tensor]
 
 
 class LossScale:
     """Says by what factor the caller's loop will multiply the loss, as far as that is known before it does.
 
-    Without a `scaler` it looks for the only one that the program has made since this library was imported.
+    Without a `scaler` it looks for the only one that is known in the program.
     """
 
     def __init__(self, optimizer: Optimizer | None, scaler: GradScaler | None, world: World) -> None:
@@ -37,8 +34,9 @@ class LossScale:
         self._known: ref[GradScaler] | None = None if scaler is None else ref(scaler)
         self._num_looked_at, self._is_ambiguous = 0, False
         self._world, self._last = world, 1.0
+        self._unseen_factor: float | None = None  # of the last float16 step, if it went backward without a scaler
         if optimizer is not None:
-            _scale_of[optimizer] = ref(self)
+            UNSCALERS[optimizer] = ref(self)
 
     def before(self, is_half: bool) -> float:
         """Returns the factor to go backward with.
@@ -46,9 +44,9 @@ class LossScale:
         Without a scaler it is one, or for float16 gradients the factor of the last backward: a loop may scale by hand.
         With several, which one is meant matters for these: an `InputError`.
         """
-        if self._num_looked_at != _num_made:
+        if self._num_looked_at != num_seen():
             self._search()
-        scaler = self._scaler
+        scaler, self._unseen_factor = self._scaler, None
         if scaler is not None:
             return float(scaler.get_scale()) or 1.0
         if is_half and self._is_ambiguous:
@@ -56,7 +54,10 @@ class LossScale:
                 "The model has float16 gradients, and the program has several GradScalers: which one scales the loss? "
                 "Say it: AutoVaruna(model, optimizer, scaler=scaler)."
             )
-        return self._last if is_half else 1.0
+        if not is_half:
+            return 1.0
+        self._unseen_factor = self._last
+        return self._last
 
     @property
     def words(self) -> str:
@@ -74,17 +75,27 @@ class LossScale:
 
     def _search(self) -> None:
         """Looks for the scaler, since the program has made new ones."""
-        self._num_looked_at = _num_made
+        self._num_looked_at = num_seen()
         if self._scaler is not None or self._optimizer is None:
             return
-        if _enabled():
+        if enabled_scalers():
             gc.collect()  # one of an earlier run may only wait for this, on one rank longer than on another
-        found = _enabled()
+        found = enabled_scalers()
         self._known = ref(found[0]) if len(found) == 1 else None
         self._is_ambiguous = len(found) > 1
 
     def unscale(self, scaler: GradScaler, plain: Callable[[], Unscaled], found: Tensor) -> Unscaled:
-        """Unscales this rank's gradients and returns what overflowed on any rank. Collective."""
+        """Unscales this rank's gradients and returns what overflowed on any rank. Collective.
+
+        Raises:
+            InputError: float16 gradients are those of a step that went backward without the scale.
+        """
+        if self._scaler is None and self._unseen_factor not in (None, scaler.get_scale()):
+            raise InputError(
+                "A GradScaler unscales float16 gradients that were made without its scale: got one that was made "
+                "before the model was wrapped, and that nothing had shown before. Pass it: AutoVaruna(model, "
+                "optimizer, scaler=scaler)."
+            )
         self._known = ref(scaler)
         own: Unscaled = {}
 
@@ -93,47 +104,10 @@ class LossScale:
             return any(bool(flag.item()) for flag in own.values())
 
         assert self._optimizer is not None
-        with own_part(self._optimizer):
+        with cut_groups(self._optimizer, OWN_PART.own):
             flags = gather_on_all(self._world, overflows, "unscaling gradients")
         own = own or {found.device: found}  # a rank without gradients takes part, too
         if any(flags):
             for flag in own.values():
                 flag.fill_(1.0)
         return own
-
-
-_scale_of: WeakKeyDictionary[Optimizer, ref[LossScale]] = WeakKeyDictionary()
-_scalers: WeakSet[GradScaler] = WeakSet()
-"""Every GradScaler that the program has made since this module was imported, and still has."""
-_num_made = 0
-
-
-def _enabled() -> list[GradScaler]:
-    return [scaler for scaler in list(_scalers) if scaler.is_enabled()]
-
-
-def _watch_scalers() -> None:
-    """Lets every scaler be known, and hear of overflow on any rank when it looks for it in an optimizer's gradients."""
-    initialise, unscale = GradScaler.__init__, GradScaler._unscale_grads_
-
-    @wraps(initialise)
-    def noted(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
-        global _num_made
-        initialise(scaler, *args, **kwargs)
-        _scalers.add(scaler)
-        _num_made += 1
-
-    @wraps(unscale)
-    def everywhere(
-        scaler: GradScaler, optimizer: Optimizer, inverse: Tensor, found: Tensor, allow_fp16: bool
-    ) -> Unscaled:
-        plain = partial(unscale, scaler, optimizer, inverse, found, allow_fp16)
-        known = _scale_of.get(optimizer)
-        scale = None if known is None else known()
-        return plain() if scale is None else scale.unscale(scaler, plain, found)
-
-    GradScaler.__init__ = noted  # type: ignore[method-assign, assignment]
-    GradScaler._unscale_grads_ = everywhere  # type: ignore[method-assign, assignment]
-
-
-_watch_scalers()

@@ -37,6 +37,7 @@ from autovaruna.runtime.transport.base import (
     empty_on_host,
     pack,
     split,
+    status_after,
     to_host,
     unpack,
 )
@@ -371,6 +372,19 @@ class World:
     def abort(self, error: BaseException, where: str) -> NoReturn:
         """Ends all ranks, after this rank's traceback, headed by `where`, on standard error."""
         self.transport.abort(error, where)
+
+    def end_with(self, status: int) -> NoReturn:
+        """Ends all ranks with a status."""
+        self.transport.end(status)
+
+    def end_after(self, error: BaseException) -> NoReturn:
+        """Ends all ranks with the status of an error that has been shown."""
+        self.transport.end(status_after(error))
+
+    @property
+    def num_acts(self) -> int:
+        """How often this rank has asked something of the others."""
+        return sum(self.watch.counts.values())
 
     def leave(self) -> None:
         """Says goodbye to the other ranks, and ends the transport once all have; raises if one waits for this rank."""

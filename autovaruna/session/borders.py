@@ -8,20 +8,18 @@ is due travels with what ranks tell each other at a call anyway; after that call
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, Subject, generator_states
 from autovaruna.errors import ConfigError
+from autovaruna.interception.optimizer import OptimizerProxy
+from autovaruna.interception.signals import has_heard, heard_names
 from autovaruna.planner.records import Plan, predicted_seconds
 from autovaruna.runtime.progress import JobPlace, Reporter
 from autovaruna.runtime.world import World
@@ -29,32 +27,6 @@ from autovaruna.runtime.world import World
 logger = logging.getLogger(__name__)
 
 STATUS = 75  # what a run ends with after it has saved because of a signal; the system's EX_TEMPFAIL: start it again
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-_heard: set[signal.Signals] = set()
-_before: dict[int, Any] = {}
-
-
-def listen() -> None:
-    """Notes signals from now on, before what the script does with them; without that they no longer end this process.
-
-    Python takes signals in the main thread alone: elsewhere this does nothing.
-    """
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            if number not in _before:
-                _before[number] = signal.signal(number, _note)
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    _heard.add(signal.Signals(number))
-    if callable(_before[number]):
-        _before[number](number, frame)
-
-
-def has_heard() -> bool:
-    """Says whether a signal has asked this process to end."""
-    return bool(_heard)
 
 
 class Stopping:
@@ -80,7 +52,7 @@ class Stopping:
 
     def end(self, step: int) -> NoReturn:
         """Ends this rank with `STATUS`, once the state is saved under its number; every rank does."""
-        names = ", ".join(sorted(each.name for each in _heard)) or "a signal on another rank"
+        names = heard_names() or "a signal on another rank"
         logger.warning("got %s: saved step %d, and end with status %d", names, step, STATUS)
         raise SystemExit(STATUS)
 
@@ -112,7 +84,7 @@ class Morphing:
     def hold(
         self,
         step: int,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerProxy | None,
         scaler: Any = None,
         lr_scheduler: Any = None,
         sampler: HasPosition | None = None,
@@ -122,12 +94,11 @@ class Morphing:
 
         At the optimizer's steps, generators are where the next step's draws begin.
         """
-        listen()
         self._first_step = step
         if self._snapshots is None:
             self._snapshots = Snapshots(self.place, self._world.rank, self._reporter)
             if optimizer is not None:
-                optimizer.register_step_post_hook(self._note_generators)
+                optimizer.after.append(self._note_generators)
         num_before = (0 if sampler is None else sampler.state_dict()["num_batches"]) - self._num_batches
 
         def content(step: int) -> Content:
@@ -139,7 +110,7 @@ class Morphing:
         self._reporter.progress.is_kept = True
         self._reporter.write()
 
-    def _note_generators(self, *_: object) -> None:
+    def _note_generators(self) -> None:
         self._generators = generator_states()
 
     @property

@@ -14,7 +14,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from operator import is_
 from typing import Any
 from zlib import crc32
@@ -32,6 +32,7 @@ from autovaruna.graph.lengths import free_value
 from autovaruna.graph.pieces import Argument, Piece, Source, direct, extract
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
+from autovaruna.interception.optimizer import OptimizerProxy
 from autovaruna.profiler.optimizer import asks_for_closure
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
@@ -69,34 +70,18 @@ class ScriptActions:
         """Steps of the optimizer so far."""
         return self._counts[_STEP]
 
-    def watch(self, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
+    def watch(self, proxy: OptimizerProxy, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
         """Counts what is done with an optimizer from now on; `groups` are names of the whole optimizer's parameters."""
         self._optimizer = optimizer
         self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
-        optimizer.register_step_post_hook(lambda *_: self.note(_STEP))
+        proxy.after.append(partial(self.note, _STEP))
+        proxy.on_clear = partial(self.note, _ZERO)
         if asks_for_closure(optimizer):
-            optimizer.register_step_pre_hook(self._watch_closure)
-        zero_grad = optimizer.zero_grad
+            proxy.on_loss = self._note_loss
 
-        @wraps(zero_grad)
-        def counted(*args: Any, **kwargs: Any) -> None:
-            self.note(_ZERO)
-            zero_grad(*args, **kwargs)
-
-        optimizer.zero_grad = counted  # type: ignore[method-assign]
-
-    def _watch_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns arguments of a step whose closure leaves note of the loss that it returns: steps go by it."""
-
-        def noting(value: Any) -> Any:
-            def closure() -> Any:
-                loss = value()
-                self._loss = repr(loss.item() if isinstance(loss, Tensor) else loss)
-                return loss
-
-            return closure if callable(value) and not isinstance(value, Optimizer) else value
-
-        return tuple(map(noting, args)), {name: noting(value) for name, value in kwargs.items()}
+    def _note_loss(self, loss: Any) -> None:
+        """Takes the loss that a closure has returned: steps go by it."""
+        self._loss = repr(loss.item() if isinstance(loss, Tensor) else loss)
 
     def digest(self) -> Digest:
         """Returns what is short, and equal for ranks that have done the same."""

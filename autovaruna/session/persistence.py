@@ -158,9 +158,10 @@ class Persistence:
         """Lets the optimizer's own methods give and take the state of all parameters, if this rank has but some."""
         placement = self._wrapped.placement
         if self._wrapped.optimizer is not None and placement.divides(placement.holders):
-            optimizer = self._wrapped.optimizer.optimizer
-            optimizer.state_dict = self.optimizer_state_dict  # type: ignore[method-assign]
-            optimizer.load_state_dict = self.load_optimizer_state_dict  # type: ignore[method-assign]
+            assert self._wrapped.proxy is not None
+            self._wrapped.proxy.show(
+                state_dict=self.optimizer_state_dict, load_state_dict=self.load_optimizer_state_dict
+            )
 
     def _need_optimizer(self) -> CutOptimizer:
         optimizer = self._wrapped.follow_groups()

@@ -19,12 +19,13 @@ from autovaruna.checkpoint.state import Content, Subject
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
+from autovaruna.interception.optimizer import OptimizerProxy
 from autovaruna.log import phase
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
-from autovaruna.runtime.clipping import join_norms
+from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.optimizer import CutOptimizer, OwnSteps, step_over_own_part, watch_later_optimizers, with_hooks
+from autovaruna.runtime.optimizer import LATER_OPTIMIZERS, OWN_PART, CutOptimizer, step_over_own_part
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
@@ -196,10 +197,11 @@ class Session:
         """
         wrapped = self._wrapped
         cut = wrapped.joined_optimizer(optimizer)
-        own_steps = OwnSteps(with_hooks(optimizer))
-        self._check_steps(cut, own_steps, self.preparation)
-        wrapped.optimizer, wrapped.own_steps = cut, own_steps
-        wrapped.acts.watch(optimizer, cut.names)
+        proxy = OptimizerProxy(optimizer, OWN_PART)
+        wrapped.installed.add_method(proxy.remove)
+        self._check_steps(cut, proxy, self.preparation)
+        wrapped.optimizer, wrapped.proxy = cut, proxy
+        wrapped.acts.watch(proxy, optimizer, cut.names)
 
     # agree
 
@@ -328,8 +330,8 @@ class Session:
         wrapped.take_state()
         preparation = Preparation(traced, wrapped, shared, resident)
         open_channel(settings.channel, preparation.plan, world, device)
-        if optimizer is not None and wrapped.own_steps is not None:
-            self._check_steps(optimizer, wrapped.own_steps, preparation)
+        if optimizer is not None and wrapped.proxy is not None:
+            self._check_steps(optimizer, wrapped.proxy, preparation)
         self.copies.preparation = preparation
         with phase(logger, "giving each rank its part of the model"):
             for each in self.copies.members():
@@ -338,13 +340,13 @@ class Session:
         assert wrapped.engine is not None
         return wrapped.engine
 
-    def _check_steps(self, cut: CutOptimizer, own: OwnSteps, preparation: Preparation) -> None:
+    def _check_steps(self, cut: CutOptimizer, proxy: OptimizerProxy, preparation: Preparation) -> None:
         """Lets an optimizer step over this rank's part, if it will have but a part and may. Collective."""
         placement, world = preparation.placement, self._wrapped.world
         if placement.divides(chain(*cut.names)):
             is_shared = bool(placement.owners)
             act = partial(
-                step_over_own_part, cut.optimizer, own, world.num_ranks, preparation.device, is_shared=is_shared
+                step_over_own_part, proxy, cut.optimizer, world.num_ranks, preparation.device, is_shared=is_shared
             )
             on_all(world, act, f"trying the optimizer{self._wrapped.of_model}")
 
@@ -370,8 +372,8 @@ class Session:
         note_shares(wrapped.state, placement, world, device)
         if placement.divides(placement.holders):
             note_split(wrapped.state, placement, world)
-            join_norms()
-            watch_later_optimizers()
+            wrapped.installed.add(CLIPPING.use())
+            wrapped.installed.add(LATER_OPTIMIZERS.use())
         self.traces = self.traces or Traces(wrapped.module, settings, world, device)
         orders, assignment = preparation.orders, preparation.assignment
         wrapped.engine = Engine(

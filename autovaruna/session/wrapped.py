@@ -14,15 +14,20 @@ from autovaruna.checkpoint.state import Subject
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
+from autovaruna.interception.exits import ERRORS_IN_FEW_LINES
+from autovaruna.interception.installed import Installed
+from autovaruna.interception.modules import DirectCalls
+from autovaruna.interception.optimizer import OptimizerProxy
+from autovaruna.interception.scaler import SCALERS
+from autovaruna.interception.signals import LISTENING
 from autovaruna.log import configure, show_all_frames
-from autovaruna.runtime.autograd import DirectCalls
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world, is_alone
-from autovaruna.runtime.optimizer import CutOptimizer, OwnSteps, with_hooks
+from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer
 from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import Morphing, Stopping, listen
+from autovaruna.session.borders import Morphing, Stopping
 from autovaruna.session.calls import Digest, ScriptActions
 from autovaruna.session.machine import bring_to_own_device
 
@@ -37,24 +42,30 @@ class Wrapped:
         self.state = OwnedState(module)
         self.parameter_names = [self.state.first_name[name] for name, _ in module.named_parameters()]
         self._first_parameters = [(ref(each), name) for name, each in self.state.parameters().items()]
-        self.optimizer = None if optimizer is None else CutOptimizer(with_hooks(optimizer), self._names())
-        self.own_steps = None if self.optimizer is None else OwnSteps(self.optimizer.optimizer)
+        self.optimizer = None if optimizer is None else CutOptimizer(optimizer, self._names())
+        self.proxy = None if optimizer is None else OptimizerProxy(optimizer, OWN_PART)
+        self.installed = Installed()
         self.acts = ScriptActions()  # what the script has done with both
         self.lent = StateCopies()  # what the script was given to write into
-        if self.optimizer is not None:
-            self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
-            self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
+        self.installed.add(ERRORS_IN_FEW_LINES.use())
+        if self.optimizer is not None and self.proxy is not None:
+            self.installed.add_method(self.proxy.remove)
+            self.installed.add(SCALERS.use())
+            self.acts.watch(self.proxy, self.optimizer.optimizer, self.optimizer.names)
+            self.proxy.before.append(self.lent.settle)
             if not is_alone():
                 self._direct_calls = DirectCalls(module)
-                self.optimizer.optimizer.register_step_pre_hook(self._refuse_own_gradients)
+                self.installed.add(self._direct_calls.stop)
+                self.proxy.before.append(self._refuse_own_gradients)
         self.guards = Guards(module)
         self.engine: Engine | None = None  # None: the model is whole yet
         self.num_calls = 0
         self.is_synchronising = True  # whether gradients are summed over ranks now
         self.stopping = Stopping()
         if settings.save_on_signal:
-            listen()
+            self.listen()
         self._number = 0
+        self._is_listening = False
 
     @cached_property
     def world(self) -> World:
@@ -73,6 +84,12 @@ class Wrapped:
         """What this rank does for the manager of its job; None: there is none."""
         place = job_place()
         return None if place is None else Morphing(place, self.world)
+
+    def listen(self) -> None:
+        """Notes signals that ask the process to end, from now on."""
+        if not self._is_listening:
+            self._is_listening = True
+            self.installed.add(LISTENING.use())
 
     @property
     def num_steps(self) -> int:
@@ -129,7 +146,7 @@ class Wrapped:
             )
         self.state.check_types()
 
-    def _refuse_own_gradients(self, *_: object) -> None:
+    def _refuse_own_gradients(self) -> None:
         """Refuses a step by gradients of this rank's samples alone: the script has gone backward beside the wrapper."""
         path = self._direct_calls.take()
         if path and self.settings.inputs != "replicated" and self.world.num_ranks > 1:

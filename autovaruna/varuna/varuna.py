@@ -236,7 +236,8 @@ class Varuna(nn.Module):
         """Has the state kept in memory of hosts from now on, if a manager looks after the job."""
         wrapped = self.model._wrapped
         if wrapped.morphing is not None:
-            wrapped.morphing.hold(self.iteration, wrapped.raw_optimizer, self._scaler, extra=self._extra)
+            wrapped.listen()
+            wrapped.morphing.hold(self.iteration, wrapped.proxy, self._scaler, extra=self._extra)
 
     def _tell_end(self) -> None:
         """Tells the manager, if there is one, that the script ends because it was asked to, and has not finished."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import FakeTensorMode, call_impl, mend_lstm
+from autovaruna._torch import FakeTensorMode, call_impl, mended_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
@@ -448,14 +448,13 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
-    mend_lstm()
     first = Opaque(modules=hooked(model), can_grow=options.can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
     while kept is not None:
         try:
-            with quiet_failure():
+            with quiet_failure(), mended_lstm():
                 found = Attempt(model, call, batch_size, device, options, kept).run()
             warn_of_left(found.left, model)
             return found
@@ -472,6 +471,6 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
             if is_first or not is_of_keeper(error):
                 raise
             kept = None
-    with quiet_failure():  # fails again, and says why: nobody has asked for what was kept whole
+    with quiet_failure(), mended_lstm():  # fails again, and says why: nobody has asked for what was kept whole
         last = replace(first, can_grow=False)
         return Attempt(model, call, batch_size, device, replace(options, is_parted=True, free=frozenset()), last).run()

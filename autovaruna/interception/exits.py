@@ -1,0 +1,119 @@
+"""Has the end of a script, or of one of its threads, be the end of all ranks, and shows errors in few lines.
+
+A script that comes to its end says goodbye and waits for the others. An error that nobody caught, in any thread, or
+`sys.exit` with a non-zero status, ends all ranks at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from autovaruna.errors import AutoVarunaError, RankError
+from autovaruna.interception.installed import Piece, Undo, put
+from autovaruna.log import error_text, write_error
+
+
+class Ranks(Protocol):
+    """The ranks that this one is of."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_acts(self) -> int:
+        """How often this rank has asked something of the others."""
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        """Ends all ranks, and shows the error."""
+
+    def end_with(self, status: int) -> NoReturn:
+        """Ends all ranks with a status."""
+
+    def end_after(self, error: BaseException) -> NoReturn:
+        """Ends all ranks with the status of an error that has been shown."""
+
+    def leave(self) -> None:
+        """Says goodbye and waits for the others; RankError if they wait for this rank."""
+
+
+class Ending:
+    """Ends other ranks with this one; it stays to the end of the process, for they wait for it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._process = ranks, os.getpid()
+        self._status = self._num_acts = 0
+        self._has_ended = False
+        self._exit, self._hook, self._thread_hook = sys.exit, sys.excepthook, threading.excepthook
+
+    def install(self) -> None:
+        """Puts the hooks of Python in place. Child processes made by fork keep their own ways."""
+        sys.excepthook = self.on_error
+        threading.excepthook = self.on_thread_error
+        sys.exit = self.on_exit
+        atexit.register(self.on_end)
+
+    def on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self._is_child():
+            self._hook(kind, error, trace)
+        else:
+            self._ranks.abort(error.with_traceback(trace), f"rank {self._ranks.rank} failed")
+
+    def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        if self._is_child() or args.exc_value is None or args.exc_type is SystemExit:
+            self._thread_hook(args)
+        else:
+            name = "" if args.thread is None else f" in thread {args.thread.name}"
+            self._ranks.abort(args.exc_value, f"rank {self._ranks.rank} failed{name}")
+
+    def on_exit(self, status: object = None, /) -> NoReturn:
+        """Notes the status of `sys.exit`, which Python does not show at the end; using the ranks later undoes that."""
+        if threading.current_thread() is threading.main_thread():
+            self._status, self._num_acts = status_of(status), self._ranks.num_acts
+        self._exit(status)  # type: ignore[arg-type]
+
+    def on_end(self) -> None:
+        """Says goodbye; ends all ranks if the script ended with an error, or if others still wait for this rank."""
+        if self._is_child() or self._has_ended:
+            return
+        self._has_ended = True
+        uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None:  # a hook that the script has put in the place of ours has shown it
+            self._ranks.end_after(uncaught)
+        if self._status != 0 and self._num_acts == self._ranks.num_acts:
+            self._ranks.end_with(self._status)
+        try:
+            self._ranks.leave()
+        except RankError as error:
+            self._ranks.abort(error, f"rank {self._ranks.rank} failed at its end")
+
+    def _is_child(self) -> bool:
+        return os.getpid() != self._process
+
+
+def status_of(argument: object) -> int:
+    """Returns the exit status that Python gives for the argument of `sys.exit`."""
+    if argument is None:
+        return 0
+    return argument & 0xFF if isinstance(argument, int) else 1
+
+
+def _show_errors() -> Undo:
+    """Lets an error of this package that nobody caught be shown without the frames that mean nothing to a user."""
+    if sys.excepthook is not sys.__excepthook__:
+        return lambda: None
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, AutoVarunaError):
+            write_error(error_text(error))
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    return put(sys, "excepthook", show)
+
+
+ERRORS_IN_FEW_LINES = Piece(_show_errors)

@@ -1,0 +1,86 @@
+"""Puts something in the place of an attribute, and undoes it; pieces that models share are undone after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+from weakref import WeakMethod
+
+Undo = Callable[[], None]
+
+
+def put(owner: Any, name: str, value: Any) -> Undo:
+    """Sets an attribute of an object, class or module; returns what undoes it.
+
+    What somebody else has put there since stays: it calls ours, which does nothing more than what it replaced.
+    """
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not value:
+            return
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    return undo
+
+
+def all_of(*pieces: Undo) -> Undo:
+    """Returns what undoes several, the last one first."""
+
+    def undo() -> None:
+        for each in reversed(pieces):
+            each()
+
+    return undo
+
+
+class Installed:
+    """What has been installed for one model, to be undone when the model is gone.
+
+    It holds nothing of the model, for it outlives it.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[Undo] = []
+
+    def add(self, undo: Undo) -> None:
+        self._pieces.append(undo)
+
+    def add_method(self, undo: Undo) -> None:
+        """Adds a method of an object, to be called if the object is still there."""
+        weak = WeakMethod(undo)
+        self.add(lambda: method() if (method := weak()) is not None else None)
+
+    def undo(self) -> None:
+        """Undoes all of it, the last piece first."""
+        while self._pieces:
+            self._pieces.pop()()
+
+
+class Piece:
+    """A change of the whole process that models share: made for the first one, undone after the last."""
+
+    def __init__(self, install: Callable[[], Undo]) -> None:
+        self._install, self._lock = install, Lock()  # ranks may be threads
+        self._num_users = 0
+        self._undo: Undo | None = None
+
+    def use(self) -> Undo:
+        """Makes the change, unless it is there; returns what its user calls, once, when it needs it no more."""
+        with self._lock:
+            if self._undo is None:
+                self._undo = self._install()
+            self._num_users += 1
+        return self._release
+
+    def _release(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0 and self._undo is not None:
+                undo, self._undo = self._undo, None
+                undo()

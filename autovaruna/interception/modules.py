@@ -1,0 +1,61 @@
+"""Sees backwards through modules that a script has called beside the wrapper, by a hook of all modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from autovaruna._torch import FakeTensor, pytree
+from autovaruna.interception.installed import Piece
+
+_on_this_thread = local()
+_owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = WeakKeyDictionary()
+
+
+@contextmanager
+def own_code() -> Iterator[None]:
+    """Notes that what runs on this thread is the library's own."""
+    before = getattr(_on_this_thread, "is_own", False)
+    _on_this_thread.is_own = True
+    try:
+        yield
+    finally:
+        _on_this_thread.is_own = before
+
+
+class DirectCalls:
+    """The modules of a model, beside the wrapper, through which a backward has gone: the paths that are `used`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.used: set[str] = set()
+        for path, module in model.named_modules():
+            _owners[module] = ref(self), path
+        self.stop = FORWARD_HOOK.use()
+
+    def take(self) -> str:
+        """Returns the outermost module that a backward has gone through since the last time; empty: through none."""
+        used, self.used = self.used, set()
+        return min((path or "the model itself" for path in used), key=len, default="")
+
+
+def _await_backward(module: nn.Module, args: Any, output: Any) -> None:
+    """Waits for a backward through what a module has returned."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or getattr(_on_this_thread, "is_own", False):
+        return
+    known, path = _owners.get(module, (None, ""))
+    owner = None if known is None else known()
+    if owner is None or any(isinstance(each, nn.Parameter) for each in args):  # those make weights of weights
+        return
+    for each in pytree.tree_leaves(output):
+        if isinstance(each, Tensor) and each.requires_grad and not isinstance(each, FakeTensor):
+            each.register_hook(lambda gradient: owner.used.add(path))  # type: ignore[no-untyped-call]
+
+
+FORWARD_HOOK = Piece(lambda: register_module_forward_hook(_await_backward).remove)

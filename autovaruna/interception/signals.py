@@ -1,0 +1,52 @@
+"""Notes the signals that ask a process to end, before what the script does with them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from autovaruna.interception.installed import Piece, Undo
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_heard: set[signal.Signals] = set()
+_before: dict[int, Any] = {}
+
+
+def has_heard() -> bool:
+    """Says whether a signal has asked this process to end."""
+    return bool(_heard)
+
+
+def heard_names() -> str:
+    """Returns the names of the signals that have come, in one text."""
+    return ", ".join(sorted(each.name for each in _heard))
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _heard.add(signal.Signals(number))
+    if callable(_before.get(number)):
+        _before[number](number, frame)
+
+
+def _listen() -> Undo:
+    """Notes signals from now on: they no longer end this process by themselves.
+
+    Python takes signals in the main thread alone: elsewhere this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    _before.update((number, signal.signal(number, _note)) for number in SIGNALS)
+
+    def undo() -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is _note:  # else the script has put a handler of its own there
+                    signal.signal(number, _before.pop(number))
+
+    return undo
+
+
+LISTENING = Piece(_listen)

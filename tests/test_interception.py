@@ -1,0 +1,75 @@
+"""What the library installs in the user's process: nothing at import, and nothing that stays once a model is gone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks
+
+PLACE = f"{os.sep}autovaruna{os.sep}"
+IMPORT = """
+import torch.nn.utils, torch.optim, torch.amp, torch.export, torch.fx, torch.utils.flop_counter
+import torch.fx.experimental.symbolic_shapes, torch.utils.data, torch.distributed
+from tests.test_interception import shown
+before = shown()
+from autovaruna import AutoVaruna
+print(shown() == before)
+"""
+
+
+def shown() -> dict[Any, Any]:
+    """Returns what this package has put into torch and sys, the sizes of tables of hooks, and handlers of signals."""
+    modules = [each for name, each in sorted(sys.modules.items()) if name.split(".")[0] == "torch" and each]
+    classes = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
+    found: dict[Any, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for owner in [sys, threading, *modules, *(each for each in classes if each.__module__.startswith("torch"))]:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, dict) and "hooks" in name:
+                found[owner.__name__, name] = len(value)
+            elif isinstance(value, FunctionType | MethodType) and PLACE in value.__code__.co_filename:
+                found[owner.__name__, name] = value
+    return found
+
+
+def test_importing_the_package_changes_nothing() -> None:
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORT], capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "True", run.stdout + run.stderr
+
+
+def test_a_model_that_is_gone_leaves_everything_as_it_was() -> None:
+    """One that was split, so that optimizers, clipping, scalers, hooks of modules and signals were taken over."""
+    from autovaruna import AutoVaruna
+
+    def train(_: object) -> tuple[torch.optim.Optimizer, set[str]]:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        own = set(vars(optimizer))
+        model = AutoVaruna(net, optimizer, num_stages=2, save_deployment=False, load_deployment=False)
+        model.should_stop()
+        model(torch.ones(4, 4)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        other = torch.optim.SGD(net.parameters(), 0.1)
+        other.step()
+        assert {"step", "zero_grad", "state_dict"} <= set(vars(optimizer)) - own
+        assert {("GradScaler", "__init__"), ("torch.nn.utils", "get_total_norm")} <= shown().keys()
+        return optimizer, own
+
+    before = shown()
+    ends = run_ranks(2, train)
+    gc.collect()
+    assert shown() == before
+    for optimizer, own in ends:
+        assert set(vars(optimizer)) == own
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
