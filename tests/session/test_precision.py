@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autovaruna import AutoVaruna
-from autovaruna.errors import AutoVarunaError
+from autovaruna.errors import AutoVarunaError, InputError
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.world import World
@@ -296,6 +296,35 @@ def test_a_scaler_that_is_not_given_is_found() -> None:
     """Else float16 gradients would vanish before the loop scales them."""
     found = scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=1)
     assert torch.equal(found, scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=0, wrap=scaled))
+
+
+def with_own_scaler(hidden: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of a step whose scaler is made before the model is wrapped, and plain PyTorch's."""
+
+    def step(wrap: Callable[..., Any]) -> Tensor:
+        model = CASE.model()
+        optimizer, scaler = sgd(model.parameters()), HALF.scaler()
+        scaler = hidden(scaler)
+        wrapped = wrap(model, optimizer)
+        with HALF.around():
+            loss = wrapped(*BATCHES[0][0], **BATCHES[0][1])
+        held = scaler() if callable(scaler) else scaler
+        held.scale(loss).backward()
+        held.unscale_(optimizer)
+        return torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
+
+    gc.collect()
+    return step(partial(AutoVaruna, **QUIET, num_micro_batches=2)), step(lambda model, optimizer: model)
+
+
+def test_a_scaler_that_was_made_before_is_found() -> None:
+    ours, plain = with_own_scaler(lambda scaler: scaler)
+    assert (ours - plain).abs().max() <= 1e-2 * plain.abs().max()
+
+
+def test_one_that_nothing_shows_is_asked_for() -> None:
+    with pytest.raises(InputError, match=r"scaler=scaler"):
+        with_own_scaler(lambda scaler: lambda: scaler)
 
 
 def test_one_of_several_scalers_must_be_named() -> None:
