@@ -102,10 +102,10 @@ def status_of(argument: object) -> int:
     return argument & 0xFF if isinstance(argument, int) else 1
 
 
-def _show_errors() -> Undo:
+def _show_errors() -> Undo | None:
     """Lets an error of this package that nobody caught be shown without the frames that mean nothing to a user."""
     if sys.excepthook is not sys.__excepthook__:
-        return lambda: None
+        return None
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, AutoVarunaError):

@@ -63,9 +63,12 @@ class Installed:
 
 
 class Piece:
-    """A change of the whole process that models share: made for the first one, undone after the last."""
+    """A change of the whole process that models share: made for the first one, undone after the last.
 
-    def __init__(self, install: Callable[[], Undo]) -> None:
+    `install` returns what undoes it; None: it cannot be made now, and is tried for the next one.
+    """
+
+    def __init__(self, install: Callable[[], Undo | None]) -> None:
         self._install, self._lock = install, Lock()  # ranks may be threads
         self._num_users = 0
         self._undo: Undo | None = None

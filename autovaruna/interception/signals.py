@@ -31,13 +31,13 @@ def _note(number: int, frame: FrameType | None) -> None:
         _before[number](number, frame)
 
 
-def _listen() -> Undo:
+def _listen() -> Undo | None:
     """Notes signals from now on: they no longer end this process by themselves.
 
     Python takes signals in the main thread alone: elsewhere this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
-        return lambda: None
+        return None
     _before.update((number, signal.signal(number, _note)) for number in SIGNALS)
 
     def undo() -> None:

@@ -62,10 +62,10 @@ class Wrapped:
         self.num_calls = 0
         self.is_synchronising = True  # whether gradients are summed over ranks now
         self.stopping = Stopping()
+        self._is_listening = False
         if settings.save_on_signal:
             self.listen()
         self._number = 0
-        self._is_listening = False
 
     @cached_property
     def world(self) -> World:
