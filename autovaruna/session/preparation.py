@@ -20,7 +20,7 @@ from rich.console import Console
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
-from autovaruna.errors import ConfigError, DeploymentError, ScheduleError
+from autovaruna.errors import AutoVarunaError, ConfigError, DeploymentError
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
@@ -118,7 +118,7 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
         plan = plan_from(deployment, graph)
         Orders(plan, graph)
         return plan
-    except (DeploymentError, ScheduleError) as error:
+    except AutoVarunaError as error:
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
 
 
