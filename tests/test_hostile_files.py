@@ -179,7 +179,7 @@ def plans(root: Path) -> list[Reader]:
     def plan_again() -> None:
         """Takes it, or says that the model is planned again."""
         try:
-            read_saved_plan(replace(settings, load_deployment="auto", save_deployment=False), fingerprint, problem.graph)
+            read_saved_plan(replace(settings, load_deployment="auto"), fingerprint, problem.graph)
         except AutoVarunaError as error:
             raise AssertionError("the saved plan is only a shortcut") from error
 
@@ -281,6 +281,7 @@ def test_variables_and_places_are_read_or_refused_in_a_sentence(tmp_path: Path) 
             resolve({}, environ)
         except ConfigError as error:
             assert len(str(error)) < 3000
+    (tmp_path / "file").touch()
     for named in ("~nosuchuser", "\0", "a" * 300, str(tmp_path / "file" / "below")):
         with pytest.raises(ConfigError, match="AUTOVARUNA_CONF_DIR"):
             resolve({}, {"AUTOVARUNA_CONF_DIR": named})
