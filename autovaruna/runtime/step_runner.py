@@ -521,8 +521,8 @@ _OF_OWN_SAMPLES = (
 )
 _OF_OUTPUTS = (
     "backward starts from %s of what forward returns, once all forwards of the call are done. Return the loss that the "
-    "script makes of it under the key 'loss' (or pass loss_mode='loss', if it is the only scalar that needs a gradient), "
-    "and the call runs the whole step, faster and in less memory"
+    "script makes of it under the key 'loss' (or pass loss_mode='loss', if it is the only scalar with a gradient), and "
+    "the call runs the whole step, faster and in less memory"
 )
 
 _METHODS: dict[Kind, Callable[[StepRunner, StageModule, Act], None]] = {
