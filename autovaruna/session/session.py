@@ -215,7 +215,7 @@ class Session:
             wrapped.check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode, method)
             tensors = on_own_gpu(tensors, wrapped.device)
-            passed = self._same_inputs.digests(wrapped.num_calls, tensors)
+            passed = self._same_inputs.digests(call, wrapped.num_calls, tensors)
             totals = self._own_totals(call, tensors)
             wishes = NO_WISHES if wrapped.morphing is None else wrapped.morphing.wishes
             report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, wishes, totals
@@ -235,8 +235,8 @@ class Session:
             if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
                 raise
             return self._agree(args, kwargs, method)
-        if world.rank == 0 and reports[0][3]:
-            self._same_inputs.compare(call, [digests for *_, digests, _, _, _ in reports])
+        if any(every := [digests for *_, digests, _, _, _ in reports]):
+            self._same_inputs.compare(call, every, is_told=world.rank == 0)
         return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:

@@ -45,6 +45,7 @@ class Wrapped:
             self.acts.watch(self.optimizer.optimizer, self.optimizer.names)
             self.optimizer.optimizer.register_step_pre_hook(self.lent.settle)
             if not is_alone():
+                self.optimizer.check()
                 self._direct_calls = DirectCalls(module)
                 self.optimizer.optimizer.register_step_pre_hook(self._refuse_own_gradients)
         self.guards = Guards(module)
