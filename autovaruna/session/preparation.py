@@ -302,6 +302,10 @@ class Preparation:
         if self._world.rank > 0:
             return
         norms, total = "", self._shared.global_batch_size
+        if self._sharing is True and sum(each.needs_gradient for each in self._traced.graph.parameters) < 2:
+            logger.info(
+                "shard_optimizer has nothing to share out: one replica has the state of the only parameter to train"
+            )
         if self.plan.num_micro_batches > 1 and batch_norms(self._traced):
             norms = f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
             logger.warning(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, InputError, RankError
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Case
-from tests.catalogue.small import Written, hidden
+from tests.catalogue.small import WIDTH, Written, hidden
 from tests.products import some
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
 from tests.ranks import run_ranks
@@ -281,6 +281,23 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
             loss_of(model) if act is None else act(model, optimizer)
 
     on_ranks(setup, CHAIN.model(), run, make, token_of(CHAIN))
+
+
+def tied(self: Any, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ self.weight) @ self.weight.t()).square().mean()
+
+
+def test_one_parameter_is_trained_with_shared_state(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, it was refused: there was no second one to try the optimizer with."""
+    caplog.set_level(logging.INFO, "autovaruna.session.preparation")
+
+    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        for _ in range(3):
+            descend(model(torch.linspace(-1.0, 1.0, 6 * WIDTH).view(6, WIDTH)), optimizer)
+        return dict(model.state_dict())
+
+    as_plain(SHARED, Written(tied, weight=nn.Parameter(torch.eye(WIDTH) / 2)), story, adamw)
+    assert caplog.text.count("shard_optimizer has nothing to share out") == 1
 
 
 def judge(self: Any, states: Tensor, actions: Tensor) -> Tensor:
