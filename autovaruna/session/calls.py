@@ -158,6 +158,7 @@ class SharedCall:
     number: int
     groups: tuple[tuple[int, ...], ...]  # the ranks that pass the same mini-batch
     totals: tuple[Totals | None, ...]  # those of each rank's mini-batch; None: not known yet
+    digests: tuple[tuple[int, ...], ...]  # of each rank's tensors, as `SameInputs` makes them
 
     @property
     def global_batch_size(self) -> int:
@@ -233,7 +234,8 @@ def share_call(
                 f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
                 "them; pass inputs='per_rank' if each rank has samples of its own."
             )
-    return SharedCall(call, tensors, sizes, number, groups, tuple([totals for *_, totals in reports]))
+    totals, digests = tuple([totals for *_, totals in reports]), tuple([each for _, _, _, each, *_ in reports])
+    return SharedCall(call, tensors, sizes, number, groups, totals, digests)
 
 
 def _words(call: CallSpec) -> dict[str, str]:
@@ -283,13 +285,16 @@ class SameInputs:
     def _may_see_copies(self) -> bool:
         return len(self.groups) > 1 and len(self._trained) < _NUM_WHOLE_CALLS and torch.is_grad_enabled()
 
-    def compare(self, call: CallSpec, digests: Sequence[tuple[int, ...]], *, is_told: bool) -> None:
-        """Goes by what `digests` returned on each rank. RankError if a mini-batch that ranks share differs.
+    def compare(self, shared: SharedCall, *, is_told: bool) -> None:
+        """Raises RankError if a mini-batch that ranks share differs between them.
 
         If `is_told`, a warning says so, once, where it is the same on ranks that do not share it.
         """
+        inputs, digests = shared.call.inputs, shared.digests
+        if not any(digests):
+            return
         for ranks in self.groups:
-            pairs = [zip(call.inputs, digests[ranks[0]], digests[rank], strict=False) for rank in ranks]
+            pairs = [zip(inputs, digests[ranks[0]], digests[rank], strict=False) for rank in ranks]
             if odd := sorted({spec.name for spec, first, own in chain(*pairs) if own != first}):
                 mode = "replicated" if len(self.groups) == 1 else "per_replica"
                 raise RankError(
@@ -299,7 +304,7 @@ class SameInputs:
                     "inputs='per_rank'."
                 )
         if self._may_see_copies:
-            firsts = [zip(call.inputs, digests[ranks[0]], strict=False) for ranks in self.groups]
+            firsts = [zip(inputs, digests[ranks[0]], strict=False) for ranks in self.groups]
             self._trained.append([tuple(own for spec, own in each if spec.is_batch) for each in firsts])
             if is_told and len(self._trained) == _NUM_WHOLE_CALLS:
                 self._warn_of_copies()

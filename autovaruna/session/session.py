@@ -131,6 +131,7 @@ class Session:
         wrapped = self._wrapped
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
+        self._same_inputs.compare(shared, is_told=wrapped.world.rank == 0)
         self.at_border()
         engine = wrapped.engine or self._start(shared)
         batch = self._cut(shared, engine.plan)
@@ -228,16 +229,13 @@ class Session:
         if self._leave_out(call, reports):
             return self._agree(args, kwargs, method)
         try:
-            shared = calls.share_call(
+            return calls.share_call(
                 call, tensors, wrapped.num_calls, self._same_inputs.groups, world, reports, wrapped.doings
             )
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
                 raise
             return self._agree(args, kwargs, method)
-        if any(every := [digests for *_, digests, _, _, _ in reports]):
-            self._same_inputs.compare(call, every, is_told=world.rank == 0)
-        return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
         """Makes attributes that the script has set and no trace depends on count no more; says whether there were any.
