@@ -7,9 +7,10 @@ The wrapper shows the modules, parameters and attributes of the model as its own
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
@@ -41,10 +43,40 @@ from autovaruna.session.borders import refuse_several
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
-from autovaruna.session.wrapped import Wrapped
+from autovaruna.session.wrapped import Wrapped, refuse_parallel_wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class _Bound(partial):  # type: ignore[type-arg]
+    """A method of a wrapper that has the signature of the model's own."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].module.forward)
+
+
+class _AsOwn:
+    """Shows a wrapper's ``forward`` as the model's: libraries go by its signature."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, wrapper: AutoVaruna | None, _: type) -> Callable[..., Any]:
+        return self._method if wrapper is None else _Bound(self._method, wrapper)
+
+
+@cache
+def _watch_other_wrappers() -> None:
+    """Has classes of torch's that train over the ranks refused around a wrapper: they register it as their module."""
+
+    def look(module: nn.Module, _: str, inner: nn.Module | None) -> None:
+        within = [] if inner is None else [inner, *(child for each in inner.modules() for child in each.children())]
+        if any(isinstance(each, AutoVaruna) for each in within):
+            refuse_parallel_wrapper(type(module), "The model that AutoVaruna wraps")
+
+    register_module_module_registration_hook(look)
 
 
 class AutoVaruna(nn.Module):
@@ -90,6 +122,10 @@ class AutoVaruna(nn.Module):
             look_in_callers()
         self._wrap(model, optimizer, scaler, resolve(settings), Copies())
         promise()
+        _watch_other_wrappers()
+
+    def __init_subclass__(cls) -> None:
+        refuse_parallel_wrapper(cls, "The model that AutoVaruna wraps")  # fully_shard() makes a class of its own
 
     def _wrap(
         self,
@@ -153,10 +189,14 @@ class AutoVaruna(nn.Module):
 
     # steps
 
+    @_AsOwn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model on this rank's mini-batch; returns what the model returns, for the global batch."""
         if torch.compiler.is_dynamo_compiling():  # torch.compile around the wrapper: there is nothing in it to compile
-            return torch.compiler.disable(self.forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return torch.compiler.disable(self._forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._persistence.poll()
         self._wrapped.lent.settle()
         if self._session.is_plain:

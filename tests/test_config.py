@@ -183,8 +183,12 @@ def test_a_broken_file_is_named_with_its_line(conf, tmp_path, content):
     assert str(tmp_path / "conf.toml") in message and "line 2" in message
 
 
-def test_a_missing_directory_is_refused():
-    assert "AUTOVARUNA_CONF_DIR=/nowhere/at/all" in refused(environ={"AUTOVARUNA_CONF_DIR": "/nowhere/at/all"})
+def test_a_missing_directory_is_made(tmp_path):
+    assert resolve({}, {"AUTOVARUNA_CONF_DIR": str(tmp_path / "not" / "there")}) == Settings()
+    assert (tmp_path / "not" / "there").is_dir()
+    (tmp_path / "file").touch()
+    for named in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"AUTOVARUNA_CONF_DIR={named} is no directory" in refused(environ={"AUTOVARUNA_CONF_DIR": str(named)})
 
 
 def test_a_name_and_its_alias_in_one_source_are_refused(conf):

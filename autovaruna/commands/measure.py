@@ -13,7 +13,7 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
 from autovaruna.log import progress_bar
 from autovaruna.profiler.cache import cache_of, save_measured
-from autovaruna.profiler.measure import lasting_keys, measure, merge, to_profile
+from autovaruna.profiler.measure import lasting_parts, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.session.machine import find_device
 
@@ -23,7 +23,7 @@ def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tu
     traced, device = target.traced, find_device(target.model, settings)
     if not settings.dynamic_batch:
         sizes = [traced.sizes.batch_size]
-    cache, lasting = cache_of(settings, device), lasting_keys(traced, sizes)
+    cache, lasting = cache_of(settings, device), lasting_parts(traced, sizes)
     known = cache.read(lasting) if cache else {}
     with progress_bar("measuring") as advance:
         fresh = measure(

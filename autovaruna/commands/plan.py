@@ -334,7 +334,6 @@ _SETTINGS = (
     "optimizer_bytes_factor",
     "batch_inputs",
     "batch_dims",
-    "loss_mode",
     "profile_iterations",
     "profile_cache",
 )

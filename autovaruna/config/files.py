@@ -79,7 +79,7 @@ PACKAGED = Path(__file__).parents[1] / "conf"
 
 
 def conf_dir(environ: Mapping[str, str]) -> Path:
-    """Returns the user's conf directory, which must exist if the environment names it; ConfigError if it is none."""
+    """Returns the user's conf directory, and makes one that the environment names; ConfigError if it cannot."""
     named = environ.get(CONF_DIR_VARIABLE)
     if not named:
         try:
@@ -89,15 +89,15 @@ def conf_dir(environ: Mapping[str, str]) -> Path:
                 "This user has no home directory: HOME is not set, and the system knows none. Set HOME, or set "
                 f"{CONF_DIR_VARIABLE} to a directory for settings and measurements."
             ) from error
-    path, why = Path(at_home(named)), "it is a file"
     try:
-        if stat.S_ISDIR(path.stat().st_mode):
-            return path
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-    raise ConfigError(
-        f"{CONF_DIR_VARIABLE}={named} is no directory that can be read: {why}; create it or unset the variable"
-    )
+        path = Path(named).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{CONF_DIR_VARIABLE}={named} is no directory, and none can be made there: "
+            f"{getattr(error, 'strerror', None) or error}; name another one or unset the variable"
+        ) from error
 
 
 def read_toml(path: Path) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of
+from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of, reached
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import origin
@@ -92,12 +92,12 @@ def classify(graph: KnownGraph, loss_mode: str) -> tuple[OutputSpec, ...]:
     fed, outer = _fed_by_batch(graph.module.graph), _outer_lengths(graph.module.graph, graph.sizes)
     pairs = zip(nodes, graph.output_tree.tensor_paths(), strict=True)
     specs = [_classify_one(node, path, graph, fed, outer) for node, path in pairs]
-    place = None if loss_mode == "outputs" else _find_loss(specs, graph.facts)
+    place = None if loss_mode == "outputs" else _find_loss(specs, graph, is_asked=loss_mode == "loss")
     if place is None and loss_mode == "loss":
         found = {spec.path: spec.kind.value for spec in specs}
         raise TraceError(
-            f"loss_mode='loss' needs one differentiable scalar among the outputs: got {found}. Return the loss "
-            "alone or under the key 'loss', or pass loss_mode='outputs'."
+            f"loss_mode='loss' needs one differentiable scalar among the outputs: got {found}. Return one, or the loss "
+            "under the key 'loss', or pass loss_mode='outputs'."
         )
     if place is not None:
         loss = specs[place]
@@ -189,13 +189,26 @@ def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:
     return fed
 
 
-def _find_loss(specs: Sequence[OutputSpec], facts: dict[str, Fact]) -> int | None:
-    scalars = [index for index, spec in enumerate(specs) if spec.needs_gradient and facts[spec.node].value.dim() == 0]
+def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool) -> int | None:
+    """Returns the place of the output named loss, or else of the only differentiable scalar; None: it is none.
+
+    Beside other outputs that need a gradient, a scalar may be one term of the script's loss. It is the loss itself if
+    that `is_asked` for, or if it alone is made of some of the inputs, which then are labels.
+    """
+    nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
+    trained = [index for index, spec in enumerate(specs) if spec.needs_gradient]
+    scalars = [index for index in trained if graph.facts[specs[index].node].value.dim() == 0]
     named = [index for index in scalars if specs[index].path.endswith(("['loss']", ".loss"))]
-    if len(named) == 1:
-        return named[0]
-    others = [spec for index, spec in enumerate(specs) if spec.needs_gradient and index not in scalars]
-    return scalars[0] if len(scalars) == 1 and not others else None
+    if len(named) == 1 or len(scalars) != 1:
+        return named[0] if len(named) == 1 else None
+    others = [_inputs_of(nodes[index]) for index in trained if index != scalars[0]]
+    labels = graph.batch_inputs & _inputs_of(nodes[scalars[0]]).difference(*others)
+    return scalars[0] if is_asked or labels or not others else None
+
+
+def _inputs_of(node: fx.Node) -> set[str]:
+    """Returns the names of the inputs that a value is made of."""
+    return {each.name for each in reached([node], lambda source: source.all_input_nodes) if each.op == "placeholder"}
 
 
 _LAYERS = frozenset(

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +24,7 @@ from autovaruna.config.files import conf_dir, load_record, write_record
 from autovaruna.config.settings import Settings
 from autovaruna.errors import MeasureError
 from autovaruna.profiler.measure import Key, PartCost, device_name
+from autovaruna.profiler.work import Part
 
 Record = TypeVar("Record")
 
@@ -75,13 +76,15 @@ class ProfileCache:
         digest = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
         self.directory = Path(directory) / digest
 
-    def read(self, keys: Iterable[Key]) -> dict[Key, PartCost]:
+    def read(self, parts: Mapping[Key, Part]) -> dict[Key, PartCost]:
         """Returns what is known of some parts. A file that cannot be used is named in a warning and left out."""
         found: dict[Key, PartCost] = {}
-        for key in keys:
+        for key, part in parts.items():
             path = self._path(key)
             try:
                 entry = load_record(path, _Entry)
+                if (entry.signature, entry.micro_batch_size) != key or not entry.cost.fits(part):
+                    raise ValueError("it is of another part")
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:

@@ -7,7 +7,6 @@ counts with each block that saves it, for a stage may begin anywhere. Their seco
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -234,8 +233,6 @@ def _without(seconds: float, call: float) -> float:
     return max(seconds - call, seconds * _LEAST_SHARE)
 
 
-logger = logging.getLogger(__name__)
-
 _NOISE = 1.25  # what takes this much longer than at another time was disturbed
 Key = tuple[str, int]  # signature of a part, and samples in the micro-batch
 
@@ -260,6 +257,12 @@ class PartCost:
         """Returns the cost with other seconds."""
         forward, backward, weights, split = seconds
         return PartCost(forward, backward, self.num_bytes, weights, split, self.deferred_bytes)
+
+    def fits(self, part: Part) -> bool:
+        """Whether a part has all values and outputs that this refers to."""
+        values = [place for place, _ in self.num_bytes.saved_values]
+        outputs = [each.place for each in self.num_bytes.made]
+        return max(values, default=-1) < len(part.values) and max(outputs, default=-1) < len(part.outputs)
 
 
 def measure(
@@ -300,14 +303,17 @@ def measure(
             costs[part.signature, size] = _measure_one(part, kinds, size, iterations, allowance, splits)
             if on_progress is not None:
                 on_progress(done + 1, len(jobs))
-    logger.info("measured %d parts of a model of %d blocks", len(costs), len(traced.graph.blocks))
     return costs
 
 
-def lasting_keys(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> list[Key]:
+def parts_by_key(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[Key, Part]:
+    """Returns everything that is measured."""
+    return {(part.signature, size): part for size in micro_batch_sizes for part in distinct(all_parts(traced))}
+
+
+def lasting_parts(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[Key, Part]:
     """Returns what is measured and costs the same in another program: operators of other libraries may change."""
-    parts = [part for part in distinct(all_parts(traced)) if part.is_of_torch]
-    return [(part.signature, size) for size in micro_batch_sizes for part in parts]
+    return {key: part for key, part in parts_by_key(traced, micro_batch_sizes).items() if part.is_of_torch}
 
 
 def merge(shares: Iterable[Mapping[Key, PartCost]]) -> dict[Key, PartCost]:

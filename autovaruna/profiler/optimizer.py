@@ -321,6 +321,7 @@ class Trial:
     device: torch.device
     passes_closure: bool
     keeps_state: bool
+    has_twin: bool  # whether the last one is not the optimizer's, and is to be like the first
     rate: float
     gradient: float
 
@@ -346,6 +347,9 @@ class Trial:
         for new, parameter in zip(made, self.chosen, strict=True):
             new.__dict__.update(vars(parameter))  # marks that a script puts on parameters
         optimizers = copy_for(self.optimizer, dict(zip(map(id, self.chosen), made, strict=True)))
+        if self.has_twin:
+            for each in optimizers:
+                _add_twin(each, *made)
         stepped = {place: made[place] for place in part}
         for each in optimizers:
             if not self.keeps_state:
@@ -384,6 +388,16 @@ class Trial:
         base, noise = _normal(place, number // _NUM_ALIKE, shape), _normal(place, 100 * (number + 1) + calls, shape)
         scale: float = 10.0 ** (1.5 * (place * 5 % 4) - 3.0) * (30.0 if number >= _NUM_ALIKE else 1.0)
         return (curved + base + 0.3 * noise).mul_(scale * self.gradient).to(parameter)
+
+
+def _add_twin(optimizer: Optimizer, first: nn.Parameter, twin: nn.Parameter) -> None:
+    """Has an optimizer step over a second parameter as over its first."""
+    for table in vars(optimizer).values():
+        if isinstance(table, dict) and first in table:
+            table[twin] = copy.deepcopy(table[first])
+    for group in optimizer.param_groups:
+        if any(each is first for each in group["params"]):
+            group["params"].append(twin)
 
 
 @lru_cache(maxsize=4096)
@@ -451,13 +465,18 @@ def _tried(optimizer: Optimizer, device: torch.device) -> Steps:
     they were. What a step does later than a few steps is not seen.
     """
     chosen = list(_chosen(optimizer))
-    if len(chosen) < 2:
-        return Steps("unknown", "it has less than two parameters that are trained")
+    if not chosen:
+        return Steps("separate")
+    has_twin = len(chosen) == 1
+    if has_twin:
+        chosen.append(nn.Parameter(torch.empty_like(chosen[0], device="meta")))
+        vars(chosen[1]).update(vars(chosen[0]))
     errors: list[str] = []
     with _one_at_a_time, untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
         for keeps_state, passes_closure in product((False, True), repeat=2):
             try:
-                return _of_scales(partial(Trial, optimizer, chosen, device, passes_closure, keeps_state))
+                found = _of_scales(partial(Trial, optimizer, chosen, device, passes_closure, keeps_state, has_twin))
+                return Steps("unknown", found.what) if has_twin and found.kind == "joint" else found
             except Exception as error:  # whatever a class of the script's raises
                 errors.append(f"{type(error).__name__}: {error}")
     return Steps("unknown", errors[0])

@@ -76,13 +76,14 @@ class Part:
 
     @cached_property
     def signature(self) -> str:
-        """A text that is equal for parts that do the same work and give the same results to others, in any model."""
+        """A text that is equal for parts that do the same work with the same `values` and `outputs`, in any model."""
         if len(self.blocks) == 1:
             work = self.blocks[0].signature
         else:
             work = signature([self.traced.nodes[name] for name in self.nodes], self.traced.facts, self.traced.sizes)
         inside = {name: index for index, name in enumerate(self.nodes)}
-        text = ",".join([work, *(str(inside[name]) for name in self.outputs)])
+        values = [place for place, source in enumerate(self._sources) if source.name in self.values]
+        text = f"{work} {values} {[inside[name] for name in self.outputs]}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -106,14 +107,19 @@ class Part:
         return tuple(name for name in self.nodes if self._is_tensor(name) and leaves(name))
 
     @cached_property
-    def values(self) -> tuple[str, ...]:
-        """Tensors that come in from other blocks or from repeated nodes, in order of first use."""
+    def _sources(self) -> list[fx.Node]:
+        """What comes in, in order of first use."""
         inside = set(self.nodes)
         sources = dict.fromkeys(source for name in self.nodes for source in self.traced.nodes[name].all_input_nodes)
+        return [source for source in sources if source.name not in inside]
+
+    @cached_property
+    def values(self) -> tuple[str, ...]:
+        """Tensors that come in from other blocks or from repeated nodes, in order of first use."""
         return tuple(
             source.name
-            for source in sources
-            if source.op == "call_function" and source.name not in inside and self._is_tensor(source.name)
+            for source in self._sources
+            if source.op == "call_function" and self._is_tensor(source.name)
             if not self.traced.sizes.is_given(source)
         )
 

@@ -92,11 +92,13 @@ class CutOptimizer:
         """Raises an `InputError` if the optimizer has parameters that are not the model's."""
         names = [name for names in self.names for name in names]
         if "" in names:
+            kind = type(self.optimizer).__name__
             raise InputError(
                 f"{names.count('')} of the optimizer's {len(names)} parameters are not the model's, so that no rank "
                 "would sum their gradients. Expected an optimizer of parameters of the wrapped model alone: make it "
                 "from model.parameters() after the last change of the model (to(), a cast, new layers), and give other "
-                "parameters an optimizer of their own."
+                f"parameters an optimizer of their own. Two models have two: {kind}(first.parameters(), ...) goes to "
+                f"AutoVaruna(first, ...), {kind}(second.parameters(), ...) to AutoVaruna(second, ...), and both step."
             )
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> None:

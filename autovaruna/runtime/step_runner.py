@@ -167,8 +167,8 @@ class StepRunner:
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
         self._is_synchronising = self.asks_for_sums()
-        if len(self.job.batch.groups) > 1 and self._world.rank == 0 and not self.rank.backwards.num:
-            logger.info(_OF_OWN_SAMPLES)
+        if self._world.rank == 0 and not self.rank.backwards.num:
+            self._say_where_the_loss_is(gradients)
         self.rank.backwards.note("of its outputs")
         has_scaler = self.rank.loss_scale.words != "none"  # whose gradients may overflow
         total = None if has_scaler else _total(gradients)
@@ -183,6 +183,14 @@ class StepRunner:
             self._world.flush()  # others wait for it, and this rank may wait for them by itself
             self.book.keep(found.own)
             return self._for_sources(found.totals, found.kept, found.inputs)
+
+    def _say_where_the_loss_is(self, gradients: Gradients) -> None:
+        """Logs what the first backward shows: the script makes the loss of outputs, or takes it from among them."""
+        used = [spec for spec, gradient in zip(self._specs.values(), gradients, strict=True) if gradient is not None]
+        if used and all(spec.kind is not OutputKind.SAMPLES for spec in used):
+            logger.info(_OF_OUTPUTS, ", ".join(spec.path for spec in used))
+        elif len(self.job.batch.groups) > 1:
+            logger.info(_OF_OWN_SAMPLES)
 
     # prepare
 
@@ -395,6 +403,8 @@ class StepRunner:
         others = [spec for place, spec in self._wanted.items() if place != self._loss_place]
         self.rank.backwards.note("of other outputs")
         used = [spec.path for spec, gradient in zip(others, gradients, strict=True) if gradient is not None]
+        if not used:  # what the script made of them has no gradient
+            return [None] * len(self._sources)
         raise InputError(
             f"backward reached {', '.join(used)}, but this model's step starts from its own loss, whose backward has "
             "already run. Expected a loss made from the model's loss alone; pass loss_mode='outputs' to go backward "
@@ -508,6 +518,11 @@ _OF_OWN_SAMPLES = (
     "the loss is made outside of the model, by each rank of its own samples, and counts with its share of them, as in "
     "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is "
     "another one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
+)
+_OF_OUTPUTS = (
+    "backward starts from %s of what forward returns, once all forwards of the call are done. Return the loss that the "
+    "script makes of it under the key 'loss' (or pass loss_mode='loss', if it is the only scalar with a gradient), and "
+    "the call runs the whole step, faster and in less memory"
 )
 
 _METHODS: dict[Kind, Callable[[StepRunner, StageModule, Act], None]] = {

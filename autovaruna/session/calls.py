@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 from zlib import crc32
@@ -40,6 +41,7 @@ from autovaruna.session.borders import Wishes
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
+_NUM_WHOLE_CALLS = 2  # calls of which all numbers are
 
 Digest = tuple[Hashable, ...]
 Totals = list[Any]
@@ -141,6 +143,7 @@ class SharedCall:
     number: int
     groups: tuple[tuple[int, ...], ...]  # the ranks that pass the same mini-batch
     totals: tuple[Totals | None, ...]  # those of each rank's mini-batch; None: not known yet
+    digests: tuple[tuple[int, ...], ...]  # of each rank's tensors, as `SameInputs` makes them
 
     @property
     def global_batch_size(self) -> int:
@@ -216,7 +219,8 @@ def share_call(
                 f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
                 "them; pass inputs='per_rank' if each rank has samples of its own."
             )
-    return SharedCall(call, tensors, sizes, number, groups, tuple([totals for *_, totals in reports]))
+    totals, digests = tuple([totals for *_, totals in reports]), tuple([each for _, _, _, each, *_ in reports])
+    return SharedCall(call, tensors, sizes, number, groups, totals, digests)
 
 
 def _words(call: CallSpec) -> dict[str, str]:
@@ -245,45 +249,73 @@ def _flags(letters: str) -> str:
 
 
 class SameInputs:
-    """What the ranks of each group, which are to pass the same mini-batch, have passed in a few of their calls.
+    """Whether ranks pass the same mini-batch where they are to, and others where they are to, in a few of their calls.
 
-    With other samples on one of them, a step would join the inputs of some samples with the labels of others.
+    With other samples on a rank of a group, a step would join the inputs of some samples with the labels of others.
     """
 
     def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
         self.groups = groups
-        self._has_told = False
+        self._trained: list[list[Digest]] = []  # digests of the first calls that train, by group
 
-    def digests(self, number: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Returns a digest of some numbers of each tensor; nothing in most calls."""
+    def digests(self, call: CallSpec, number: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Returns a digest of each tensor, or of some of its numbers; nothing in most calls, and without samples."""
         is_due = number < _NUM_FIRST_CALLS or (number % _CALLS_BETWEEN == 0 and all(each.is_cpu for each in tensors))
-        is_shared = any(len(ranks) > 1 for ranks in self.groups)
-        return tuple(map(_digest, tensors)) if is_shared and is_due and not self._has_told else ()
+        is_due &= any(len(ranks) > 1 for ranks in self.groups)
+        is_whole = number < _NUM_WHOLE_CALLS or self._may_see_copies
+        found = tuple(_digest(each, is_whole) for each in tensors if is_due or self._may_see_copies)
+        return found if call.batch_size else ()
 
-    def compare(self, call: CallSpec, digests: Sequence[tuple[int, ...]]) -> None:
-        """Warns, once, of inputs that differ by what `digests` returned on each rank."""
+    @property
+    def _may_see_copies(self) -> bool:
+        return len(self.groups) > 1 and len(self._trained) < _NUM_WHOLE_CALLS and torch.is_grad_enabled()
+
+    def compare(self, shared: SharedCall, *, is_told: bool) -> None:
+        """Raises RankError if a mini-batch that ranks share differs between them.
+
+        If `is_told`, a warning says so, once, where it is the same on ranks that do not share it.
+        """
+        inputs, digests = shared.call.inputs, shared.digests
+        if not any(digests):
+            return
         for ranks in self.groups:
-            odd = {
-                spec.name
-                for rank in ranks
-                for spec, first, own in zip(call.inputs, digests[ranks[0]], digests[rank], strict=False)
-                if own != first
-            }
-            if odd and not self._has_told:
-                self._has_told = True
-                logger.warning(
-                    "ranks %s are to pass the same samples, but %s differ there: a step then joins inputs and labels "
-                    "of several batches. Give each of them the same batch (seed their loaders alike); with samples of "
-                    "its own on each rank, pass inputs='per_rank'",
-                    list(ranks),
-                    ", ".join(sorted(odd)),
+            pairs = [zip(inputs, digests[ranks[0]], digests[rank], strict=False) for rank in ranks]
+            if odd := sorted({spec.name for spec, first, own in chain(*pairs) if own != first}):
+                mode = "replicated" if len(self.groups) == 1 else "per_replica"
+                raise RankError(
+                    f"inputs={mode!r}, but ranks {list(ranks)} pass other numbers in {', '.join(odd)}: a step would "
+                    "join inputs and labels of several batches. Expected the same batch on each of them (seed their "
+                    "loaders alike, or broadcast what is drawn); with samples of its own on each rank, pass "
+                    "inputs='per_rank'."
                 )
+        if self._may_see_copies:
+            firsts = [zip(inputs, digests[ranks[0]], strict=False) for ranks in self.groups]
+            self._trained.append([tuple(own for spec, own in each if spec.is_batch) for each in firsts])
+            if is_told and len(self._trained) == _NUM_WHOLE_CALLS:
+                self._warn_of_copies()
+
+    def _warn_of_copies(self) -> None:
+        """Warns of ranks that pass the same samples; of a batch that never changes nothing is said."""
+        by_group = list(zip(*self._trained, strict=True))
+        alike = [
+            rank
+            for ranks, (one, other) in zip(self.groups, by_group, strict=True)
+            for rank in ranks
+            if one != other and () not in (one, other) and by_group.count((one, other)) > 1
+        ]
+        if alike:
+            logger.warning(
+                "ranks %s pass the same samples, so that each of these is trained on more than once. Give every rank "
+                "samples of its own: DataLoader(..., batch_sampler=ElasticSampler(...)), or sampler=DistributedSampler("
+                "...) of torch. If they are to pass one batch, which is then cut among them, pass inputs='replicated'",
+                alike,
+            )
 
 
-def _digest(tensor: Tensor) -> int:
+def _digest(tensor: Tensor, is_whole: bool) -> int:
     flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, len(flat) // _NUM_NUMBERS)].contiguous()
-    return crc32(some.view(torch.uint8).cpu().numpy().tobytes())
+    step = 1 if is_whole else len(flat) // _NUM_NUMBERS | 1  # an odd one comes by all columns of a picture
+    return crc32(flat[::step].contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
 
 def micro_batch_weights(

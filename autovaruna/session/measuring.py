@@ -31,7 +31,7 @@ from autovaruna.profiler.measure import (
     Pace,
     PartCost,
     call_seconds,
-    lasting_keys,
+    lasting_parts,
     measure,
     measure_pace,
     merge,
@@ -155,7 +155,9 @@ class Subject:
                 on_progress=tell,
             )
 
-        return measure_together(self.watch, self.settings.profile_iterations, own_share)
+        found = measure_together(self.watch, self.settings.profile_iterations, own_share)
+        logger.info("measured %d parts of a model of %d blocks", len(found), len(self.traced.graph.blocks))
+        return found
 
 
 def measure_together(
@@ -190,7 +192,7 @@ def measure_together(
 SHAPING = (  # the settings that shape a plan; a saved one is valid for their values
     "num_stages", "simplicity", "max_stages_per_rank", "num_replicas", "num_micro_batches", "micro_batch_size",
     "min_micro_batches", "max_micro_batches", "recompute", "schedule", "in_flight", "cuts", "cutpoints",
-    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch",
+    "stage_ranks", "shard_optimizer", "inputs", "dynamic_batch", "loss_mode", "outputs", "compile_stages",
 )  # fmt: skip
 
 
@@ -266,7 +268,7 @@ def measured_profile(subject: Subject, sizes: list[int], splits: bool) -> Profil
     """Measures what no rank knows already, weight gradients apart, too, if it `splits`. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
     cache = cache_of(settings, device, world.hosts.count(world.hosts[world.rank]), splits=splits)
-    lasting = lasting_keys(subject.traced, sizes)
+    lasting = lasting_parts(subject.traced, sizes)
     is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank
 
     def known_here() -> dict[Key, PartCost]:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
-from autovaruna.errors import ConfigError, DeploymentError, ScheduleError
+from autovaruna.errors import AutoVarunaError, ConfigError, DeploymentError
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
@@ -118,7 +118,7 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
         plan = plan_from(deployment, graph)
         Orders(plan, graph)
         return plan
-    except (DeploymentError, ScheduleError) as error:
+    except AutoVarunaError as error:
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
 
 
@@ -302,6 +302,10 @@ class Preparation:
         if self._world.rank > 0:
             return
         norms, total = "", self._shared.global_batch_size
+        if self._sharing is True and sum(each.needs_gradient for each in self._traced.graph.parameters) < 2:
+            logger.info(
+                "shard_optimizer has nothing to share out: one replica has the state of the only parameter to train"
+            )
         if self.plan.num_micro_batches > 1 and batch_norms(self._traced):
             norms = f"micro-batches of {-(-total // self.plan.num_micro_batches)} samples, of {total}"
             logger.warning(

@@ -132,6 +132,7 @@ class Session:
         wrapped = self._wrapped
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
+        self._same_inputs.compare(shared, is_told=wrapped.world.rank == 0)
         self.at_border()
         engine = wrapped.engine or self._start(shared)
         batch = self._cut(shared, engine.plan)
@@ -217,7 +218,7 @@ class Session:
             wrapped.check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode, method)
             tensors = on_own_gpu(tensors, wrapped.device)
-            passed = self._same_inputs.digests(wrapped.num_calls, tensors)
+            passed = self._same_inputs.digests(call, wrapped.num_calls, tensors)
             totals = self._own_totals(call, tensors)
             wishes = NO_WISHES if wrapped.morphing is None else wrapped.morphing.wishes
             report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, wishes, totals
@@ -230,16 +231,13 @@ class Session:
         if self._leave_out(call, reports):
             return self._agree(args, kwargs, method)
         try:
-            shared = calls.share_call(
+            return calls.share_call(
                 call, tensors, wrapped.num_calls, self._same_inputs.groups, world, reports, wrapped.doings
             )
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
                 raise
             return self._agree(args, kwargs, method)
-        if world.rank == 0 and reports[0][3]:
-            self._same_inputs.compare(call, [digests for *_, digests, _, _, _ in reports])
-        return shared
 
     def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
         """Makes attributes that the script has set and no trace depends on count no more; says whether there were any.

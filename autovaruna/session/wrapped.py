@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from itertools import chain
 from weakref import ref
@@ -54,6 +54,7 @@ class Wrapped:
             self.acts.watch(self.proxy, self.optimizer.optimizer, self.optimizer.names)
             self.proxy.before.append(self.lent.settle)
             if not is_alone():
+                self.optimizer.check()
                 self._direct_calls = DirectCalls(module)
                 self.installed.add(self._direct_calls.stop)
                 self.proxy.before.append(self._refuse_own_gradients)
@@ -220,14 +221,19 @@ class Wrapped:
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
+def refuse_parallel_wrapper(wrapper: type, what: str, others: Collection[str] = ()) -> None:
+    """Refuses `what` a class of torch's that trains over the ranks wraps; `others` are names of more such classes."""
+    kinds = {kind.__name__ for kind in wrapper.__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
+    for kind in (*kinds, *others):
+        raise InputError(
+            f"{what} is wrapped by {kind} of torch: got two libraries that would both spread the model over the ranks. "
+            "Expected the model itself; leave that wrapper out (fully_shard() and parallelize_module() as well), and "
+            "torch.distributed with it."
+        )
+
+
 def _refuse_parallel_wrappers(model: nn.Module) -> None:
     """Refuses a model that torch itself would train over the ranks, or of which ranks have shards."""
     for path, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
-        kinds |= {type(each).__name__ for each in module._parameters.values() if type(each).__name__ == "DTensor"}
-        if kinds:
-            raise InputError(
-                f"{path or 'The model'} is wrapped by {kinds.pop()} of torch: got two libraries that would both spread "
-                "the model over the ranks. Expected the model itself; leave that wrapper out (fully_shard() and "
-                "parallelize_module() as well), and torch.distributed with it."
-            )
+        kinds = {type(each).__name__ for each in module._parameters.values()} & {"DTensor"}
+        refuse_parallel_wrapper(type(module), path or "The model", kinds)

@@ -25,9 +25,9 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.search_space import cut_point_blocks
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment, load_measured, save_measured
-from autovaruna.profiler.measure import Key, PartCost, merge, to_profile
+from autovaruna.profiler.measure import Key, PartCost, merge, parts_by_key, to_profile
 from autovaruna.profiler.records import Cluster, Profile
-from autovaruna.profiler.work import all_parts, distinct
+from autovaruna.profiler.work import all_parts
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.machine import find_device
@@ -48,11 +48,6 @@ def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings:
         return Subject(model, traced, tensors, settings, SpeedWatch(world, device))
 
     return on_all(world, act, "tracing")
-
-
-def keys_of(traced: TracedModel, sizes: Sequence[int]) -> list[Key]:
-    """Returns the measurements of a whole model."""
-    return [(part.signature, size) for size in sizes for part in distinct(all_parts(traced))]
 
 
 def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[int]) -> set[Key]:
@@ -238,13 +233,13 @@ class Profiler:
             )
         facts = Facts(self.gpus_per_node, factor)
         self._on_first(lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts))
-        wanted = set(keys_of(traced, sizes))
+        wanted = parts_by_key(traced, sizes)
         found = merge([cache.read(wanted) for cache in self._caches]) if self.rank == 0 else {}
         costs: dict[Key, PartCost] = self.world.broadcast_object(found, 0, "reading saved measurements")
         for size in sizes:
             costs |= self._measure(size, costs)
-        if not wanted <= costs.keys():
-            logger.info("%d of %d measurements are still to be made", len(wanted - costs.keys()), len(wanted))
+        if missing := wanted.keys() - costs.keys():
+            logger.info("%d of %d measurements are still to be made", len(missing), len(wanted))
             return None
         profile = to_profile(traced, {key: costs[key] for key in wanted}, self.device)
         self._on_first(lambda: self.folder.write(profile=profile))
@@ -252,7 +247,7 @@ class Profiler:
 
     def _measure(self, size: int, known: dict[Key, PartCost]) -> dict[Key, PartCost]:
         """Measures one size, and saves what is new. Collective."""
-        skipped = set(keys_of(self._subject.traced, [size]))
+        skipped = set(parts_by_key(self._subject.traced, [size]))
         skipped -= skipped if self._wanted is None else keys_between(self._subject.traced, [size], self._wanted)
         fresh = self._subject.measure([size], known.keys() | skipped)
 

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 from unittest import TestCase
 
@@ -334,9 +335,11 @@ LOSS, SAMPLES, MEAN, TOTAL, SAME = OutputKind
 
 
 def returning(make: Any, loss_mode: str = "auto") -> TracedModel:
-    """Traces a model that returns what `make` makes of a linear layer's output of shape (3, 4)."""
-    model = Function(lambda self, x: make(self.layer(x)), layer=nn.Linear(4, 4))
-    return trace(model, describe(model, (ROWS,), {})[1], CPU, Options(loss_mode=loss_mode))
+    """Traces a model that returns what `make` makes of a linear layer's output of shape (3, 4), and of labels."""
+    has_labels = len(signature(make).parameters) > 1
+    given = (ROWS, torch.zeros(3, dtype=torch.long))[: 1 + has_labels]
+    model = Function(lambda self, x, *y: make(self.layer(x), *y), layer=nn.Linear(4, 4))
+    return trace(model, describe(model, given, {})[1], CPU, Options(loss_mode=loss_mode))
 
 
 @pytest.mark.parametrize(
@@ -354,10 +357,17 @@ def returning(make: Any, loss_mode: str = "auto") -> TracedModel:
         (lambda out: (out, torch.arange(4)), [SAMPLES, SAME]),
         (lambda out: out.mean().reshape(1), [MEAN]),
         (lambda out: (out.mean(), None, 3), [LOSS]),
+        (lambda out, y: (out, F.cross_entropy(out, y)), [SAMPLES, LOSS]),
+        (lambda out, y: (F.cross_entropy(out, y), out, out.mean(0)), [LOSS, SAMPLES, MEAN]),
+        (lambda out, y: (out, F.cross_entropy(out, y), out.mean()), [SAMPLES, MEAN, MEAN]),
+        (lambda out, y: (out * y[:, None], F.cross_entropy(out, y)), [SAMPLES, MEAN]),
     ],
 )
 def test_kinds(make: Any, kinds: list[OutputKind]) -> None:
-    """A lone differentiable scalar, or the one named loss, is the loss; the rest by batch, dtype and inputs."""
+    """A lone differentiable scalar, or the one named loss or made of labels, is the loss.
+
+    The others are what they are by batch, dtype and inputs.
+    """
     assert [spec.kind for spec in returning(make).outputs] == kinds
 
 
@@ -399,10 +409,13 @@ def test_paths_lead_to_the_outputs() -> None:
 
 
 def test_the_mode_decides_against_the_shape() -> None:
-    """outputs: a lone scalar is no loss; loss: a scalar beside other outputs still needs its name."""
+    """outputs: a lone scalar is no loss; loss: so is the only scalar beside other outputs."""
     assert returning(lambda out: out.mean(), "outputs").loss is None
-    found = returning(lambda out: {"loss": out.mean(), "x": out}, "loss").loss
-    assert found is not None and found.path == "output['loss']"
+    for make in (lambda out: {"loss": out.mean(), "x": out.sum()}, lambda out: {"loss": out.mean(), "x": out}):
+        found = returning(make, "loss").loss
+        assert found is not None and found.path == "output['loss']"
+    found = returning(lambda out: (out, out.mean()), "loss").loss
+    assert found is not None and found.path == "output[1]"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +15,27 @@ from torch import Tensor, nn
 from autovaruna.config.settings import resolve
 from autovaruna.profiler.bytes import Bytes, Made
 from autovaruna.profiler.cache import ProfileCache, cache_of, environment
-from autovaruna.profiler.measure import Key, PartCost, lasting_keys, measure
+from autovaruna.profiler.measure import Key, PartCost, lasting_parts, measure, parts_by_key, to_profile
 from autovaruna.profiler.work import layer_parts
+from tests.catalogue import PLAIN
 from tests.graph.models import Function
+from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
 COST = PartCost(0.5, 0.25, Bytes(7, ((0, 8), (2, 16)), (Made(1, 24, True),), 5, 9))
 KEY: Key = ("abc", 4)
+PART: Any = SimpleNamespace(values=("a", "b", "c"), outputs=("d", "e"))
+PARTS: dict[Key, Any] = {KEY: PART}
 
 
 def cache(directory: Path, iterations: int = 5, **more: object) -> ProfileCache:
     return ProfileCache(directory, {"device": "test", **more}, iterations)
+
+
+def unsigned(text: str, **changes: Any) -> str:
+    content = {**json.loads(text), **changes}
+    del content["checksum"]
+    return json.dumps(content)
 
 
 def file_of(directory: Path) -> Path:
@@ -36,14 +48,14 @@ def measured(model: nn.Module, known: dict[Key, PartCost], *args: Tensor) -> dic
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     cache(tmp_path).write({KEY: COST})
-    assert cache(tmp_path).read([KEY, ("other", 4), ("abc", 8)]) == {KEY: COST}
+    assert cache(tmp_path).read({KEY: PART, ("other", 4): PART, ("abc", 8): PART}) == {KEY: COST}
 
 
 def test_costs_of_another_environment_or_of_fewer_samples_are_not_used(tmp_path: Path) -> None:
     cache(tmp_path, 3).write({KEY: COST})
-    assert cache(tmp_path, 2).read([KEY]) and cache(tmp_path, 3).read([KEY])
-    assert not cache(tmp_path, 4).read([KEY])
-    assert not cache(tmp_path, 3, torch="9").read([KEY])
+    assert cache(tmp_path, 2).read(PARTS) and cache(tmp_path, 3).read(PARTS)
+    assert not cache(tmp_path, 4).read(PARTS)
+    assert not cache(tmp_path, 3, torch="9").read(PARTS)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +69,8 @@ def test_costs_of_another_environment_or_of_fewer_samples_are_not_used(tmp_path:
         lambda text: text.replace('"inside"', '"outside"'),
         lambda text: text.replace('"iterations": 5', '"iterations": "many"'),
         lambda text: text.replace('"forward_seconds": 0.5', '"forward_seconds": 0.6'),
+        lambda text: unsigned(text, signature="other"),
+        lambda text: unsigned(text, micro_batch_size=8),
     ],
 )
 def test_a_damaged_file_is_a_warning_and_is_written_again(tmp_path: Path, caplog, damage) -> None:
@@ -65,10 +79,10 @@ def test_a_damaged_file_is_a_warning_and_is_written_again(tmp_path: Path, caplog
     text = path.read_text()
     path.write_text(damage(text))
     assert path.read_text() != text
-    assert cache(tmp_path).read([KEY]) == {}
+    assert cache(tmp_path).read(PARTS) == {}
     assert str(path) in caplog.text and "measuring again" in caplog.text
     cache(tmp_path).write({KEY: COST})
-    assert cache(tmp_path).read([KEY]) == {KEY: COST}
+    assert cache(tmp_path).read(PARTS) == {KEY: COST}
 
 
 def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog) -> None:
@@ -110,7 +124,7 @@ class Step(nn.Module):
 
 
 def signatures(model: nn.Module, x: Tensor) -> set[str]:
-    return {signature for signature, _ in lasting_keys(traced(model, x), [2])}
+    return {signature for signature, _ in lasting_parts(traced(model, x), [2])}
 
 
 def test_whatever_changes_the_time_changes_the_signature() -> None:
@@ -137,7 +151,7 @@ def test_operators_of_other_libraries_are_measured_each_time() -> None:
     model = Function(lambda self, x: self.mlp(twice(self.mlp.layers[0](x))), mlp=Mlp(2))
     graph = traced(model, torch.zeros(3, WIDTH))
     every = measure(graph, model, [2], CPU, iterations=1).keys()
-    left_out = every - set(lasting_keys(graph, [2]))
+    left_out = every - set(lasting_parts(graph, [2]))
     assert left_out and left_out < every
 
 
@@ -145,7 +159,7 @@ def test_a_profile_from_the_cache_is_the_profile_that_was_measured(tmp_path: Pat
     model, graph, tensors = traced_case("moving_average", 3)
     costs = measure(graph, model, [2], CPU, iterations=1, inputs=tensors)
     cache(tmp_path, 1).write(costs)
-    known = cache(tmp_path, 1).read(lasting_keys(graph, [2]))
+    known = cache(tmp_path, 1).read(lasting_parts(graph, [2]))
     assert known == costs
     assert profile(graph, model, [2], CPU, known=known) == profile(graph, model, [2], CPU, known=costs)
 
@@ -164,3 +178,37 @@ def test_the_environment_names_threads_and_neighbours() -> None:
     here = environment(CPU)
     assert "1 threads" in here["device"] and here["torch"] == torch.__version__
     assert environment(CPU, 4) != here
+
+
+def by_total(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return self.layers[0](x).square().sum() / mask.sum()
+
+
+def by_value(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    h = self.layers[0](x)
+    return h.square().sum() / h.detach().abs().sum()
+
+
+def test_the_cost_of_a_value_is_none_of_what_a_stage_is_given() -> None:
+    """Once, a run after one whose blocks did the same work on a scalar from another block ended in an IndexError."""
+    x, mask = torch.zeros(3, WIDTH), torch.ones(3, 2)
+    of_value, of_total = (Function(forward, layers=Mlp(1).layers) for forward in (by_value, by_total))
+    known = measured(of_value, {}, x, mask)
+    graph = traced(of_total, x, mask)
+    shared = {key: known[key] for key in lasting_parts(graph, [2]) if key in known}
+    assert shared and profile(graph, of_total, [2], CPU, shared, iterations=1).costs
+
+
+def test_every_cost_fits_a_part_or_is_measured_again() -> None:
+    """Whatever part a saved cost is of, and under whatever name it lies, it ends no run."""
+    names = [case.name for case in some(PLAIN, 6)]
+    graphs = [(model, graph) for model, graph, _ in (traced_case(name, 3) for name in names)]
+    known = [measure(graph, model, [2], CPU, iterations=1, budget_seconds=0.0) for model, graph in graphs]
+    every = [cost for costs in known for cost in costs.values()]
+    for (_, graph), own in zip(graphs, known, strict=True):
+        parts = parts_by_key(graph, [2])
+        for cost in every:
+            fitting = {key: cost if cost.fits(part) else own[key] for key, part in parts.items()}
+            assert to_profile(graph, fitting, CPU).costs
+    parts = [part for _, graph in graphs for part in parts_by_key(graph, [2]).values()]
+    assert {cost.fits(part) for cost in every for part in parts} == {True, False}

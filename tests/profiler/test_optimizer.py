@@ -14,7 +14,7 @@ from autovaruna.profiler import optimizer
 from autovaruna.profiler.optimizer import measure_step, state_factor, steps_of, work_factors
 from tests.profiler.clock import WorkClock, work_clock
 from tests.profiler.models import CPU
-from tests.profiler.own_optimizers import JOINT, SEPARATE, EachAlone, Lamb, Langevin, Lion, Unknown
+from tests.profiler.own_optimizers import JOINT, SEPARATE, EachAlone, Lamb, Langevin, Unknown
 
 
 def kept_factor(optimizer: torch.optim.Optimizer) -> float:
@@ -228,7 +228,18 @@ def test_noise_small_gradients_and_groups_are_seen() -> None:
 
 def test_what_cannot_be_tried_says_why() -> None:
     assert "its attribute held holds a Linear" in steps_of(Unknown(parameters()), CPU).what
-    assert "less than two parameters" in steps_of(Lion(parameters()[:1]), CPU).what
+
+
+@pytest.mark.parametrize("name", [*SEPARATE, *JOINT])
+def test_a_parameter_alone_is_tried_beside_one_like_it(name: str) -> None:
+    """Once, a tied weight alone was no subject for a trial, and its optimizer's state could not be shared."""
+    optimizer = {**SEPARATE, **JOINT}[name](parameters()[:1])
+    assert steps_of(optimizer, CPU).kind == (
+        "separate" if name in SEPARATE else "joint" if name == "lbfgs" else "unknown"
+    )
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+    frozen = torch.optim.SGD([each.requires_grad_(False) for each in parameters()], lr=0.1)
+    assert steps_of(frozen, CPU).kind == "separate"
 
 
 @pytest.mark.parametrize("name", [*SEPARATE, *JOINT])

@@ -114,11 +114,12 @@ STALE: dict[str, tuple[dict[str, Any], str]] = {
     "num_ranks": ({"num_ranks": 3}, r"the number of ranks changed \(2 -> 3\)"),
     "batch": ({"batch": 8}, r"global batch changed \(8 -> 16\)"),
     "memory": ({"memory_limit_bytes": "1GiB"}, "the memory limit changed"),
+    "mode": ({"loss_mode": "outputs"}, r"setting loss_mode changed \(auto -> outputs\)"),
     "setting": ({"num_micro_batches": 4}, r"setting num_micro_batches changed \(0 -> 4\)"),
 }
 
 
-@pytest.mark.parametrize("what", some([*STALE], 2))
+@pytest.mark.parametrize("what", some([*STALE], 3))
 def test_a_stale_one_is_refused_if_it_must_be_used_else_planned_again(
     file: Path, what: str, lines: Callable[[], list[str]]
 ) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Case
-from tests.catalogue.small import Written
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.catalogue.structure import Answer
 from tests.products import diagonal
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
@@ -118,6 +121,64 @@ def flat(value: Any) -> Any:
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_loss_is_scaled_before_backward(setup: str) -> None:
     hold(CASES["tied"], lambda loss, step: (loss * 8.0 / (step + 1)).backward(), SETUPS[setup], num_batches=2)
+
+
+def scored(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scores and their loss, as nanoGPT does."""
+    scores = self.last(torch.tanh(self.first(x)))
+    return scores, F.cross_entropy(scores, y)
+
+
+def rebuilt(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns an output and a term of a loss, as a variational autoencoder does."""
+    hidden = self.first(x)
+    return torch.tanh(hidden), hidden.square().mean()
+
+
+def two_terms(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scores, loss = scored(self, x, y)
+    return scores, loss, self.last.weight.square().sum()
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None
+
+
+OWN_SAMPLES = "made outside of the model, by each rank"
+TUPLES: dict[str, tuple[Any, str, Callable[[Any], Tensor], str | None, dict[str, str]]] = {
+    "loss": (scored, "loss", lambda out: out[1], None, {}),
+    "no gradient": (scored, "loss", lambda out: out[1] + NoGradient.apply(out[0]), None, {}),
+    "both": (rebuilt, "outputs", lambda out: out[0].mean() + out[1], OWN_SAMPLES, {}),
+    "term": (rebuilt, "outputs", lambda out: out[1], r"starts from output\[1\] .*pass loss_mode='loss'", {}),
+    "asked": (rebuilt, "loss", lambda out: out[1], None, {"loss_mode": "loss"}),
+    "two": (two_terms, "outputs", lambda out: out[1] + out[2], r"output\[1\], output\[2\] .*key 'loss'", {}),
+}
+
+
+@pytest.mark.parametrize("kind", TUPLES)
+def test_the_loss_in_a_tuple(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, none was seen beside scores, and a remark said that the script made it outside of the model."""
+    forward, mode, loss_of, remark, settings = TUPLES[kind]
+    caplog.set_level(logging.INFO, "autovaruna.runtime.step_runner")
+    plain = Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
+    batch = labelled(8, 0)[1]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:
+        loss_of(model(**{name: each[4 * rank :][:4] for name, each in batch.items()})).backward()
+        assert model.loss_mode == mode
+        return gradients_of(model)
+
+    found = on_ranks(pipeline(2, num_micro_batches=2, settings={"inputs": "per_rank", **settings}), plain, run)
+    loss_of(plain(**batch)).backward()
+    compare(Record(gradients=[found[0] | found[1]]), Record(gradients=[gradients_of(plain)]))
+    said = [each for each in caplog.messages if "backward starts from" in each or OWN_SAMPLES in each]
+    assert len(said) == (remark is not None) and all(re.search(str(remark), each) for each in said)
 
 
 def test_a_loss_may_be_asked_for_by_mode() -> None:

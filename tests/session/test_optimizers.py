@@ -16,15 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import InputError, RankError
+from autovaruna import AutoVaruna, InputError, RankError
+from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Case
+from tests.catalogue.small import WIDTH, Written, hidden
 from tests.products import some
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
+from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, adamw, bit_equal, compare, gradients_of, plain_steps
 from tests.session.test_precision import Way, train_in
 from tests.session.training import (
+    QUIET,
     Setup,
     as_plain,
     descend,
@@ -32,6 +37,7 @@ from tests.session.training import (
     merge,
     on_ranks,
     pipeline,
+    planned,
     token_of,
     train_rank,
     with_state,
@@ -275,6 +281,62 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
             loss_of(model) if act is None else act(model, optimizer)
 
     on_ranks(setup, CHAIN.model(), run, make, token_of(CHAIN))
+
+
+def tied(self: Any, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ self.weight) @ self.weight.t()).square().mean()
+
+
+def test_one_parameter_is_trained_with_shared_state(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, it was refused: there was no second one to try the optimizer with."""
+    caplog.set_level(logging.INFO, "autovaruna.session.preparation")
+
+    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        for _ in range(3):
+            descend(model(torch.linspace(-1.0, 1.0, 6 * WIDTH).view(6, WIDTH)), optimizer)
+        return dict(model.state_dict())
+
+    as_plain(SHARED, Written(tied, weight=nn.Parameter(torch.eye(WIDTH) / 2)), story, adamw)
+    assert caplog.text.count("shard_optimizer has nothing to share out") == 1
+
+
+def judge(self: Any, states: Tensor, actions: Tensor) -> Tensor:
+    return self.net(torch.cat((states, actions), 1))  # type: ignore[no-any-return]
+
+
+def train_critics(models: list[Any], optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Makes steps as soft actor-critic does: each critic learns from the least of what both say."""
+    for step in range(3):
+        states, actions = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step))
+        said = [model(states, actions) for model in models]
+        target = torch.minimum(said[0], said[1]).detach() + 1.0
+        sum((F.mse_loss(each, target) for each in said), torch.tensor(0.0)).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    return {f"{k}.{name}": value for k, model in enumerate(models) for name, value in model.state_dict().items()}
+
+
+def test_two_models_have_two_optimizers() -> None:
+    """Once, an optimizer of both was refused at the first call, and what to write was not said; it is as exact."""
+    pair = [Written(judge, net=hidden(nn.Tanh())) for _ in range(2)]
+    both = copy.deepcopy(pair)
+    expected = train_critics(both, [torch.optim.Adam([*both[0].parameters(), *both[1].parameters()], 1e-2)])
+    settings: dict[str, Any] = {**QUIET, **DECLARED, "inputs": "replicated", "num_micro_batches": 2}
+
+    def run(world: World) -> dict[str, Tensor]:
+        own = copy.deepcopy(pair)
+        together = torch.optim.Adam([*own[0].parameters(), *own[1].parameters()], 1e-2)
+        with pytest.raises(InputError, match=r"Two models have two: Adam\(first.parameters\(\), ...\) goes to"):
+            AutoVaruna(own[0], together, **settings)
+        own = copy.deepcopy(pair)
+        apart = [torch.optim.Adam(each.parameters(), 1e-2) for each in own]
+        wrapped = [AutoVaruna(each, one, **settings) for each, one in zip(own, apart, strict=True)]
+        return train_critics(wrapped, apart)
+
+    with planned(TWO):
+        for found in run_ranks(2, run):
+            torch.testing.assert_close(found, expected)
 
 
 def test_a_rank_that_does_not_step_is_told_of() -> None:

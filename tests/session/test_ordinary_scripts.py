@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES
@@ -284,9 +287,9 @@ def test_all_ranks_list_all_parameters() -> None:
 class DistributedDataParallel(nn.Module):
     """Has the name of torch's."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = layers()
+        self.module = module
 
 
 DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
@@ -364,4 +367,40 @@ def test_a_model_in_another_library_s_wrapper_is_refused() -> None:
         with pytest.raises(InputError, match=r"wrapped by DistributedDataParallel.*leave that wrapper out"):
             model(X)
 
-    on_ranks(TWO, DistributedDataParallel(), run)
+    on_ranks(TWO, DistributedDataParallel(layers()), run)
+
+
+WRAPPERS: dict[str, Callable[[AutoVaruna], object]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "DataParallel": lambda model: nn.DataParallel(nn.Sequential(model, nn.ReLU())),
+    "FSDPModule": lambda model: type("FSDPAutoVaruna", (FSDPModule, type(model)), {}),  # what fully_shard() does
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_another_library_s_wrapper_is_refused_around_ours(name: str) -> None:
+    """Once, it ended in an error of torch's own, or in a wait for ranks that were elsewhere."""
+    model = AutoVaruna(layers())
+    with pytest.raises(InputError, match=f"AutoVaruna wraps is wrapped by {name} of torch.*leave that wrapper out"):
+        WRAPPERS[name](model)
+    assert nn.Sequential(model)[0] is model
+
+
+class Named(nn.Module):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        return input_ids * scale
+
+    def encode(self, input_ids: Tensor) -> Tensor:
+        return input_ids
+
+
+def test_signatures_are_the_model_s_own() -> None:
+    """Once, a trainer that goes by the names in ``inspect.signature(model.forward)`` saw none of them."""
+    plain, model = Named(), AutoVaruna(Named())
+    for got, expected in ((model.forward, plain.forward), (model.encode, plain.encode), (model, plain)):
+        assert signature(got) == signature(expected)
+    model.module.forward = types.MethodType(lambda self, x: x, model.module)
+    assert [*signature(model.forward).parameters] == ["x"]
+    assert signature(copy.deepcopy(model).forward) == signature(model.forward)
+    model.forward = plain.forward
+    assert model(torch.ones(1), scale=2.0) == 2

@@ -22,7 +22,7 @@ from autovaruna.runtime.transport.base import Part
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
 from autovaruna.session.borders import STATUS
-from tests.catalogue.small import CLASSES, WIDTH, Classifier, Written, hidden, labelled
+from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled
 from tests.products import some
 from tests.ranks import run_ranks
 from tests.session.training import QUIET, trace_shared
@@ -140,24 +140,58 @@ def test_backwards_in_another_order_are_told() -> None:
         run_ranks(2, be_rank)
 
 
-@pytest.mark.parametrize("differs", [True, False])
-def test_a_batch_that_is_not_the_same_on_ranks_that_share_it_is_told_once(
-    differs: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once, a loader that was seeded otherwise on each rank trained with the inputs of one batch, labels of another."""
+def pass_batches(numbers: Callable[[int, int], float], steps: int = 3, **settings: Any) -> None:
+    """Trains on batches whose first number is given by rank and step; the others change by step alone."""
 
     def be_rank(world: World) -> None:
         own = net()
-        model = AutoVaruna(own, sgd(own), **REPLICAS, inputs="replicated")
-        for step in range(3):
-            batch = dict(BATCH)
-            if differs and step and world.rank:
-                batch["y"] = (batch["y"] + 1) % CLASSES
+        model = AutoVaruna(own, sgd(own), **{**REPLICAS, "inputs": "replicated", **settings})
+        for step in range(steps):
+            batch = labelled(6, 0 if step % 2 else 1)[1]
+            batch["x"][0, 0] = numbers(world.rank, step)
             model(**batch).backward()
 
-    with caplog.at_level("WARNING"):
-        run_ranks(2, be_rank)
-    assert caplog.text.count("ranks [0, 1] are to pass the same samples, but y differ there") == differs
+    run_ranks(2, be_rank)
+
+
+@pytest.mark.parametrize("first_step", [0, 1, 64])
+def test_a_batch_that_is_not_the_same_on_ranks_that_share_it_is_refused(first_step: int) -> None:
+    """Once, a loader that was seeded otherwise on each rank trained with the inputs of one batch, labels of another."""
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] pass other numbers in x: a step"):
+        pass_batches(lambda rank, step: rank * float(step == first_step), first_step + 1)
+    if first_step == 1:
+        pass_batches(lambda rank, step: 0.0)
+
+
+SHARED: dict[str, tuple[Callable[[int, int], float], dict[str, Any], int]] = {
+    "same": (lambda rank, step: float(step), {}, 1),
+    "other": (lambda rank, step: float(rank), {}, 0),
+    "the second is another": (lambda rank, step: float(rank * step), {}, 0),
+    "shared": (lambda rank, step: float(step), {"inputs": "replicated"}, 0),
+    "one replica": (lambda rank, step: float(step), {"inputs": "per_replica", "stage_ranks": [[0], [1]]}, 0),
+    "two replicas": (lambda rank, step: float(step), {"inputs": "per_replica", "stage_ranks": [[0, 1]]}, 1),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_ranks_that_pass_the_same_samples_are_told_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, loaders that all ranks seed alike trained on each sample twice, with losses that look right."""
+    numbers, settings, times = SHARED[kind]
+    if "stage_ranks" in settings:
+        settings = {"num_stages": 0, "num_replicas": 0, **settings}
+    pass_batches(numbers, **{"inputs": "per_rank", **settings})
+    assert caplog.text.count("ranks [0, 1] pass the same samples") == times
+    assert times == 0 or all(name in caplog.text for name in ("ElasticSampler", "DistributedSampler", "replicated"))
+
+
+def test_a_batch_that_never_changes_is_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    def be_rank(world: World) -> None:
+        model = AutoVaruna(net(), **REPLICAS)
+        for _ in range(3):
+            model(**BATCH).backward()
+
+    run_ranks(2, be_rank)
+    assert "the same samples" not in caplog.text
 
 
 PATIENCE_SECONDS = 20.0
