@@ -21,7 +21,7 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
-from autovaruna.graph.opaque.run import OpaqueModule
+from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.records import Graph
 
@@ -306,6 +306,11 @@ class TracedModel(KnownGraph):
         ]
         found = [getattr(region, name, None) for region, name in names]
         return any(isinstance(each, OpaqueModule) and each.may_choose for each in found)
+
+    @cached_property
+    def runs_own_code(self) -> bool:
+        """Whether something is kept whole: in each step, code of the model runs as it is, and may change its state."""
+        return any(region.graph.find_nodes(op="call_function", target=run_opaque) for region in self.regions)
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:

@@ -148,7 +148,7 @@ class Session:
             self._batch_values.pop(key, None)
         if is_new:
             wrapped.guards.start()
-        if is_new or traced.has_kept_modules:  # both may set attributes
+        if is_new or traced.runs_own_code:  # both may set attributes
             wrapped.guards.settle()
         return returned
 
@@ -211,7 +211,7 @@ class Session:
         error: Exception | None = None
         report = None
         try:
-            mode = wrapped.guards.words()
+            mode = wrapped.guards.words(method)
             wrapped.check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode, method)
             tensors = on_own_gpu(tensors, wrapped.device)
