@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from enum import Enum
 from itertools import chain
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import DisableTorchFunctionSubclass
-from autovaruna.graph.outside import Attributes, Place, is_record, read_outside
+from autovaruna.graph.outside import Place, is_record, read_outside
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
@@ -125,6 +125,8 @@ class Guards:
         self._is_started = False
         self._methods = {"forward"}
         self._outside: list[Place] = []
+        self._where: dict[str, tuple[Any, str]] = {}  # dicts and tensors in which others may stand for a trial
+        self._device = next((each.device for each in model.parameters()), None)
         self._set: dict[str, Any] = {}
         self._new: set[str] = set()
         self._latest: tuple[Any, ...] = ()
@@ -171,8 +173,8 @@ class Guards:
         return sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
 
     def doubtful(self) -> set[str]:
-        """Returns the attributes that the script has set since the latest trace, and that forward may never read."""
-        return {name for name in self._new if self._tries[name] < _MOST_TRIES}
+        """Returns what the script has set since the latest trace, can be tried, and may never be read by forward."""
+        return {name for name in self._new if name in self._where and self._tries[name] < _MOST_TRIES}
 
     def note_trial(self, names: Collection[str], unread: Collection[str], read: Collection[str]) -> None:
         """Takes what a trial has shown of attributes: those that no trace depends on do not count any more."""
@@ -186,26 +188,20 @@ class Guards:
     @contextmanager
     def with_others(self, values: Mapping[str, Any]) -> Iterator[None]:
         """Lets attributes have other values while the context lasts; `GONE` takes one away."""
-        before = []
-        for full, value in values.items():
-            if full in self._where:
-                held, name = self._where[full]
-                own = held.get(name, GONE)
-                is_number = full.endswith(NUMBERS)
-                before.append((held, name, own, torch.full_like(own, 0 if value is GONE else 113) if is_number else value))
-        try:
-            for held, name, _, value in before:
+        with ExitStack() as stack:
+            for held, name, value in [
+                (*self._where[full], value) for full, value in values.items() if full in self._where
+            ]:
+                own = held.data if isinstance(held, Tensor) else held.get(name, GONE)
+                stack.callback(_put, held, name, own)
                 _put(held, name, value)
             yield
-        finally:
-            for held, name, own, _ in before:
-                _put(held, name, own)
 
     def _look_outside(self) -> set[str]:
         """Finds anew what the model reads from outside of it; returns the names in places that are new."""
         known = {place.path for place in self._outside}
         owners = [each for _, each in (*self._model.named_modules(), *records(self._model))]
-        self._outside = read_outside(self._model, owners, self._methods)
+        self._outside = read_outside(owners, self._methods)
         return {place.path + name for place in self._outside if place.path not in known for name in place.names}
 
     def _note_changes(self) -> None:
@@ -239,13 +235,12 @@ class Guards:
             place.names = place.held.keys() - OF_MODULES
         self._places = [place.held for place in places]
         inner = {id(held) for held in self._places}
-        self._places += [place.plain for place in self._outside if place.is_open]
+        self._places += [place.held for place in self._outside if place.is_open]
         self._getters: list[tuple[Any, Mapping[str, Any]]] = []
         self._containers: list[tuple[str, Mapping[str, Any], str]] = []
         self._objects: list[tuple[Mapping[str, Any], str]] = []
         self._tensors: list[Tensor] = []
         self._last: dict[str, Any] = {}
-        self._where: dict[str, tuple[Any, str]] = {}
         for place in chain(places, [each for each in self._outside if id(each.held) not in inner]):
             self._add(place, inner)
         for path, module in named:
@@ -256,13 +251,13 @@ class Guards:
 
     def _add(self, place: Place, inner: set[int]) -> None:
         """Adds what a place holds."""
-        own = place.plain
+        own = place.held
         counted = [name for name in place.names if name in own and place.path + name not in self._ignored]
         plain = [name for name in counted if is_plain(own[name])]
         if plain:
             self._getters.append((itemgetter(*plain), own))
         self._last |= {place.path + name: own[name] for name in plain}
-        self._where |= {place.path + name: (place.held, name) for name in counted}
+        self._where |= {place.path + name: (own, name) for name in counted if isinstance(own, dict)}
         for name in counted:
             if not is_plain(own[name]):
                 self._add_other(place.path + name, own, name, inner)
@@ -283,7 +278,7 @@ class Guards:
             if type(each) is Tensor and path + NUMBERS not in self._ignored and not each.is_inference():
                 self._tensors.append(each)
                 self._last[path + NUMBERS] = self._count(path + NUMBERS, each, each._version)
-                self._where[path + NUMBERS] = Attributes({"data": (each, "data")}), "data"
+                self._where |= {path + NUMBERS: (each, "")} if each.device == self._device else {}
 
     def _count(self, name: str, value: Any, version: int = 0) -> Any:
         """Returns a value that is equal on every rank: how often an object was replaced, or written into."""
@@ -330,7 +325,12 @@ class Guards:
 
 
 def _put(held: Any, name: str, value: Any) -> None:
-    held.pop(name, None) if value is GONE else held.update({name: value})
+    if isinstance(held, Tensor):
+        held.data = value if isinstance(value, Tensor) else torch.full_like(held, 0 if value is GONE else 113)
+    elif value is GONE:
+        held.pop(name, None)
+    else:
+        held[name] = value
 
 
 def _kind(module: nn.Module) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -350,3 +351,17 @@ def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
     if one.constants.keys() != other.constants.keys() or one.code != other.code:
         return False
     return all(torch.equal(tensor, other.constants[name]) for name, tensor in one.constants.items())
+
+
+def difference(one: TracedModel, other: TracedModel) -> str:
+    """Says in words where two traces of a model, which are not the same, differ first, and how."""
+    for code, found, region in zip(one.code, other.code, other.regions, strict=False):
+        nodes = list(region.graph.nodes)
+        for old, new in zip_longest(code.splitlines(), found.splitlines(), fillvalue="nothing"):
+            if old != new:
+                place = re.match(r"\s*node(\d+) =", new)
+                line = origin(nodes[int(place[1])]) if place else ""
+                return (
+                    f"got {new.partition(';')[0].strip()}, traced as {old.partition(';')[0].strip()}, at {line or '?'}"
+                )
+    return "got other structures, or other numbers in its constants"
