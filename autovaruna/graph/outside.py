@@ -194,7 +194,7 @@ class _Walk:
         if key not in self.places:
             self._num_of[path] += 1
             number = f"#{self._num_of[path]}" * (self._num_of[path] > 1)
-            is_open = isinstance(owner, type) or owner is os.environ
+            is_open = owner is not None and not isinstance(held, _Attributes)
             self.places[key] = Place(path[:-1] + number + path[-1], held, is_open=is_open)
         is_installed = _is_installed(path.partition(":")[0])
         for name in sorted(found & held.keys()):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from autovaruna._torch import FakeTensor, FakeTensorMode
+from autovaruna._torch import FakeTensor, FakeTensorMode, disable_current_modes
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import quiet_failure
 from autovaruna.graph.export.fakes import as_before, example_inputs, faked, unchecked_distributions
@@ -18,6 +18,8 @@ from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.precision import compiling_nothing, in_precision
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.tree import words
+
+_MOST = 2**16  # numbers of a tensor of which each counts
 
 
 class _Asked(TorchFunctionMode):
@@ -40,7 +42,8 @@ class _Asked(TorchFunctionMode):
             return tuple([self._said(each) for each in value])
         if isinstance(value, dict):
             return tuple([(name, self._said(each)) for name, each in value.items()])
-        return words(value)
+        with disable_current_modes():
+            return words(value) if not isinstance(value, Tensor) or value.numel() < _MOST else str(value.shape)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
