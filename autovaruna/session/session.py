@@ -148,10 +148,9 @@ class Session:
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)
+            self._witness.kinds.pop(key, None)
         if is_new:
-            if wrapped.settings.recheck_trace:
-                self._witness.begin(traced, perf_counter() - began)
-            wrapped.guards.start()
+            self._note_trace(traced, perf_counter() - began)
         if is_new or traced.runs_own_code:  # both may set attributes
             wrapped.guards.settle()
         return returned
@@ -191,7 +190,10 @@ class Session:
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come: no number of it is used. Collective."""
         if self._wrapped.engine is None:
+            began = perf_counter()
             self._start(self._agree(args, kwargs))
+            assert self.traces is not None and self.traces.latest is not None
+            self._note_trace(self.traces.latest, perf_counter() - began)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
@@ -264,6 +266,12 @@ class Session:
             text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
             logger.info(text, ", ".join(sorted(unread)))
         return bool(unread)
+
+    def _note_trace(self, traced: TracedModel, seconds: float) -> None:
+        """Takes the state of the model as that of a new trace, in a call that has taken so long."""
+        if self._wrapped.settings.recheck_trace:
+            self._witness.begin(traced, seconds)
+        self._wrapped.guards.start()
 
     def _look_again(self, call: CallSpec) -> None:
         """Makes sure, in a few calls, that the forward is what was traced."""

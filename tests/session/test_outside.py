@@ -248,3 +248,14 @@ def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(witness, "_SHARE", 1.0)  # however long a step takes here
     with pytest.raises(TraceError, match=r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"):
         losses(ours, lambda self, h: h * QUEUE[0], [lambda: QUEUE.__setitem__(0, 2.0)] * 10)
+
+
+def test_a_model_that_was_prepared_is_followed() -> None:
+    """Once, no change of it was, by attributes either: its first call knew the trace."""
+    begin()
+    model = Net(lambda self, h: h * WEIGHT)
+    wrapped = ours(model, sgd(model.parameters()))
+    wrapped._session.prepare((X, Y), {})
+    before = wrapped(X, Y).item()
+    HERE.WEIGHT = 2.0  # type: ignore[attr-defined]
+    assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before
