@@ -101,9 +101,9 @@ class Witness:
     def begin(self, traced: TracedModel, call_seconds: float) -> None:
         """Notes what a forward asks of torch that has just been traced, in a call that took so long."""
         self._left += _SHARE * call_seconds
-        if traced.needs_gradient and (asked := self._ask(traced)):
+        if traced.needs_gradient and self._price <= self._left and (asked := self._ask(traced)):
             self.kinds[traced.key] = _Kind(asked)
-        self._price /= 2  # the next one is warm
+            self._price /= 2  # the next one is warm
 
     def look(self, traced: TracedModel) -> bool:
         """Looks whether the forward is what was traced, if that is due; says whether it has looked.
