@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from enum import Enum
 from itertools import chain
 from operator import itemgetter, methodcaller
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import DisableTorchFunctionSubclass
+from autovaruna.graph.outside import Place, is_record, read_outside
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
@@ -30,14 +30,14 @@ OF_MODULES = frozenset(vars(nn.Module()))
 _VALUES = methodcaller("values")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
-_NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
 _NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
-_IMMUTABLE_TYPE = 1 << 8
 _RECORDS_DEPTH, _DEPTH = 2, 3
 _MOST = 1000
 """Entries of a container that is looked into, and objects of a model."""
 _MOST_TRIES = 3
 """Trials after which an attribute counts for good."""
+NUMBERS = " in place"
+"""Follows the name of a tensor, where the numbers in it count."""
 GONE = object()
 """Stands for an attribute that is not there."""
 
@@ -53,9 +53,13 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
 
 
-def entries(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yields the plain values, tensors and numbers out of them in a container with their paths, and arrays in words."""
-    if is_plain(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
+def entries(path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields the plain values, tensors and numbers out of them in a container with their paths, and arrays in words.
+
+    `with_code`, also functions and classes.
+    """
+    is_code = with_code and callable(value) and not isinstance(value, nn.Module)
+    if is_code or is_plain(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
         yield path, value
     elif is_array(type(value)):
         yield path, words(value)
@@ -63,7 +67,7 @@ def entries(path: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, A
         yield path, len(value)
         ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         for name, inner in list(ordered.items() if isinstance(ordered, Mapping) else enumerate(ordered)):
-            yield from entries(f"{path}.{name}", inner, depth - 1)
+            yield from entries(f"{path}.{name}", inner, depth - 1, with_code=with_code)
 
 
 def records(model: nn.Module) -> list[tuple[str, Any]]:
@@ -76,12 +80,9 @@ def records(model: nn.Module) -> list[tuple[str, Any]]:
 
 def _collect(path: str, owner: Any, depth: int, found: dict[int, tuple[str, Any]]) -> None:
     for name, value in list(vars(owner).items()):
-        is_of_c = type(value).__flags__ & _IMMUTABLE_TYPE and type(value) is not SimpleNamespace
-        if is_of_c or id(value) in found or len(found) >= _MOST:
-            continue
         library = type(value).__module__.partition(".")[0]
-        is_record = hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
-        if is_record and library not in _NO_CONFIGURATIONS:
+        is_known = id(value) in found or len(found) >= _MOST
+        if is_record(value) and not is_known and library not in _NO_CONFIGURATIONS:
             found[id(value)] = full_name(path, name), value
             if depth > 1:
                 _collect(full_name(path, name), value, depth - 1, found)
@@ -120,17 +121,23 @@ class Guards:
         self._model = model
         self._ignored: set[str] = set()
         self._tries: Counter[str] = Counter()
-        self._counts: dict[str, tuple[Any, int]] = {}
+        self._counts: dict[str, tuple[Any, int, int]] = {}
         self._is_started = False
+        self._methods = {"forward"}
+        self._outside: list[Place] = []
+        self._where: dict[str, tuple[Any, str]] = {}  # dicts and tensors in which others may stand for a trial
+        self._device = next((each.device for each in model.parameters()), None)
         self._set: dict[str, Any] = {}
         self._new: set[str] = set()
         self._latest: tuple[Any, ...] = ()
         self._latest_words = ""
-        self.settle()
+        self._learn()
+        self._slots, self._settled = self._slots_now(), self._ids()
         self._first, self._first_kinds = dict(self._last), self._kinds
 
-    def words(self) -> str:
-        """Returns all of it as a text that is equal for calls that one trace serves."""
+    def words(self, method: str = "forward") -> str:
+        """Returns all of it as a text that is equal for calls of a method that one trace serves."""
+        self._methods.add(method)
         if self._read() != self._values:
             self._note_changes()
         mode = self._changed_words(), *self._flags(), torch.is_grad_enabled(), current_precision()
@@ -145,16 +152,18 @@ class Guards:
     def start(self) -> None:
         """Takes everything as it is now: the model has been traced, for the first time or once more."""
         self._new.clear()
+        self._look_outside()
+        self._learn()
         if not self._is_started:
             self._is_started = True
-            self.settle()
             self._set = {}
             self._first, self._first_kinds = dict(self._last), self._kinds
 
     def settle(self) -> None:
         """Takes attributes and parameters as they are now: a call of the library's own has ended."""
-        self._learn()
-        self._slots, self._settled = self._slots_now(), self._ids()
+        if self._read() != self._values or self._ids() != self._settled:
+            self._learn()
+            self._slots, self._settled = self._slots_now(), self._ids()
 
     def replaced(self) -> list[str]:
         """Returns the names of parameters that are other tensors than when `settle` was called; call `words` before."""
@@ -164,8 +173,8 @@ class Guards:
         return sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
 
     def doubtful(self) -> set[str]:
-        """Returns the attributes that the script has set since the latest trace, and that forward may never read."""
-        return {name for name in self._new if self._tries[name] < _MOST_TRIES}
+        """Returns what the script has set since the latest trace, can be tried, and may never be read by forward."""
+        return {name for name in self._new if name in self._where and self._tries[name] < _MOST_TRIES}
 
     def note_trial(self, names: Collection[str], unread: Collection[str], read: Collection[str]) -> None:
         """Takes what a trial has shown of attributes: those that no trace depends on do not count any more."""
@@ -179,19 +188,27 @@ class Guards:
     @contextmanager
     def with_others(self, values: Mapping[str, Any]) -> Iterator[None]:
         """Lets attributes have other values while the context lasts; `GONE` takes one away."""
-        owners = {path: vars(owner) for path, owner in [*self._model.named_modules(), *records(self._model)]}
-        split = [(*name.rpartition("."), value) for name, value in values.items()]
-        places = [(owners[path], name, value) for path, _, name, value in split if path in owners]
-        with restored([place for place, *_ in places]):
-            for place, name, value in places:
-                place.pop(name, None)
-                place |= {} if value is GONE else {name: value}
+        with ExitStack() as stack:
+            for held, name, value in [
+                (*self._where[full], value) for full, value in values.items() if full in self._where
+            ]:
+                own = held.data if isinstance(held, Tensor) else held.get(name, GONE)
+                stack.callback(_put, held, name, own)
+                _put(held, name, value)
             yield
 
+    def _look_outside(self) -> set[str]:
+        """Finds anew what the model reads from outside of it; returns the names in places that are new."""
+        known = {place.path for place in self._outside}
+        owners = [each for _, each in (*self._model.named_modules(), *records(self._model))]
+        self._outside = read_outside(owners, self._methods)
+        return {place.path + name for place in self._outside if place.path not in known for name in place.names}
+
     def _note_changes(self) -> None:
-        before = self._last
+        before, met = self._last, self._look_outside()
         self._learn()
-        names = {*before, *self._last}
+        self._first = {name: self._last[name] for name in met & self._last.keys()} | self._first
+        names = {*before, *self._last} - met
         changed = {name for name in names if before.get(name, GONE) != self._last.get(name, GONE)}
         self._set |= {name: self._last.get(name, GONE) for name in changed}
         self._set = {name: value for name, value in self._set.items() if value != self._first.get(name, GONE)}
@@ -213,56 +230,74 @@ class Guards:
         self._tables = [place["_parameters"] for place in own]
         self._holders = [place["_modules"] for place in own]
         self._buffers = [place["_buffers"] for place in own]
-        owners = [(path, vars(owner)) for path, owner in [*named, *records(self._model)]]
-        self._places = [place for _, place in owners]
-        self._getters: list[tuple[Any, dict[str, Any]]] = []
-        self._containers: list[tuple[str, dict[str, Any], str]] = []
-        self._objects: list[tuple[dict[str, Any], str]] = []
+        places = [Place(full_name(path, ""), vars(each)) for path, each in [*named, *records(self._model)]]
+        for place in places:
+            place.names = place.held.keys() - OF_MODULES
+        self._places = [place.held for place in places]
+        inner = {id(held) for held in self._places}
+        self._places += [place.held for place in self._outside if place.is_open]
+        self._getters: list[tuple[Any, Mapping[str, Any]]] = []
+        self._containers: list[tuple[str, Mapping[str, Any], str]] = []
+        self._objects: list[tuple[Mapping[str, Any], str]] = []
+        self._tensors: list[Tensor] = []
         self._last: dict[str, Any] = {}
-        inner = {id(place) for place in self._places}
-        for path, place in owners:
-            counted = [name for name in place if name not in OF_MODULES and full_name(path, name) not in self._ignored]
-            plain = [name for name in counted if is_plain(place[name])]
-            if plain:
-                self._getters.append((itemgetter(*plain), place))
-            self._last |= {full_name(path, name): place[name] for name in plain}
-            for name in counted:
-                if not is_plain(place[name]):
-                    self._add_other(full_name(path, name), place, name, inner)
+        for place in chain(places, [each for each in self._outside if id(each.held) not in inner]):
+            self._add(place, inner)
         for path, module in named:
             for kind in HOOKS:
                 self._last[full_name(path, kind)] = len(vars(module).get(kind, ()))
         self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
         self._values = self._read()
 
-    def _add_other(self, full: str, place: dict[str, Any], name: str, inner: set[int]) -> None:
+    def _add(self, place: Place, inner: set[int]) -> None:
+        """Adds what a place holds."""
+        own = place.held
+        counted = [name for name in place.names if name in own and place.path + name not in self._ignored]
+        plain = [name for name in counted if is_plain(own[name])]
+        if plain:
+            self._getters.append((itemgetter(*plain), own))
+        self._last |= {place.path + name: own[name] for name in plain}
+        self._where |= {place.path + name: (own, name) for name in counted if isinstance(own, dict)}
+        for name in counted:
+            if not is_plain(own[name]):
+                self._add_other(place.path + name, own, name, inner)
+
+    def _add_other(self, full: str, place: Mapping[str, Any], name: str, inner: set[int]) -> None:
         """Adds an attribute that is no plain value; the attributes of a configuration count by themselves."""
         value = place[name]
+        found = [(full, value)]
         if isinstance(value, _CONTAINERS) or is_array(type(value)):
             self._containers.append((full, place, name))
-            self._last[full] = [(path, self._count(path, each)) for path, each in entries(full, value)]
+            found = list(entries(full, value, with_code=True))
+            self._last[full] = [(path, self._count(path, each)) for path, each in found]
         else:
             self._objects.append((place, name))
             if id(getattr(value, "__dict__", None)) not in inner:
                 self._last[full] = self._count(full, value)
+        for path, each in found:
+            if type(each) is Tensor and path + NUMBERS not in self._ignored and not each.is_inference():
+                self._tensors.append(each)
+                self._last[path + NUMBERS] = self._count(path + NUMBERS, each, each._version)
+                self._where |= {path + NUMBERS: (each, "")} if each.device == self._device else {}
 
-    def _count(self, name: str, value: Any) -> Any:
-        """Returns a value that is equal on every rank: how often an object was replaced."""
+    def _count(self, name: str, value: Any, version: int = 0) -> Any:
+        """Returns a value that is equal on every rank: how often an object was replaced, or written into."""
         if is_plain(value):
             return value
-        known, count = self._counts.get(name, (value, 0))
-        self._counts[name] = value, count + (known is not value)
-        return self._counts[name][1]
+        known, before, count = self._counts.get(name, (value, version, 0))
+        self._counts[name] = value, version, count + (known is not value or before != version)
+        return self._counts[name][2]
 
     def _read(self) -> list[Any]:
         """Returns everything that is guarded; cheap, for every call."""
         try:
             values: list[Any] = [getter(place) for getter, place in self._getters]
-            held = [[*entries(full, place[name])] for full, place, name in self._containers]
+            held = [[*entries(full, place[name], with_code=True)] for full, place, name in self._containers]
         except KeyError:  # one is gone
             return []
-        values += [[(path, id(each) if isinstance(each, Tensor) else each) for path, each in found] for found in held]
+        values += [[(path, each if isinstance(each, _PLAIN) else id(each)) for path, each in found] for found in held]
         values += [id(place.get(name)) for place, name in self._objects]
+        values += [each._version for each in self._tensors]
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
         values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))
         return values
@@ -287,6 +322,15 @@ class Guards:
             for path, module in self._model.named_modules()
             for name, tensor in module._parameters.items()
         }
+
+
+def _put(held: Any, name: str, value: Any) -> None:
+    if isinstance(held, Tensor):
+        held.data = value if isinstance(value, Tensor) else torch.full_like(held, 0 if value is GONE else 113)
+    elif value is GONE:
+        held.pop(name, None)
+    else:
+        held[name] = value
 
 
 def _kind(module: nn.Module) -> str:

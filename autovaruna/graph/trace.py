@@ -56,7 +56,7 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
             )
 
 
-_one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
+one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
 _OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
@@ -124,7 +124,7 @@ def _refuse_watching(traced: TracedModel) -> None:
 
 
 def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> TracedModel:
-    with _one_at_a_time:
+    with one_at_a_time:
         exported, batch_size = _export(model, call, device, options)
         sizes = _sizes(exported, call, batch_size)
         facts = learn(exported, model, call, batch_size, device)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -21,7 +22,7 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
-from autovaruna.graph.opaque.run import OpaqueModule
+from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.records import Graph
 
@@ -321,6 +322,11 @@ class TracedModel(KnownGraph):
         return any(isinstance(each, OpaqueModule) and each.may_choose for each in found)
 
     @cached_property
+    def runs_own_code(self) -> bool:
+        """Whether something is kept whole: in each step, code of the model runs as it is, and may change its state."""
+        return any(region.graph.find_nodes(op="call_function", target=run_opaque) for region in self.regions)
+
+    @cached_property
     def saved_weights(self) -> frozenset[str]:
         """First names of the parameters that a backward needs as they are, and that forward leaves so."""
         return saved_weights(self.module.graph, self.facts, self.parameters) - self.changed_state
@@ -358,3 +364,17 @@ def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
     if one.constants.keys() != other.constants.keys() or one.code != other.code:
         return False
     return all(torch.equal(tensor, other.constants[name]) for name, tensor in one.constants.items())
+
+
+def difference(one: TracedModel, other: TracedModel) -> str:
+    """Says in words where two traces of a model, which are not the same, differ first, and how."""
+    for code, found, region in zip(one.code, other.code, other.regions, strict=False):
+        nodes = list(region.graph.nodes)
+        for old, new in zip_longest(code.splitlines(), found.splitlines(), fillvalue="nothing"):
+            if old != new:
+                place = re.match(r"\s*node(\d+) =", new)
+                line = origin(nodes[int(place[1])]) if place else ""
+                return (
+                    f"got {new.partition(';')[0].strip()}, traced as {old.partition(';')[0].strip()}, at {line or '?'}"
+                )
+    return "got other structures, or other numbers in its constants"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
+from time import perf_counter
 from typing import Any
 from weakref import ref
 
@@ -37,6 +38,7 @@ from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.traces import Traces
+from autovaruna.session.witness import Witness
 from autovaruna.session.wrapped import Wrapped
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ class Session:
         morphing.end_call()
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
-        wrapped = self._wrapped
+        wrapped, began = self._wrapped, perf_counter()
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
         self._same_inputs.compare(shared, is_told=wrapped.world.rank == 0)
@@ -148,9 +150,10 @@ class Session:
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)
+            self._witness.kinds.pop(key, None)
         if is_new:
-            wrapped.guards.start()
-        if is_new or traced.has_kept_modules:  # both may set attributes
+            self._note_trace(traced, perf_counter() - began)
+        if is_new or traced.runs_own_code:  # both may set attributes
             wrapped.guards.settle()
         return returned
 
@@ -189,7 +192,10 @@ class Session:
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come: no number of it is used. Collective."""
         if self._wrapped.engine is None:
+            began = perf_counter()
             self._start(self._agree(args, kwargs))
+            assert self.traces is not None and self.traces.latest is not None
+            self._note_trace(self.traces.latest, perf_counter() - began)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
@@ -214,10 +220,11 @@ class Session:
         error: Exception | None = None
         report = None
         try:
-            mode = wrapped.guards.words()
+            mode = wrapped.guards.words(method)
             wrapped.check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode, method)
             tensors = on_own_gpu(tensors, wrapped.device)
+            self._look_again(call)
             passed = self._same_inputs.digests(call, wrapped.num_calls, tensors)
             totals = self._own_totals(call, tensors)
             wishes = NO_WISHES if wrapped.morphing is None else wrapped.morphing.wishes
@@ -259,6 +266,23 @@ class Session:
             text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
             logger.info(text, ", ".join(sorted(unread)))
         return bool(unread)
+
+    def _note_trace(self, traced: TracedModel, seconds: float) -> None:
+        """Takes the state of the model as that of a new trace, in a call that has taken so long."""
+        if self._wrapped.settings.recheck_trace:
+            self._witness.begin(traced, seconds)
+        self._wrapped.guards.start()
+
+    def _look_again(self, call: CallSpec) -> None:
+        """Makes sure, in a few calls, that the forward is what was traced."""
+        traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.known(call)
+        if traced is not None and self._witness.look(traced):
+            self._wrapped.guards.settle()
+
+    @cached_property
+    def _witness(self) -> Witness:
+        assert self.traces is not None
+        return Witness(self._wrapped.module, self.traces, self._wrapped.world, self.preparation.plan.predicted_seconds)
 
     @cached_property
     def _same_inputs(self) -> calls.SameInputs:

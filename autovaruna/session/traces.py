@@ -45,7 +45,7 @@ class Traces:
         self._model = model
         self._settings = settings
         self._world = world
-        self._device = device
+        self.device = device
         self._known: OrderedDict[str, TracedModel] = OrderedDict()
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
         self._stuck: Counter[tuple[str, int, int]] = Counter()
@@ -96,14 +96,17 @@ class Traces:
 
     def _is_same(self, known: TracedModel, guards: Guards, others: Mapping[str, Any]) -> bool:
         """Whether a model has the same graph with other values of attributes."""
-        is_dynamic, lengths = known.sizes.symbol is not None, known.sizes.lengths
-        act = self._act(known.call, known.sizes.batch_size, is_dynamic, lengths.places if lengths else frozenset())
         try:
             with guards.with_others(others):
-                return is_same_graph(act(), known)
+                return is_same_graph(self.again(known), known)
         except Exception as error:
             logger.debug("the model cannot be traced without %s: %s", ", ".join(others), error)
             return False
+
+    def again(self, known: TracedModel) -> TracedModel:
+        """Returns the graph that the model has now for a call of which another one is known."""
+        is_dynamic, lengths = known.sizes.symbol is not None, known.sizes.lengths
+        return self._act(known.call, known.sizes.batch_size, is_dynamic, lengths.places if lengths else frozenset())()
 
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective.
@@ -292,7 +295,7 @@ class Traces:
             is_parted=self._settings.num_micro_batches != 1 and not is_alone,
             free=free,
         )
-        return partial(trace, self._model, call, self._device, options)
+        return partial(trace, self._model, call, self.device, options)
 
     def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> None:
         """Makes sure that the graph computes what the model does, on the first rank that has it whole. Collective.
@@ -309,7 +312,7 @@ class Traces:
         def compare_here() -> None:
             if is_chosen:
                 samples = shared.samples(0, size) if not traced.asks_for_one else self._repeated(shared, max(2, size))
-                compare(traced, self._model, samples, self._device)
+                compare(traced, self._model, samples, self.device)
                 if joins:
                     self._compare_parts(traced, shared)
             elif joins and self._world.rank == 0 and not any(able):
@@ -330,7 +333,7 @@ class Traces:
             with suppress(InputError):  # there may turn out to be one micro-batch, or each has statistics of its own
                 self._check_parts(traced)
                 share = (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
-        Parts(traced, self._model, self._repeated(shared, size), size, self._device, share).compare()
+        Parts(traced, self._model, self._repeated(shared, size), size, self.device, share).compare()
 
     def _repeated(self, shared: SharedCall, size: int) -> list[Tensor]:
         """Returns this rank's tensors with its first samples, repeated until they are `size`."""
@@ -342,7 +345,7 @@ class Traces:
     def _is_whole(self) -> bool:
         """Whether this rank has all numbers of the model where it computes."""
         state = (*self._model.parameters(), *self._model.buffers())
-        return not any(isinstance(each, RemoteTensor) or each.device.type != self._device.type for each in state)
+        return not any(isinstance(each, RemoteTensor) or each.device.type != self.device.type for each in state)
 
     def _compare(self, traced: TracedModel) -> None:
         """Makes sure that every rank traced the same model."""

@@ -1,0 +1,217 @@
+"""Finds what code reads from outside of a model: globals, closures, defaults of arguments, attributes of classes.
+
+The code of the methods that a forward may call, and of the functions that those call, is read for names, and never run.
+Of the libraries that models are written with nothing is read.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache, cached_property, partial
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+_NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_NUMBERS = (bool, int, float, str, type(None), Tensor)
+_LEADS: dict[type, tuple[str, ...]] = {
+    **{MethodType: ("__func__", "__self__"), staticmethod: ("__func__",), classmethod: ("__func__",)},
+    **{property: ("fget",), cached_property: ("func",), partial: ("func", "args"), type(cache(len)): ("__wrapped__",)},
+}
+"""What leads from an object on to code, and to what this is given."""
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "autovaruna", "mpi4py"} - {"__main__", "types", "argparse"}
+_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__setstate__", "__reduce__"})
+"""Methods that no forward calls, of those that Python calls without a name in the code."""
+_IMMUTABLE_TYPE = 1 << 8
+_MOST, _DEPTH = 1000, 3
+_MOST_FUNCTIONS = 5000
+_LOAD_GLOBAL, _IMPORT, _EXTEND = (dis.opmap[name] for name in ("LOAD_GLOBAL", "IMPORT_NAME", "EXTENDED_ARG"))
+_IS_SHIFTED = sys.version_info >= (3, 11)
+"""Whether the lowest bit of a global's place among the names of its code says something else."""
+
+
+class _Attributes(Mapping[str, Any]):
+    """Attributes of objects that have no dict of them, each by a name."""
+
+    def __init__(self, of: Mapping[str, tuple[Any, str]]) -> None:
+        self._of = of
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(*self._of[name])
+        except (AttributeError, ValueError):  # a variable of a closure may have no value
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+@dataclass
+class Place:
+    """What holds values, by name: the globals of a module, the attributes of an object, the variables of a closure.
+
+    `path` is what comes before a name, with a dot or colon; `names` are those that code reads; `is_open` says whether
+    it may get others.
+    """
+
+    path: str
+    held: Mapping[str, Any]
+    names: set[str] = field(default_factory=set)
+    is_open: bool = False
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object has attributes that a script may set."""
+    is_of_c = type(value).__flags__ & _IMMUTABLE_TYPE and type(value) is not SimpleNamespace
+    return not is_of_c and hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
+
+
+def read_outside(owners: Iterable[Any], methods: Iterable[str]) -> list[Place]:
+    """Returns what `methods` of a model, whose modules and objects are `owners`, read that none of these holds."""
+    walk = _Walk(set(methods))
+    for owner in owners:
+        walk.follow("", type(owner), walk.names)
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, FunctionType | MethodType | partial):
+                walk.follow(name, value, walk.names)
+    walk.follow_classes()
+    return list(walk.places.values())
+
+
+@cache
+def _is_installed(module: str) -> bool:
+    """Whether a module is of an installed package: of what it holds, numbers, texts and tensors alone count."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _is_of_library(value: Any) -> bool:
+    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
+
+
+class _Walk:
+    """One walk; `names` are those in the code so far, of attributes as well: methods of these names may be called."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+        self.places: dict[int, Place] = {}
+        self._classes: dict[type, None] = {}
+        self._seen: dict[tuple[int, int], Any] = {}
+        self._num_of = Counter[str]()
+        self._num_functions = 0
+
+    def follow_classes(self) -> None:
+        """Reads the classes that have been met, until no code has a name that is new."""
+        known = -1
+        while known != len(self.names) + len(self._classes):
+            known = len(self.names) + len(self._classes)
+            for kind in list(self._classes):
+                called = {name for name, value in vars(kind).items() if name.startswith("__") and callable(value)}
+                names = (self.names | called - _NOT_CALLED) & vars(kind).keys()
+                self._take(f"{kind.__module__}:{kind.__qualname__}.", vars(kind), names, self.names, kind)
+
+    def follow(self, path: str, value: Any, names: set[str], depth: int = _DEPTH) -> None:
+        """Reads a value that code with some `names` may use."""
+        key = id(value), id(names) if isinstance(value, ModuleType) else 0
+        if key in self._seen or isinstance(value, Tensor | nn.Module):
+            return
+        self._seen[key] = value
+        is_os = value is os and not names.isdisjoint(("environ", "getenv"))
+        if is_os or value is os.environ or value is os.getenv:
+            self._take("os.environ:", os.environ, names & os.environ.keys(), names, os.environ)
+        elif isinstance(value, ModuleType):
+            if not _is_of_library(value):
+                self._take(f"{value.__name__}:", vars(value), names & vars(value).keys(), names)
+        elif isinstance(value, type):
+            self._classes |= dict.fromkeys([each for each in value.__mro__ if not _is_of_library(each)])
+        elif isinstance(value, FunctionType):
+            self._read_function(value)
+        elif isinstance(value, _CONTAINERS) and depth and len(value) <= _MOST:
+            for each in list(value.values() if isinstance(value, dict) else value):
+                self.follow(path, each, names, depth - 1)
+        elif type(value) in _LEADS:
+            for name in _LEADS[type(value)]:
+                self.follow(path, getattr(value, name), names)
+            if isinstance(value, partial):
+                self._take(f"{path}.", value.keywords, {*value.keywords}, names)
+        elif depth and not _is_of_library(type(value)):
+            self._read_record(path, value, names, depth)
+
+    def _read_record(self, path: str, value: Any, names: set[str], depth: int) -> None:
+        slots = {name: (value, name) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+        held = vars(value) if is_record(value) else _Attributes(slots)
+        self._take(f"{path}.", held, {*held}, names, value, depth=depth - 1)
+        self.follow(path, type(value), names)
+
+    def _read_function(self, function: FunctionType) -> None:
+        self.follow("", vars(function).get("__wrapped__"), self.names)
+        if _is_of_library(function) or self._num_functions > _MOST_FUNCTIONS:
+            return
+        self._num_functions += 1
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        held: dict[str, tuple[Any, str]] = {name: (cell, "cell_contents") for name, cell in cells}
+        held |= {name: (function, name) for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)}
+        names = self._read_code(function.__code__, function.__globals__)
+        path = f"{function.__module__}:{function.__qualname__}."
+        self._take(path, _Attributes(held), {*held}, names, function)
+
+    def _read_code(self, code: CodeType, held: dict[str, Any]) -> set[str]:
+        names = {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
+        for each in code.co_consts:
+            names |= self._read_code(each, held) if isinstance(each, CodeType) else set()
+        self.names |= names
+        loaded, imported = _globals_in(code)
+        loaded |= names if "globals" in loaded else set()
+        self._take(f"{held.get('__name__')}:", held, loaded & held.keys(), names)
+        for name in sorted(imported & sys.modules.keys()):
+            self.follow(name, sys.modules[name], names)
+        return names
+
+    def _take(
+        self,
+        path: str,
+        held: Mapping[str, Any],
+        found: set[str],
+        names: set[str],
+        owner: Any = None,
+        depth: int = _DEPTH,
+    ) -> None:
+        """Takes in what an owner, or a dict of its own, holds, and what that leads to."""
+        key = id(held if owner is None else owner)
+        if key not in self.places:
+            self._num_of[path] += 1
+            number = f"#{self._num_of[path]}" * (self._num_of[path] > 1)
+            is_open = owner is not None and not isinstance(held, _Attributes)
+            self.places[key] = Place(path[:-1] + number + path[-1], held, is_open=is_open)
+        is_installed = _is_installed(path.partition(":")[0])
+        for name in sorted(found & held.keys()):
+            value = held.get(name)
+            if isinstance(value, _NUMBERS) or not (is_installed or isinstance(value, ModuleType)):
+                self.places[key].names.add(name)
+            self.follow(f"{path}{name}", value, names, depth)
+
+
+def _globals_in(code: CodeType) -> tuple[set[str], set[str]]:
+    """Returns the names of the globals that code reads, and of the modules that it imports."""
+    loaded, imported, high = set[str](), set[str](), 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        place = high << 8 | low
+        high = place if operation == _EXTEND else 0
+        if operation == _LOAD_GLOBAL:
+            loaded.add(code.co_names[place >> _IS_SHIFTED])
+        elif operation == _IMPORT:
+            imported.add(code.co_names[place])
+    return loaded, imported

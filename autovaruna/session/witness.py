@@ -1,0 +1,147 @@
+"""Looks again, in a few later steps, whether a forward is what was traced: what no guard sees must not go by silently.
+
+A forward runs on fake tensors, which takes a few steps; where it asks something else of torch, it is traced anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+from autovaruna._torch import FakeTensor, FakeTensorMode, disable_current_modes
+from autovaruna.errors import TraceError
+from autovaruna.graph.call import CallSpec
+from autovaruna.graph.export.errors import quiet_failure
+from autovaruna.graph.export.fakes import as_before, example_inputs, faked, unchecked_distributions
+from autovaruna.graph.export.watchers import without_script_hooks
+from autovaruna.graph.precision import compiling_nothing, in_precision
+from autovaruna.graph.random import python_generators
+from autovaruna.graph.trace import one_at_a_time
+from autovaruna.graph.traced import TracedModel, difference, is_same_graph
+from autovaruna.graph.tree import words
+from autovaruna.runtime.world import World
+from autovaruna.session.traces import Traces
+
+logger = logging.getLogger(__name__)
+_DUE = (2, 10, 20, 40, 80, 160, 320, 640)  # calls of one kind in training, the one that was traced being the first
+_STEPS, _SHARE = 1000, 0.01  # all looks together take at most this share of so many steps and the first call
+_MOST = 2**16  # numbers of a tensor of which each counts
+
+
+class _Asked(TorchFunctionMode):
+    """Notes each function of torch that is called, with its arguments: tensors by the order in which they are met."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self._met = {id(each): (place, each) for place, each in enumerate([*model.parameters(), *model.buffers()])}
+
+    def _said(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            return self._met.setdefault(id(value), (len(self._met), value))[0], value.shape, value.dtype
+        if isinstance(value, tuple | list):
+            return [self._said(each) for each in value]
+        if isinstance(value, dict):
+            return {name: self._said(each) for name, each in value.items()}
+        with disable_current_modes():
+            return words(value) if not isinstance(value, Tensor) or value.numel() < _MOST else str(value.shape)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((getattr(func, "__name__", ""), self._said(args), self._said(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _asked_of_torch(model: nn.Module, call: CallSpec, device: torch.device) -> list[Any]:
+    """Returns what a forward asks of torch, in order; raises whatever a forward does that needs numbers."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with (
+        one_at_a_time,
+        as_before(model),
+        without_script_hooks(model),
+        quiet_failure(),
+        unchecked_distributions(),
+        compiling_nothing(),
+        python_generators(0),
+        in_precision(call.precision),
+        faked(model, mode, device),
+    ):
+        args, kwargs = call.arguments(example_inputs(call, max(2, call.batch_size), mode, device))
+        asked = _Asked(model)
+        with mode, asked:
+            call.of(model)(*args, **kwargs)
+    return asked.calls
+
+
+@dataclass
+class _Kind:
+    """Calls of one kind; `asked` is what the traced forward asked of torch."""
+
+    asked: list[Any]
+    num_calls: int = 1
+
+
+class Witness:
+    """What one rank sees of it: ranks look in turns, and an error of one is told to all as they agree on the call."""
+
+    def __init__(self, model: nn.Module, traces: Traces, world: World, step_seconds: float) -> None:
+        self._model = model
+        self._traces = traces
+        self._world = world
+        self.kinds: dict[str, _Kind] = {}
+        self._left = _SHARE * _STEPS * step_seconds  # seconds that looks may take yet
+        self._price = 0.0
+
+    def begin(self, traced: TracedModel, call_seconds: float) -> None:
+        """Notes what a forward asks of torch that has just been traced, in a call that took so long."""
+        self._left += _SHARE * call_seconds
+        if traced.needs_gradient and self._price <= self._left and (asked := self._ask(traced)):
+            self.kinds[traced.key] = _Kind(asked)
+            self._price /= 2  # the next one is warm
+
+    def look(self, traced: TracedModel) -> bool:
+        """Looks whether the forward is what was traced, if that is due; says whether it has looked.
+
+        Raises:
+            TraceError: it is not.
+        """
+        kind = self.kinds.get(traced.key)
+        if kind is None:
+            return False
+        kind.num_calls += 1
+        if kind.num_calls not in _DUE or self._price > self._left:
+            return False
+        if _DUE.index(kind.num_calls) % self._world.num_ranks != self._world.rank:
+            return False
+        if (asked := self._ask(traced)) != kind.asked:
+            self._trace_again(traced)
+            kind.asked = asked
+        return True
+
+    def _ask(self, traced: TracedModel) -> list[Any]:
+        """Returns what the forward asks of torch now; empty: it needs numbers, and cannot be looked at."""
+        before = perf_counter()
+        try:
+            return _asked_of_torch(self._model, traced.call, self._traces.device)
+        except Exception as error:
+            logger.debug("the forward is not looked at again: %s", error)
+            return []
+        finally:
+            self._price = perf_counter() - before
+            self._left -= self._price
+
+    def _trace_again(self, traced: TracedModel) -> None:
+        found = self._traces.again(traced)
+        if not is_same_graph(found, traced):
+            raise TraceError(
+                f"forward of {type(self._model).__name__} does something else than when it was traced: "
+                f"{difference(traced, found)}. It reads something that the script, or forward itself, has changed and "
+                "that is not followed, so steps since then may have used its old value. Make it an argument of "
+                "forward, a buffer, or an attribute of a module; recheck_trace=False does not look at it."
+            )

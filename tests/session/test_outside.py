@@ -1,0 +1,261 @@
+"""What forward reads from outside of the model, and a script sets between steps, counts in the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, RankError, TraceError
+from autovaruna.graph.guards import Guards
+from autovaruna.runtime.world import World
+from autovaruna.session import witness
+from tests.ranks import run_ranks
+from tests.reference import sgd
+from tests.session.training import QUIET, pipeline, planned
+
+Act = Callable[[Any, Tensor], Tensor]
+X, Y = torch.randn(6, 4), torch.randn(6, 4)
+WEIGHT, UNREAD, TENSOR, WRITTEN, SWITCH = 1.0, 1.0, torch.ones(4), torch.ones(4), torch.ones(())
+TABLE: dict[str, Any] = {"deep": {"t": 1.0}, "act": torch.relu}
+LIST, QUEUE = [1.0], deque([1.0])
+ARGS = SimpleNamespace(temp=1.0, inner=SimpleNamespace(temp=1.0))
+SLOPE = functools.partial(F.leaky_relu, negative_slope=0.1)
+CONFIG = ModuleType("own_config")
+CONFIG.TEMP = 1.0  # type: ignore[attr-defined]
+sys.modules["own_config"] = CONFIG
+
+
+class Kind(enum.Enum):
+    """Says which branch a forward takes."""
+
+    ONE, TWO = 1, 2
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """Has its attributes in slots."""
+
+    temp: float = 1.0
+
+
+class Schedule:
+    """Has a number, and a method that reads a global."""
+
+    step = 0
+
+    def value(self) -> float:
+        return WEIGHT + self.step
+
+
+BRANCH, SLOTTED, SCHEDULE = Kind.ONE, Slotted(), Schedule()
+
+
+class Base(nn.Module):
+    """Does something between two layers."""
+
+    of_base = 1.0
+
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(4, 4), nn.Linear(4, 4), MethodType(act, self)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(self.act(torch.tanh(self.first(x)))), y)
+
+
+class Net(Base):
+    """Has an attribute of its class."""
+
+    of_class = 1.0
+
+
+def helper(h: Tensor) -> Tensor:
+    return (lambda each: each * WEIGHT)(h)
+
+
+def imported(self: Any, h: Tensor) -> Tensor:
+    import own_config
+
+    return h * own_config.TEMP
+
+
+def branching(self: Any, h: Tensor) -> Tensor:
+    match BRANCH:
+        case Kind.ONE:
+            return h
+        case _:
+            return h * 2
+
+
+def closed(value: float) -> tuple[Act, Callable[[], None]]:
+    """Returns a function that reads a variable of its closure, and one that sets it."""
+
+    def act(self: Any, h: Tensor) -> Tensor:
+        return h * value
+
+    def change() -> None:
+        nonlocal value
+        value = 2.0
+
+    return act, change
+
+
+def default(self: Any, h: Tensor, table: dict[str, Any] = TABLE) -> Tensor:
+    return h * table["deep"]["t"]
+
+
+CLOSED, CHANGE = closed(1.0)
+HERE = sys.modules[__name__]
+CASES: dict[str, tuple[Act, Callable[[], object]]] = {
+    "a number": (lambda self, h: h * WEIGHT, lambda: setattr(HERE, "WEIGHT", 2.0)),
+    "a function that reads it": (lambda self, h: helper(h), lambda: setattr(HERE, "WEIGHT", 2.0)),
+    "another function": (lambda self, h: helper(h), lambda: setattr(HERE, "helper", torch.sin)),
+    "a namespace": (lambda self, h: h * ARGS.inner.temp, lambda: setattr(ARGS.inner, "temp", 2.0)),
+    "a module": (imported, lambda: setattr(CONFIG, "TEMP", 2.0)),
+    "a class": (lambda self, h: h * self.of_class, lambda: setattr(Net, "of_class", 2.0)),
+    "a base": (lambda self, h: h * self.of_base, lambda: setattr(Base, "of_base", 2.0)),
+    "a class before its base": (lambda self, h: h * self.of_base, lambda: setattr(Net, "of_base", 2.0)),
+    "a closure": (CLOSED, CHANGE),
+    "a default": (default, lambda: TABLE["deep"].update(t=2.0)),
+    "a dict": (lambda self, h: h * TABLE["deep"]["t"], lambda: TABLE["deep"].update(t=2.0)),
+    "a function in a dict": (lambda self, h: TABLE["act"](h), lambda: TABLE.update(act=torch.sin)),
+    "a list": (lambda self, h: h * LIST[0], lambda: LIST.__setitem__(0, 2.0)),
+    "another tensor": (lambda self, h: h * TENSOR, lambda: setattr(HERE, "TENSOR", torch.zeros(4))),
+    "a tensor in place": (lambda self, h: h * WRITTEN.sum().item(), lambda: WRITTEN.zero_()),
+    "a branch": (branching, lambda: setattr(HERE, "BRANCH", Kind.TWO)),
+    "slots": (lambda self, h: h * SLOTTED.temp, lambda: setattr(SLOTTED, "temp", 2.0)),
+    "a method of an object": (lambda self, h: h * SCHEDULE.value(), lambda: setattr(SCHEDULE, "step", 1)),
+    "a class of an object": (lambda self, h: h * SCHEDULE.value(), lambda: setattr(Schedule, "step", 1)),
+    "words of a partial": (lambda self, h: SLOPE(h), lambda: SLOPE.keywords.update(negative_slope=0.5)),
+    "the environment": (lambda self, h: h * float(os.getenv("OWN", "1")), lambda: os.environ.update(OWN="2")),
+    "by its name": (lambda self, h: h * globals()["WEIGHT"], lambda: setattr(HERE, "WEIGHT", 2.0)),
+}
+
+
+AT_FIRST = {"WEIGHT": 1.0, "UNREAD": 1.0, "TENSOR": TENSOR, "BRANCH": BRANCH, "helper": helper}
+
+
+def begin() -> None:
+    """Puts everything back as it was when this file was read."""
+    vars(HERE).update(AT_FIRST)
+    for owner, name in (
+        (ARGS.inner, "temp"),
+        (CONFIG, "TEMP"),
+        (SLOTTED, "temp"),
+        (Net, "of_class"),
+        (Base, "of_base"),
+    ):
+        setattr(owner, name, 1.0)
+    if "of_base" in vars(Net):
+        del Net.of_base
+    Schedule.step = 0
+    vars(SCHEDULE).clear()
+    TABLE.update(deep={"t": 1.0}, act=torch.relu)
+    LIST[0] = QUEUE[0] = 1.0
+    WRITTEN.fill_(1.0)
+    SLOPE.keywords.update(negative_slope=0.1)
+    os.environ.pop("OWN", None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_value_asks_for_another_trace(name: str) -> None:
+    """Once, the first value held for ever, without a word."""
+    begin()
+    act, change = CASES[name]
+    guards = Guards(Net(act))
+    guards.start()
+    before = guards.words()
+    assert guards.words() == before
+    change()
+    assert guards.words() != before
+
+
+STEPS = ("a number", "a class", "another tensor", "a namespace", "a function in a dict", "a tensor in place")
+
+
+def many(self: Any, h: Tensor) -> Tensor:
+    for name in STEPS:
+        h = CASES[name][0](self, h)
+    return h
+
+
+def losses(wrap: Callable[[Net, Any], Any], act: Act, changes: list[Callable[[], object]]) -> list[float]:
+    """Returns the loss of a step before, and after each change."""
+    begin()
+    torch.manual_seed(0)
+    model = Net(act)
+    optimizer, found = sgd(model.parameters()), []
+    wrapped = wrap(model, optimizer)
+    for change in (lambda: None, *changes):
+        change()
+        loss = wrapped(X, Y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def ours(model: Net, optimizer: Any) -> AutoVaruna:
+    return AutoVaruna(model, optimizer, num_micro_batches=1, **QUIET)
+
+
+def test_steps_are_those_of_plain_pytorch() -> None:
+    changes = [CASES[name][1] for name in STEPS]
+    expected = losses(lambda model, optimizer: model, many, changes)
+    assert losses(ours, many, changes) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_no_step_reads_is_ignored() -> None:
+    """One that is only printed, say."""
+    model = Net(lambda self, h: h if self.training else h * UNREAD)
+    wrapped = ours(model, sgd(model.parameters()))
+    for value in range(4):
+        HERE.UNREAD = float(value)  # type: ignore[attr-defined]
+        wrapped(X, Y)
+    assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 1
+
+
+def test_a_value_of_one_rank_is_told() -> None:
+    """Ranks have values of their own here, for they are threads."""
+
+    def be_rank(world: World) -> None:
+        value = SimpleNamespace(temp=1.0)
+        wrapped = AutoVaruna(Net(lambda self, h: h * value.temp), num_micro_batches=2, **QUIET)
+        wrapped(X, Y)
+        value.temp += world.rank
+        with pytest.raises(RankError, match=r"attributes is missing on rank 0, .*temp:2\.0 on rank 1"):
+            wrapped(X, Y)
+
+    with planned(pipeline(2)):
+        run_ranks(2, be_rank)
+
+
+def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deque is not looked into: the second step is refused, with the line and both numbers."""
+    monkeypatch.setattr(witness, "_SHARE", 1.0)  # however long a step takes here
+    with pytest.raises(TraceError, match=r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"):
+        losses(ours, lambda self, h: h * QUEUE[0], [lambda: QUEUE.__setitem__(0, 2.0)] * 10)
+
+
+def test_a_model_that_was_prepared_is_followed() -> None:
+    """Once, no change of it was, by attributes either: its first call knew the trace."""
+    begin()
+    model = Net(lambda self, h: h * WEIGHT)
+    wrapped = ours(model, sgd(model.parameters()))
+    wrapped._session.prepare((X, Y), {})
+    before = wrapped(X, Y).item()
+    HERE.WEIGHT = 2.0  # type: ignore[attr-defined]
+    assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before
