@@ -42,6 +42,7 @@ def _missing(error: ImportError | AttributeError) -> ImportError:
 try:
     import torch._subclasses.fake_tensor
     import torch._subclasses.functional_tensor
+    import torch.fx.experimental.proxy_tensor
     import torch.nn.utils.clip_grad
     import torch.nn.utils.parametrize
     import torch.utils._python_dispatch
@@ -71,6 +72,7 @@ try:
     FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
     in_kernel_invocation = torch._subclasses.fake_tensor.in_kernel_invocation_manager  # they pass for meta tensors
     FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
+    ModuleStackTracer: Any = torch.fx.experimental.proxy_tensor._ModuleStackTracer  # follows modules for torch.export
     _get_dispatch_mode = torch._C._get_dispatch_mode
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -121,6 +123,7 @@ try:
         (nn.Module(), (OWN_CALL,)),
         (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
+        (ModuleStackTracer, ("call_module", "getattr")),
         (torch.amp.GradScaler, ("_unscale_grads_",)),
         (torch.distributions.Distribution, ("_validate_args",)),
         (torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")),

@@ -31,6 +31,7 @@ from autovaruna._torch import (
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
+    ModuleStackTracer,
     OpOverload,
     disable_current_modes,
     in_kernel_invocation,
@@ -238,6 +239,31 @@ def _size(value: Any, size: int) -> Any:
     number = expression.subs(dict.fromkeys(expression.free_symbols, size))
     kind: Any = {torch.SymBool: bool, torch.SymFloat: float, torch.SymInt: int}[type(value)]
     return kind(number)
+
+
+@contextmanager
+def modules_followed() -> Iterator[None]:
+    """Has torch.export follow the modules of this thread alone while the context lasts, those that raise as well.
+
+    It sees those of all threads, so copies that are tried out, and goes wrong once forward catches what a module raises.
+    """
+    tracing, call, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
+
+    def call_module(self: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if get_ident() != tracing:
+            return forward(*args, **kwargs)
+        running = self.module_stack.copy()
+        try:
+            return call(self, module, forward, args, kwargs)
+        except BaseException:
+            self.module_stack = running
+            raise
+
+    def get_own(self: Any, name: str, value: Any, known: Any) -> Any:
+        return get(self, name, value, known) if get_ident() == tracing else value
+
+    with replaced(ModuleStackTracer, "call_module", call_module), replaced(ModuleStackTracer, "getattr", get_own):
+        yield
 
 
 @contextmanager

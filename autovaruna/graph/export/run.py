@@ -57,6 +57,7 @@ from autovaruna.graph.export.fakes import (
     hide_fakes,
     hide_tracing,
     left_tensors,
+    modules_followed,
     warn_of_left,
     without_cudnn,
 )
@@ -335,6 +336,7 @@ class Attempt:
             python_generators(0),
             padded_encoders(),
             noted_precision(self.call.precision),
+            modules_followed(),
             without_cudnn() as has_cudnn,
         ):
             idioms = Idioms(keeper.functions)
