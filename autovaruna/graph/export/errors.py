@@ -166,6 +166,14 @@ def refuse_parameter() -> TraceError:
     )
 
 
+def refuse_int() -> TraceError:
+    return TraceError(
+        f"forward asks for int() of a tensor{users_line()}: it needs the number in a tensor, which a trace does not "
+        "have. Expected x.item() in place of int(x): the result can be a length of other tensors. Where Python goes by "
+        "the number, move the line into a submodule, which is then kept whole."
+    )
+
+
 def refuse_backward(name: str) -> TraceError:
     """Returns the error of a forward that goes backward itself, by the function `name`."""
     return TraceError(
