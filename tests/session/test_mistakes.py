@@ -291,3 +291,34 @@ def test_a_loss_of_what_a_hook_has_kept_is_refused() -> None:
     loss = F.cross_entropy(AutoVaruna(inner, **ONE)(**X), BATCH["y"]) + kept.made.square().mean()
     with pytest.raises(OrderError, match="left beside what the model returns"):
         loss.backward()
+
+
+class OwnError(Exception):
+    def __init__(self, code: int, *, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def raising(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Refuses its inputs in a way of its own."""
+    if x.shape[1] in self.refused:
+        raise OwnError(7, text="too wide")
+    return F.cross_entropy(self.last(self.first(x)), y)
+
+
+@pytest.mark.parametrize("refusing", [(0, 1), (1,)])
+def test_what_forward_raises_on_all_ranks_is_what_they_raise(refusing: tuple[int, ...]) -> None:
+    """On one rank alone it is a refusal on all; the script's own except would leave the others behind."""
+
+    def be_rank(world: World) -> Exception:
+        model = two(raising)
+        model.refused = [WIDTH] if world.rank in refusing else []
+        with pytest.raises(Exception) as found:
+            AutoVaruna(model, **TWO)(**BATCH)
+        return found.value
+
+    for error in run_ranks(2, be_rank):
+        if len(refusing) == 2:
+            assert isinstance(error, OwnError) and error.code == 7 and str(error) == "too wide"
+        else:
+            assert isinstance(error, TraceError) and "raises OwnError" in str(error)

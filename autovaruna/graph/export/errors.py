@@ -224,10 +224,14 @@ def explain(
     name = type(model).__qualname__
     if own is not None:
         inputs = ", ".join(f"{spec.name} {spec.passed_shape} {spec.dtype}" for spec in call.inputs)
-        return TraceError(
+        found = TraceError(
             f"{name} raises {type(own).__name__} on these inputs{where_raised(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
         )
+        found.own = own
+        if sys.version_info >= (3, 11):
+            own.add_note(str(found))
+        return found
     where = where_raised(error)
     if _OF_KEYS in str(error):
         text = (

@@ -483,4 +483,6 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
             last, options = replace(first, can_grow=False), replace(options, is_parted=True, free=frozenset())
             return Attempt(model, call, batch_size, device, options, last).run()
     except TraceError as error:
+        if error.own is not None:
+            raise
         raise type(error)(f"{error} {not_kept[0]}") from error
