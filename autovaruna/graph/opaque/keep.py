@@ -113,7 +113,7 @@ class Keeper:
             ) from error
 
     def _leave_node(self, path: str, module: nn.Module, spare: Spare, args: Any, kwargs: Any) -> Any:
-        tensors, call = flatten((args, kwargs))
+        tensors, call = flatten((args, kwargs), levels=1)
         for leaf in call.leaves:
             if isinstance(leaf, Opaque):
                 raise CannotKeepError(f"it takes a {leaf.type_name}, which hides tensors")
