@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,6 +94,20 @@ class CallSpec:
     def arguments(self, tensors: Sequence[Tensor]) -> Any:
         """Returns ``(args, kwargs)`` for the model of tensors in the order of `inputs`, the batch first in each."""
         return self.tree.unflatten([spec.as_passed(each) for spec, each in zip(self.inputs, tensors, strict=True)])
+
+    def with_batch(self, dimensions: Mapping[str, int]) -> CallSpec:
+        """Returns the call as it is where these dimensions of inputs are the batch, as passed, and others' first."""
+        shapes = {spec.name: spec.passed_shape for spec in self.inputs}
+        size = next(shapes[name][place] for name, place in dimensions.items())
+        inputs = []
+        for spec in self.inputs:
+            shape, place = spec.passed_shape, dimensions.get(spec.name, 0)
+            is_batch = shape[place : place + 1] == (size,)
+            if not is_batch and spec.name in dimensions:
+                raise InputError(f"Dimension {place} of {spec.name} {shape} has not the {size} samples of the batch.")
+            moved = (size, *shape[:place], *shape[place + 1 :]) if is_batch else shape
+            inputs.append(replace(spec, shape=moved, is_batch=is_batch, dimension=place if is_batch else 0))
+        return replace(self, inputs=tuple(inputs), batch_size=size)
 
     @cached_property
     def _is_moved(self) -> bool:

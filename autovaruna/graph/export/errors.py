@@ -388,7 +388,7 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
     return (
         _of_graph(batch, others)
         or _of_lists(call)
-        or _of_time(model, batch[0], others, paths)
+        or _of_time(model, call, others, paths)
         or _of_one(model, batch)
         or _OTHERWISE
     )
@@ -425,8 +425,9 @@ def _of_lists(call: CallSpec) -> str:
     )
 
 
-def _of_time(model: nn.Module, first: InputSpec, others: list[InputSpec], paths: Collection[str] | None) -> str:
+def _of_time(model: nn.Module, call: CallSpec, others: list[InputSpec], paths: Collection[str] | None) -> str:
     """Finds the batch in a later dimension: of another input, or by a module that wants it there."""
+    first = next(spec for spec in call.inputs if spec.is_batch)
     elsewhere = [spec for spec in others if _has_elsewhere(spec, first)]
     modules = [(path, each) for path, each in model.named_modules() if getattr(each, "batch_first", True) is False]
     if paths is not None:
@@ -441,11 +442,29 @@ def _of_time(model: nn.Module, first: InputSpec, others: list[InputSpec], paths:
     else:
         return ""
     return (
-        f"The first dimension of {_shown([first])} is taken for the batch, {what}. Say which dimension is the batch "
-        f"in each, as batch_dims={{'{first.name}': 1}}, or build such modules with batch_first=True and pass tensors "
-        f"whose first dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it "
-        "whole, as in plain PyTorch."
+        f"The first dimension of {_shown([first])} is taken for the batch, {what}. "
+        f"{naming(batch_dimensions(call)[0])} such modules with batch_first=True and pass tensors whose first "
+        f"dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in "
+        "plain PyTorch."
     )
+
+
+def naming(dimensions: Mapping[str, int]) -> str:
+    """Returns the start of a sentence that says what dimensions to name, if there are any."""
+    return f"Say which dimension is the batch in each, as batch_dims={dimensions}, or build" if dimensions else "Build"
+
+
+def batch_dimensions(call: CallSpec) -> list[dict[str, int]]:
+    """Returns what dimensions may be the batch, by inputs, where that is not the first one of all.
+
+    Either it is of the first input, and others have it elsewhere; or the second one is, in all that have it of a size.
+    """
+    shapes = {spec.name: spec.passed_shape for spec in call.inputs}
+    first = next(shape for shape in shapes.values() if shape)
+    others = {name: shape for name, shape in shapes.items() if first[0] in shape[1:] and shape[0] != first[0]}
+    found = [{name: shape.index(first[0], 1) for name, shape in others.items()}]
+    found.append({name: 1 for name, shape in shapes.items() if first[1:2] == shape[1:2] != ()})
+    return [each for each in found if each] or [{}]
 
 
 def _has_elsewhere(spec: InputSpec, first: InputSpec) -> bool:
