@@ -22,7 +22,7 @@ from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.errors import BatchSizeError, batch_dimensions, naming, warn_once
+from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, naming, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, Options, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
@@ -91,15 +91,14 @@ def trace(
 def _with_tried_advice(
     error: TraceError, model: nn.Module, call: CallSpec, device: torch.device, options: Options
 ) -> TraceError:
-    """Returns an error that names dimensions of the batch with such that the model can be traced with, or with none."""
-    proposed = batch_dimensions(call)
-    if naming(proposed[0]) not in str(error):
-        return error
-    for dimensions in proposed:
+    """Returns an error that names such dimensions of the batch as the model can be traced with, or none."""
+    text, proposed = str(error), batch_dimensions(call)
+    said = naming(proposed[0])
+    for dimensions in proposed if said in text or EXAMPLE in text else ():
         with suppress(TraceError, InputError):
             _trace(model, call.with_batch(dimensions), device, options)
-            return type(error)(str(error).replace(naming(proposed[0]), naming(dimensions)))
-    return type(error)(str(error).replace(naming(proposed[0]), naming({})))
+            return type(error)(text.replace(said, naming(dimensions)).replace(EXAMPLE, f"(batch_dims={dimensions})"))
+    return type(error)(text.replace(said, naming({}))) if said in text else error
 
 
 def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> TracedModel:

@@ -34,6 +34,16 @@ def decoder(self: Any, outputs: Tensor, hidden: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(self.cell(context, hidden)[0][:, 0]), y)
 
 
+def translating(self: Any, source: Tensor, target: Tensor) -> Tensor:
+    """Takes (time, batch) of two lengths, and goes on word by word."""
+    _, state = self.cell(self.words(source))
+    steps = []
+    for word in target[:-1]:
+        step, state = self.cell(self.words(word)[None], state)
+        steps.append(self.last(step[0]))
+    return F.cross_entropy(torch.stack(steps).flatten(0, 1), target[1:].flatten())
+
+
 def dice(self: Any, x: Tensor, y: Tensor) -> Tensor:
     share, wanted = self.last(x).softmax(1), F.one_hot(y, CLASSES)
     return 1 - 2 * (share * wanted).sum() / (share.sum() + wanted.sum())
@@ -85,6 +95,7 @@ TOKENS = torch.arange(30).view(5, 6) % CLASSES
 FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
     "a state": (of(language, **RNN), (TOKENS, (STATE, STATE), TOKENS), {}, ("batch_dims",)),
     "a hidden state": (of(decoder, **DECODER), (torch.randn(6, 4, WIDTH), STATE, Y), {}, ("batch_dims",)),
+    "two lengths": (of(translating, **RNN), (TOKENS, TOKENS[:3]), {}, ("batch_dims",)),
     "a ratio of sums": (of(dice), (X, Y), {}, ("num_micro_batches", "inputs")),
     "a sum": (of(summed), (X, Y), {}, ("reduction",)),
     "a mean": (of(decayed), (X, Y), {"reduction": "sum"}, ("reduction",)),
@@ -115,6 +126,7 @@ def test_advice_leads_on(case: str) -> None:
         AutoVaruna(make(), **settings, **QUIET)(*arguments)
     named = named_in(str(refused.value))
     settings |= {name: named[name] for name in names}
+    model.zero_grad()  # cases share modules
     expected = model(*arguments)
     expected.square().mean().backward()
     gradients = gradients_of(model)

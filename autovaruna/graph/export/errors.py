@@ -362,10 +362,11 @@ def warn_once(logger: logging.Logger, model: nn.Module, text: str) -> None:
 
 WHOLE = "inputs='replicated', num_micro_batches=1, dynamic_batch=False"
 """What has every rank pass the same batch, and the model see all of it at once."""
+EXAMPLE = "in an argument x (batch_dims={'x': 1})"
 _OTHERWISE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
-    "whose first dimension is the batch (batch_first=True), or say which one it is in an argument x "
-    "(batch_dims={'x': 1}); move what mixes samples (a contrastive loss, say) out of the model, or "
+    f"whose first dimension is the batch (batch_first=True), or say which one it is {EXAMPLE}; "
+    "move what mixes samples (a contrastive loss, say) out of the model, or "
     f"pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in plain PyTorch. "
     "With dynamic_batch=False alone each micro-batch is a batch of its own to the model."
 )
