@@ -94,7 +94,7 @@ def _with_tried_advice(
     """Returns an error that names such dimensions of the batch as the model can be traced with, or none."""
     text, proposed = str(error), batch_dimensions(call)
     said = naming(proposed[0])
-    for dimensions in proposed if said in text or EXAMPLE in text else ():
+    for dimensions in filter(None, proposed if said in text or EXAMPLE in text else ()):
         with suppress(TraceError, InputError):
             _trace(model, call.with_batch(dimensions), device, options)
             return type(error)(text.replace(said, naming(dimensions)).replace(EXAMPLE, f"(batch_dims={dimensions})"))
