@@ -43,6 +43,7 @@ def _missing(error: ImportError | AttributeError) -> ImportError:
 try:
     import torch._subclasses.fake_tensor
     import torch._subclasses.functional_tensor
+    import torch.fx.experimental.proxy_tensor
     import torch.nn.utils.clip_grad
     import torch.nn.utils.parametrize
     import torch.utils._python_dispatch
@@ -72,6 +73,7 @@ try:
     FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
     in_kernel_invocation = torch._subclasses.fake_tensor.in_kernel_invocation_manager  # they pass for meta tensors
     FunctionalTensor = torch._subclasses.functional_tensor.FunctionalTensor
+    ModuleStackTracer: Any = torch.fx.experimental.proxy_tensor._ModuleStackTracer  # follows modules for torch.export
     _get_dispatch_mode = torch._C._get_dispatch_mode
     _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -133,6 +135,7 @@ try:
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, (UNSCALE,)),
         (SimpleNamespace(**torch.optim.Optimizer.__annotations__), OPTIMIZER_HOOKS),
+        (ModuleStackTracer, ("call_module", "getattr")),
         (torch.distributions.Distribution, ("_validate_args",)),
         (torch.nn.utils.clip_grad, (NORM, CLIP)),
         (torch.nn.utils.parametrize, ("_cache", "_cache_enabled")),

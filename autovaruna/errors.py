@@ -34,6 +34,8 @@ class ConfigError(AutoVarunaError, ValueError):
 class TraceError(AutoVarunaError):
     """Says that the model cannot be traced, with the line of the user's file."""
 
+    own: Exception | None = None  # what forward raises by itself, on whichever process
+
 
 class MeasureError(AutoVarunaError):
     """Says that a measurement failed; a failed one is never filled in."""

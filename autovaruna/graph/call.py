@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from autovaruna.errors import InputError
 from autovaruna.graph.guards import mode_of
 from autovaruna.graph.precision import Precision, current_precision
-from autovaruna.graph.tree import Tree, flatten
+from autovaruna.graph.tree import Opaque, Tree, flatten
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _MOST_KNOWN = 64
+_OBJECTS = 3  # objects in each other that are looked into
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -94,6 +95,20 @@ class CallSpec:
         """Returns ``(args, kwargs)`` for the model of tensors in the order of `inputs`, the batch first in each."""
         return self.tree.unflatten([spec.as_passed(each) for spec, each in zip(self.inputs, tensors, strict=True)])
 
+    def with_batch(self, dimensions: Mapping[str, int]) -> CallSpec:
+        """Returns the call as it is where these dimensions of inputs are the batch, as passed, and others' first."""
+        shapes = {spec.name: spec.passed_shape for spec in self.inputs}
+        size = next(shapes[name][place] for name, place in dimensions.items())
+        inputs = []
+        for spec in self.inputs:
+            shape, place = spec.passed_shape, dimensions.get(spec.name, 0)
+            is_batch = shape[place : place + 1] == (size,)
+            if not is_batch and spec.name in dimensions:
+                raise InputError(f"Dimension {place} of {spec.name} {shape} has not the {size} samples of the batch.")
+            moved = (size, *shape[:place], *shape[place + 1 :]) if is_batch else shape
+            inputs.append(replace(spec, shape=moved, is_batch=is_batch, dimension=place if is_batch else 0))
+        return replace(self, inputs=tuple(inputs), batch_size=size)
+
     @cached_property
     def _is_moved(self) -> bool:
         return any(spec.dimension for spec in self.inputs)
@@ -137,10 +152,12 @@ def describe(
         batch_dims: Names of arguments, each with the dimension that is the batch, where that is not the first one.
 
     Raises:
-        InputError: no argument is a batch, batches differ in size, or a tensor is sparse.
+        InputError: no argument is a batch, batches differ in size, a tensor is sparse, or an object hides some.
     """
-    tensors, tree = flatten((tuple(args), dict(kwargs)))
-    names = _names_in(inspect.signature(getattr(model, method)), tree.tensor_paths())
+    tensors, tree = flatten((tuple(args), dict(kwargs)), levels=_OBJECTS)
+    signature = inspect.signature(getattr(model, method))
+    _refuse_objects(tree, list(signature.parameters.values()))
+    names = _names_in(signature, tree.tensor_paths())
     plain_names = [name for name, _ in names]
     _refuse_layouts(plain_names, tensors)
     wanted = dict(batch_dims)
@@ -205,6 +222,17 @@ def outline(value: Any, tensors: list[Tensor]) -> Hashable:
     if kind is dict and all(type(key) is str for key in value):
         return tuple(value), tuple([outline(each, tensors) for each in value.values()])
     raise UnfamiliarError
+
+
+def _refuse_objects(tree: Tree, parameters: Sequence[inspect.Parameter]) -> None:
+    for leaf in tree.walk():
+        if isinstance(leaf, Opaque):
+            raise InputError(
+                f"The argument {_joined(_keys(leaf.path, parameters))} is a {leaf.type_name}, which hides its tensors. "
+                "Expected tensors, or lists, tuples, mappings, dataclasses and plain objects of them: pass those that "
+                "forward uses as arguments, or tell torch how to take the class apart, with "
+                "torch.utils._pytree.register_pytree_node."
+            )
 
 
 def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:

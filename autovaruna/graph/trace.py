@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
+from time import perf_counter
 from typing import Any
 
 import sympy
@@ -14,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
-from autovaruna.errors import TraceError
+from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.errors import BatchSizeError, warn_once
+from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, naming, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, Options, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
@@ -58,6 +60,7 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
 
 one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
 _OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
+_MOST_TRIED_SECONDS = 2.0  # a model whose trace takes longer is not traced again to try out advice
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -76,6 +79,29 @@ def trace(
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
+    began = perf_counter()
+    try:
+        return _trace_with_hooks(model, call, device, options)
+    except TraceError as error:
+        if options.free or perf_counter() - began > _MOST_TRIED_SECONDS:
+            raise
+        raise _with_tried_advice(error, model, call, device, options) from error
+
+
+def _with_tried_advice(
+    error: TraceError, model: nn.Module, call: CallSpec, device: torch.device, options: Options
+) -> TraceError:
+    """Returns an error that names such dimensions of the batch as the model can be traced with, or none."""
+    text, proposed = str(error), batch_dimensions(call)
+    said = naming(proposed[0])
+    for dimensions in filter(None, proposed if said in text or EXAMPLE in text else ()):
+        with suppress(TraceError, InputError):
+            _trace(model, call.with_batch(dimensions), device, options)
+            return type(error)(text.replace(said, naming(dimensions)).replace(EXAMPLE, f"(batch_dims={dimensions})"))
+    return type(error)(text.replace(said, naming({}))) if said in text else error
+
+
+def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> TracedModel:
     if not script_hooks(model):
         return _trace(model, call, device, options)
     watched = error = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from autovaruna.errors import InputError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DEPTH = 3
+_NUMBER = (bool, int, float, str)
 
 
 def words(value: Any, depth: int = _DEPTH) -> str:
@@ -89,10 +91,10 @@ class Opaque:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A dataclass instance, walked by field."""
+    """An object that is walked by attribute, or a dict of a class of its own, walked by key."""
 
     cls: type
-    fields: tuple[str, ...]
+    fields: tuple[Any, ...]
     trees: tuple[Tree, ...]
 
 
@@ -147,8 +149,9 @@ def _leaf_key(leaf: Leaf) -> str:
             return "tensor"
         case Opaque(_, type_name):
             return f"opaque:{type_name}"
-        case Record(cls, _, trees):
-            return f"{cls.__qualname__}({','.join(tree.key() for tree in trees)})"
+        case Record(cls, fields, trees):
+            own = "" if dataclasses.is_dataclass(cls) else f"{fields!r}:"
+            return f"{cls.__qualname__}({own}{','.join(tree.key() for tree in trees)})"
 
 
 def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:
@@ -161,17 +164,21 @@ def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] |
             assert opaque is not None
             return opaque(leaf)
         case Record(cls, fields, trees):
-            record: Any = object.__new__(cls)
+            is_dict = issubclass(cls, dict)
+            record: Any = (dict if is_dict else object).__new__(cls)
             for field, tree in zip(fields, trees, strict=True):
-                object.__setattr__(record, field, tree.unflatten(tensors, opaque))
+                (dict.__setitem__ if is_dict else object.__setattr__)(record, field, tree.unflatten(tensors, opaque))
             return record
 
 
-def flatten(value: Any, path: str = "") -> tuple[list[torch.Tensor], Tree]:
-    """Takes a value apart: its tensors in order, and its `Tree`, whose paths start with `path`."""
+def flatten(value: Any, path: str = "", levels: int = 0) -> tuple[list[torch.Tensor], Tree]:
+    """Takes a value apart: its tensors in order, and its `Tree`, whose paths start with `path`.
+
+    Dataclasses are taken apart, and so many `levels` of other objects that hold tensors.
+    """
     with_paths, spec = _with_paths(value, _is_dataclass)
     tensors: list[torch.Tensor] = []
-    leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), tensors) for keys, leaf in with_paths]
+    leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), levels, tensors) for keys, leaf in with_paths]
     return tensors, Tree(spec, tuple(leaves))
 
 
@@ -189,19 +196,46 @@ def _with_paths(
         return [((key,), leaf) for key, leaf in zip(keys, leaves, strict=True)], spec
 
 
-def _flatten_leaf(leaf: Any, path: str, tensors: list[torch.Tensor]) -> Leaf:
+def _flatten_leaf(leaf: Any, path: str, levels: int, tensors: list[torch.Tensor]) -> Leaf:
     if isinstance(leaf, torch.Tensor):
         tensors.append(leaf)
         return TensorLeaf(path)
-    if _is_dataclass(leaf):
-        fields = tuple(field.name for field in dataclasses.fields(leaf))
-        parts = [flatten(getattr(leaf, field), f"{path}.{field}") for field in fields]
-        for part, _ in parts:
-            tensors.extend(part)
-        return Record(type(leaf), fields, tuple(tree for _, tree in parts))
-    if _hides_tensors(leaf, set()):
+    is_dataclass = _is_dataclass(leaf)
+    if not is_dataclass and not _hides_tensors(leaf, set()):
+        return Constant(leaf)
+    fields = {each.name: getattr(leaf, each.name) for each in dataclasses.fields(leaf)} if is_dataclass else None
+    if fields is None and levels > 0:
+        fields, levels = _attributes(leaf), levels - 1
+    if fields is None:
         return Opaque(path, type(leaf).__qualname__)
-    return Constant(leaf)
+    parts = [flatten(each, path + _step(leaf, name), levels) for name, each in fields.items()]
+    for part, _ in parts:
+        tensors.extend(part)
+    return Record(type(leaf), tuple(fields), tuple(tree for _, tree in parts))
+
+
+_PLAIN, _PLAIN_DICT = (type("", (base,), {}).__basicsize__ for base in (object, dict))
+"""What objects of these sizes have is in their attributes or items alone."""
+
+
+def _attributes(value: Any) -> dict[Any, Any] | None:
+    """Returns what an object is made of; None: that is more than attributes, or items."""
+    if isinstance(value, dict):
+        return None if type(value).__basicsize__ != _PLAIN_DICT or vars(value) else dict(value)
+    if type(value).__basicsize__ != _PLAIN or isinstance(value, torch.nn.Module):
+        return None
+    if isinstance(value, UserDict):  # a tokenizer's has texts beside, which no model reads
+        return {
+            name: each if name == "data" or isinstance(each, _NUMBER) else None for name, each in vars(value).items()
+        }
+    return dict(vars(value))
+
+
+def _step(value: Any, name: Any) -> str:
+    """Returns how a person goes from an object to what it has by a name."""
+    if isinstance(value, dict):
+        return f"[{name!r}]"
+    return "" if isinstance(value, UserDict) and name == "data" else f".{name}"
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from autovaruna.errors import AutoVarunaError, RankError
+from autovaruna.errors import AutoVarunaError, RankError, TraceError
 from autovaruna.log import error_text
 from autovaruna.runtime.deadlock import Event, Need, Watch
 from autovaruna.runtime.reduction import Group, broadcast_in_tree
@@ -156,7 +156,8 @@ class World:
         """Raises on every rank if any rank passes an error; returns the values that the ranks passed. Collective.
 
         A rank with an error ends those that do not come soon to hear of it. It raises that itself; the others raise an
-        error of the same kind, or a `RankError`, with the message and traceback of the first rank that failed.
+        error of the same kind, or a `RankError`, with the message and traceback of the first rank that failed. What the
+        user's forward raises by itself on every rank they raise as it is.
         """
         is_ours = isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS
         report = None if error is None else (type(error) if is_ours else RankError, describe(error))
@@ -165,6 +166,9 @@ class World:
             reports = self.watch.gather((report, value), what, give_up)
         except RankError as mismatch:
             raise mismatch if error is None else error from mismatch
+        own = error.own if isinstance(error, TraceError) else None
+        if own is not None and all(report is not None for report, _ in reports):
+            raise own
         if error is not None:
             raise error
         for rank, (report, _) in enumerate(reports):

@@ -178,7 +178,7 @@ def test_rows_with_time_before_batch_come_back_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        ({}, r"batch_dims=\{'words': 1\}"),
+        ({}, r"batch_dims=\{'words': 1, 'hidden_0': 1, 'hidden_1': 1\}"),
         ({"word": 1}, r"batch_dims names word, .*Expected names of forward's arguments: words, hidden"),
         ({"words": 2}, r"dimension 2 of words is the batch: got words of the shape \(4, 3\)"),
         ({"words": 1}, r"fixes|mixes"),

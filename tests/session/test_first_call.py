@@ -85,6 +85,28 @@ def test_a_plan_for_evaluation_alone_refuses_to_train():
         model(x, y)
 
 
+def encode(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Has an encoder that is not trained."""
+    with torch.no_grad():
+        features = self.encoder(x)
+    return F.cross_entropy(self.last(torch.relu(self.first(features))), y)
+
+
+def test_what_no_gradient_goes_through_is_measured_as_it_runs() -> None:
+    """Once its code was older than its graph until a copy was made: two names of one part, and a KeyError."""
+    encoder = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    net = Written(encode, encoder=encoder, first=nn.Linear(8, 16), last=nn.Linear(16, 4))
+    x, y = torch.randn(8, 8), torch.arange(8) % 4
+
+    def be_rank(world: World) -> float:
+        settings = {**QUIET, "profile_iterations": 2, "num_stages": 2, "inputs": "replicated"}
+        loss = AutoVaruna(copy.deepcopy(net), **settings)(x, y)
+        loss.backward()
+        return loss.item()
+
+    assert run_ranks(2, be_rank) == pytest.approx([net(x, y).item()] * 2)
+
+
 CASE = CASES["chain"]
 
 

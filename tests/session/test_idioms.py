@@ -466,3 +466,26 @@ def test_only_what_raises_or_does_nothing_is_a_check(code: str, wanted: bool | N
     path.write_text("def f():\n" + textwrap.indent(code, " "))
     line = 3 if "elif" in code or "\n   " in code else 2
     assert passing(str(path), line) is wanted
+
+
+def scheduled(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Goes by numbers of tensors that it holds, as a solver does by its times."""
+    later = self.times[1:] > self.times[:-1]
+    assert later.all() or (~later).all(), "times must go one way"
+    for begin, end in zip(self.times[:-1], self.times[1:], strict=True):
+        x = x + (end - begin) * torch.tanh(self.first(x)) if begin < 0.5 else x * float(end)
+    left, right = x.split(self.widths.tolist(), 1)
+    return F.cross_entropy(self.last(torch.cat([right, left], 1)), y)
+
+
+def test_numbers_that_a_model_holds_may_decide() -> None:
+    """Once it was refused, or kept whole in a submodule. Another tensor is traced anew; other numbers stop."""
+    model = Written(scheduled, first=FIRST(), last=LAST())
+    model.times, model.widths = torch.linspace(0, 1, 5), torch.tensor([4, WIDTH - 4])
+    given, wrapped = labelled(SIZE, 0)[1], AutoVaruna(model, num_micro_batches=2, **QUIET)
+    for times in (model.times, torch.linspace(0.4, 0.9, 5), torch.linspace(1, 0, 3)):
+        model.times = times
+        torch.testing.assert_close(wrapped(**given), model(**given))
+    model.times.add_(0.5)
+    with pytest.raises(InputError, match=r"numbers of a tensor that the model holds, at test_idioms.*put a new one in"):
+        wrapped(**given)

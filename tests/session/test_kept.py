@@ -332,3 +332,70 @@ def test_packed_sequences_train_as_in_plain_pytorch(read: Callable[..., Tensor])
 )
 def test_what_is_done_with_packed_numbers_is_refused(read: Callable[..., Tensor], words: str) -> None:
     refuse(Reader(read), words, sentences(4, 0)[1])
+
+
+def columns(self: Any, x: Tensor) -> Tensor:
+    """Embeds columns, and goes by a number; on drawn numbers the embeddings raise."""
+    parts = [layer(x[:, k].long()) for k, layer in enumerate(self.layers)]
+    return torch.cat(parts, 1) if x.max().item() < 100 else x
+
+
+def shared(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Goes through one layer by two ways."""
+    return F.cross_entropy(self.last(self.second(self.first(self.columns(x)))), y)
+
+
+def test_children_of_a_kept_module_run_where_two_others_share_a_child() -> None:
+    """Once torch.export followed the copy that is tried out, by names of its own: 'Unexpected key layers.0@3'."""
+    layers, layer = nn.ModuleList([nn.Embedding(3, 3), nn.Embedding(3, 3)]), nn.Linear(6, 6)
+    kept = Written(columns, layers=layers)
+    ways = {name: nn.Sequential(layer, nn.Tanh()) for name in ("first", "second")}
+    model = Written(shared, columns=kept, **ways, last=nn.Linear(6, CLASSES))
+    x = (torch.arange(SIZE * 5).view(SIZE, 5) % 3).float()
+    same_gradients(pipeline(2), model, lambda wrapped: wrapped(x, BATCH["y"]).backward())
+
+
+def strict(self: Any, x: Tensor) -> Tensor:
+    """Takes no such widths."""
+    if self.layer(x).shape[1] == WIDTH:
+        raise ValueError(f"it takes no {WIDTH} numbers")
+    return x
+
+
+def tried(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Goes on another way."""
+    try:
+        h = self.strict(x)
+    except ValueError:
+        h = torch.tanh(self.first(x))
+    return F.cross_entropy(self.last(h), y)
+
+
+def test_forward_may_catch_what_a_module_raises() -> None:
+    """Once torch.export took the module for one that still ran."""
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, CLASSES)}
+    model = Written(tried, strict=Written(strict, layer=nn.Linear(WIDTH, WIDTH)), **layers)
+    same_gradients(pipeline(2), model, lambda wrapped: wrapped(**BATCH).backward())
+
+
+def evaluating(self: Any, x: Tensor) -> Tensor:
+    """Goes by a number of its argument, and counts its calls."""
+    self.calls += 1
+    return self.layer(x) if x.max().item() < 100 else x
+
+
+def growing(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.weight.mul_(1.01 if x.max().item() < 100 else 1.0)
+    out: Tensor = layer(x)
+    return out
+
+
+def test_what_keeps_a_module_from_being_kept_whole_is_named() -> None:
+    """Once the line alone was, with the advice to move it into a submodule, where it was."""
+    counting = Written(evaluating, layer=nn.Linear(WIDTH, WIDTH))
+    counting.calls = 0
+    words = r"In body\.2, which cannot be traced .*the Python number calls \(0 -> 1\).*register_buffer"
+    refuse(around(counting), words)
+    words = r"number in a tensor.*module body\.2 .* can neither be traced nor kept whole: its forward changes its param"
+    refuse(around(layer_of(growing)), words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, OrderError, TraceError
 from autovaruna.errors import PlanError
+from autovaruna.graph.call import describe
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.ranks import run_ranks
@@ -291,3 +293,100 @@ def test_a_loss_of_what_a_hook_has_kept_is_refused() -> None:
     loss = F.cross_entropy(AutoVaruna(inner, **ONE)(**X), BATCH["y"]) + kept.made.square().mean()
     with pytest.raises(OrderError, match="left beside what the model returns"):
         loss.backward()
+
+
+class OwnError(Exception):
+    def __init__(self, code: int, *, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def raising(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Refuses its inputs in a way of its own."""
+    if x.shape[1] in self.refused:
+        raise OwnError(7, text="too wide")
+    return F.cross_entropy(self.last(self.first(x)), y)
+
+
+@pytest.mark.parametrize("refusing", [(0, 1), (1,)])
+def test_what_forward_raises_on_all_ranks_is_what_they_raise(refusing: tuple[int, ...]) -> None:
+    """On one rank alone it is a refusal on all; the script's own except would leave the others behind."""
+
+    def be_rank(world: World) -> Exception:
+        model = two(raising)
+        model.refused = [WIDTH] if world.rank in refusing else []
+        with pytest.raises(Exception) as found:
+            AutoVaruna(model, **TWO)(**BATCH)
+        return found.value
+
+    for error in run_ranks(2, be_rank):
+        if len(refusing) == 2:
+            assert isinstance(error, OwnError) and error.code == 7 and str(error) == "too wide"
+        else:
+            assert isinstance(error, TraceError) and "raises OwnError" in str(error)
+
+
+class Padded:
+    """Is a batch of the script's own class, as that of a detector."""
+
+    def __init__(self, tensors: Tensor, mask: Tensor | None) -> None:
+        self.tensors, self.mask, self.scale = tensors, mask, 2.0
+
+    def decompose(self) -> tuple[Tensor, Tensor | None]:
+        return self.tensors, self.mask
+
+    @property
+    def scaled(self) -> Tensor:
+        return self.scale * self.tensors
+
+
+class Encoded(UserDict[str, Any]):
+    """Is a mapping with attributes, and more beside that no model reads, as a tokenizer's."""
+
+    def __init__(self, data: dict[str, Tensor]) -> None:
+        super().__init__(data)
+        self.texts = [object()]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["data"][name]
+
+
+class Named(dict[str, Any]):
+    __getattr__ = dict.__getitem__  # type: ignore[assignment]
+
+
+def taking(self: Any, samples: Any, y: Tensor) -> Tensor:
+    """Takes a batch in an object, by its methods."""
+    if isinstance(samples, Padded):
+        (x, mask), scaled = samples.decompose(), samples.scaled
+        assert mask is not None
+        x = x + scaled * mask
+    else:
+        x = samples.tensors * samples["mask"]
+    return F.cross_entropy(self.last(torch.tanh(self.first(x))), y)
+
+
+OBJECTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "object": lambda x, mask: Padded(x, mask),
+    "mapping": lambda x, mask: Encoded({"tensors": x, "mask": mask}),
+    "dict": lambda x, mask: Named(tensors=x, mask=mask),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_batch_may_be_in_an_object(kind: str) -> None:
+    """Once, no argument was a batch. Names are those of attributes and keys."""
+    samples, model = OBJECTS[kind](BATCH["x"], torch.ones(6, WIDTH)), two(taking)
+    compare(step_of(AutoVaruna(model, **ONE), (samples, BATCH["y"])), step_of(model, (samples, BATCH["y"])))
+    assert next(spec.name for spec in describe(model, (samples, BATCH["y"]), {})[1].inputs) == "samples_tensors"
+
+
+class Hiding(OrderedDict[str, Any]):
+    """Is more than its attributes and items."""
+
+
+def test_an_object_that_hides_its_tensors_is_named() -> None:
+    with pytest.raises(InputError, match=r"argument samples is a Hiding, which hides .*register_pytree_node"):
+        AutoVaruna(two(taking), **ONE)(Hiding(tensors=BATCH["x"]), BATCH["y"])
+    with pytest.raises(InputError, match=r"argument samples_inner is a Linear, which hides"):
+        AutoVaruna(two(taking), **ONE)({"inner": nn.Linear(2, 2)}, BATCH["y"])

@@ -194,11 +194,11 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
             raise InputError(
                 f"The loss of the model is no mean over its samples: {found.name}, at {_place(found)}, goes on "
                 "from numbers that are made of several samples, or makes them in another way than by adding up, but "
-                "losses of micro-batches are averaged. Return what it is computed from, and compute it outside of the "
-                "model, from the outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on "
-                "several ranks; or dynamic_batch=False: each micro-batch is then a batch of its own to the model. For "
-                "the load balance of a mixture of experts pass batch_statistics='micro-batch', which takes such a loss "
-                "of each micro-batch and averages it, as its trainers do."
+                "losses of micro-batches are averaged. Pass num_micro_batches=1, with inputs='replicated' on several "
+                "ranks; or return what it is computed from, and compute it outside of the model, from the outputs of "
+                "the whole batch; or pass dynamic_batch=False: each micro-batch is then a batch of its own to the "
+                "model. For the load balance of a mixture of experts pass batch_statistics='micro-batch', which takes "
+                "such a loss of each micro-batch and averages it, as its trainers do."
             )
         if found is not None:
             logger.warning(

@@ -166,6 +166,14 @@ def refuse_parameter() -> TraceError:
     )
 
 
+def refuse_int() -> TraceError:
+    return TraceError(
+        f"forward asks for int() of a tensor{users_line()}: it needs the number in a tensor, which a trace does not "
+        "have. Expected x.item() in place of int(x): the result can be a length of other tensors. Where Python goes by "
+        "the number, move the line into a submodule, which is then kept whole."
+    )
+
+
 def refuse_backward(name: str) -> TraceError:
     """Returns the error of a forward that goes backward itself, by the function `name`."""
     return TraceError(
@@ -216,10 +224,14 @@ def explain(
     name = type(model).__qualname__
     if own is not None:
         inputs = ", ".join(f"{spec.name} {spec.passed_shape} {spec.dtype}" for spec in call.inputs)
-        return TraceError(
+        found = TraceError(
             f"{name} raises {type(own).__name__} on these inputs{where_raised(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
         )
+        found.own = own
+        if sys.version_info >= (3, 11):
+            own.add_note(str(found))
+        return found
     where = where_raised(error)
     if _OF_KEYS in str(error):
         text = (
@@ -350,10 +362,11 @@ def warn_once(logger: logging.Logger, model: nn.Module, text: str) -> None:
 
 WHOLE = "inputs='replicated', num_micro_batches=1, dynamic_batch=False"
 """What has every rank pass the same batch, and the model see all of it at once."""
+EXAMPLE = "in an argument x (batch_dims={'x': 1})"
 _OTHERWISE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
-    "whose first dimension is the batch (batch_first=True), or say which one it is in an argument x "
-    "(batch_dims={'x': 1}); move what mixes samples (a contrastive loss, say) out of the model, or "
+    f"whose first dimension is the batch (batch_first=True), or say which one it is {EXAMPLE}; "
+    "move what mixes samples (a contrastive loss, say) out of the model, or "
     f"pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in plain PyTorch. "
     "With dynamic_batch=False alone each micro-batch is a batch of its own to the model."
 )
@@ -376,7 +389,7 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
     return (
         _of_graph(batch, others)
         or _of_lists(call)
-        or _of_time(model, batch[0], others, paths)
+        or _of_time(model, call, others, paths)
         or _of_one(model, batch)
         or _OTHERWISE
     )
@@ -413,8 +426,9 @@ def _of_lists(call: CallSpec) -> str:
     )
 
 
-def _of_time(model: nn.Module, first: InputSpec, others: list[InputSpec], paths: Collection[str] | None) -> str:
+def _of_time(model: nn.Module, call: CallSpec, others: list[InputSpec], paths: Collection[str] | None) -> str:
     """Finds the batch in a later dimension: of another input, or by a module that wants it there."""
+    first = next(spec for spec in call.inputs if spec.is_batch)
     elsewhere = [spec for spec in others if _has_elsewhere(spec, first)]
     modules = [(path, each) for path, each in model.named_modules() if getattr(each, "batch_first", True) is False]
     if paths is not None:
@@ -429,11 +443,29 @@ def _of_time(model: nn.Module, first: InputSpec, others: list[InputSpec], paths:
     else:
         return ""
     return (
-        f"The first dimension of {_shown([first])} is taken for the batch, {what}. Say which dimension is the batch "
-        f"in each, as batch_dims={{'{first.name}': 1}}, or build such modules with batch_first=True and pass tensors "
-        f"whose first dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it "
-        "whole, as in plain PyTorch."
+        f"The first dimension of {_shown([first])} is taken for the batch, {what}. "
+        f"{naming(batch_dimensions(call)[0])} such modules with batch_first=True and pass tensors whose first "
+        f"dimension it is. Or pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in "
+        "plain PyTorch."
     )
+
+
+def naming(dimensions: Mapping[str, int]) -> str:
+    """Returns the start of a sentence that says what dimensions to name, if there are any."""
+    return f"Say which dimension is the batch in each, as batch_dims={dimensions}, or build" if dimensions else "Build"
+
+
+def batch_dimensions(call: CallSpec) -> list[dict[str, int]]:
+    """Returns what dimensions may be the batch, by inputs, where that is not the first one of all.
+
+    Either it is of the first input, and others have it elsewhere; or the second one is, in all that have it of a size.
+    """
+    shapes = {spec.name: spec.passed_shape for spec in call.inputs}
+    first = next(shape for shape in shapes.values() if shape)
+    others = {name: shape for name, shape in shapes.items() if first[0] in shape[1:] and shape[0] != first[0]}
+    found = [{name: shape.index(first[0], 1) for name, shape in others.items()}]
+    found.append({name: 1 for name, shape in shapes.items() if first[1:2] == shape[1:2] != ()})
+    return [each for each in found if each] or [{}]
 
 
 def _has_elsewhere(spec: InputSpec, first: InputSpec) -> bool:

@@ -247,15 +247,18 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
 
 def allow_cudnn(module: fx.GraphModule, is_enabled: bool) -> None:
     """Says in every operation of a graph that takes it as an argument whether cuDNN may be used."""
-    for node in (node for region in regions(module) for node in region.graph.nodes):
-        if not isinstance(node.target, OpOverload):
-            continue
-        names = [argument.name for argument in node.target._schema.arguments]
-        place = next((place for place, name in enumerate(names) if name in _ALLOWS_CUDNN), len(names))
-        if place < len(node.args):
-            node.update_arg(place, is_enabled)
-        elif place < len(names):
-            node.update_kwarg(names[place], is_enabled)
+    for region in regions(module):
+        for node in region.graph.nodes:
+            if not isinstance(node.target, OpOverload):
+                continue
+            names = [argument.name for argument in node.target._schema.arguments]
+            place = next((place for place, name in enumerate(names) if name in _ALLOWS_CUDNN), len(names))
+            if place < len(node.args):
+                node.update_arg(place, is_enabled)
+            elif place < len(names):
+                node.update_kwarg(names[place], is_enabled)
+        if region is not module:  # a name in the model may be a word of Python, which cannot be compiled
+            region.recompile()
 
 
 def has_effect(module: nn.Module, node: fx.Node) -> bool:

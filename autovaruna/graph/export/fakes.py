@@ -31,6 +31,7 @@ from autovaruna._torch import (
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
+    ModuleStackTracer,
     OpOverload,
     disable_current_modes,
     in_kernel_invocation,
@@ -134,32 +135,45 @@ EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 _SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
+_DETACH_, _DETACH = torch.ops.aten.detach_.default, torch.ops.aten.detach.default
+_LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What takes the numbers that are written out in a forward."""
+
+
 class _UnknownError(Exception):
     """Says that numbers follow from inputs or weights, were drawn, or were written into memory."""
 
 
-def truth_of(tensor: Tensor) -> bool | None:
-    """Returns the truth of a fake tensor while a model is traced; None: it follows from more than constants."""
-    truths = set(_truths(tensor))
-    return truths.pop() if len(truths) == 1 else None
+def numbers_of(tensor: Tensor, act: Callable[[Tensor], Any]) -> Any:
+    """Returns what ``act``, such as ``Tensor.item``, says of a fake tensor; None: more than constants decide that."""
+    is_one = math.prod(tensor.shape) == 1 if all(isinstance(each, int) for each in tensor.shape) else False
+    found = _known(tensor, act) if is_one or act is Tensor.tolist else []
+    return found[0] if found and all(each == found[0] for each in found) else None
 
 
 def is_known(tensor: Tensor) -> bool:
     """Whether the numbers in a fake tensor follow from constants and shapes alone."""
-    return bool(_truths(tensor))
+    return bool(_known(tensor, Tensor.numel))
 
 
-def _truths(tensor: Tensor) -> list[bool | None]:
-    """Returns the truth of a tensor for some batch sizes, None if it has none; empty: its numbers are not known."""
+def follows_held(tensor: Tensor) -> bool:
+    """Whether numbers that are known follow from tensors that the model holds, which a script may change in place."""
+    node = _node_of(tensor)
+    held = [each for each in _cone(node) if each.op == "get_attr"] if node is not None else []
+    return any(user.target not in _LITERAL for each in held for user in each.users)
+
+
+def _known(tensor: Tensor, act: Callable[[Tensor], Any]) -> list[Any]:
+    """Returns what ``act`` says of a fake tensor for some batch sizes; empty: its numbers are not known."""
     node = _node_of(tensor)
     if node is None:
         return []
     try:
         cone = _cone(node)
         _refuse_writes(cone)
+        held = {each: value for each in cone if (value := _held(each)) is not None}
         with torch.no_grad(), disable_current_modes(), DisableTorchFunction():  # with numbers, and untraced
-            numbers = [_computed(cone, size) for size in _SIZES]
-            return [bool(each) if each.numel() == 1 else None for each in numbers]
+            return [act(_computed(cone, dict(held), size)) for size in _SIZES]
     except _UnknownError:
         return []
 
@@ -185,16 +199,27 @@ def _cone(last: fx.Node) -> list[fx.Node]:
     return sorted(found)
 
 
+def _held(node: fx.Node) -> Tensor | None:
+    """Returns the tensor, neither parameter nor buffer, that a node takes from where the model holds it."""
+    mode: Any = get_proxy_mode()
+    value = vars(mode.tracer.root).get(str(node.target)) if node.op == "get_attr" and mode is not None else None
+    return value if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else None
+
+
 def _is_computable(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or _held(node) is not None:
         return True
     target, value = node.target, node.meta.get("val")
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or _writes(target):
         return False
     if torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in EMPTY:
         return False
     shape = value.shape if isinstance(value, Tensor) else ()
     return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in shape) <= _MOST_ELEMENTS
+
+
+def _writes(target: OpOverload) -> bool:
+    return target._schema.is_mutable and target is not _DETACH_
 
 
 def _refuse_writes(cone: list[fx.Node]) -> None:
@@ -203,7 +228,7 @@ def _refuse_writes(cone: list[fx.Node]) -> None:
     waiting = list(seen)
     while waiting:
         for user in waiting.pop().users:
-            if isinstance(user.target, OpOverload) and user.target._schema.is_mutable:
+            if isinstance(user.target, OpOverload) and _writes(user.target):
                 raise _UnknownError
             may_be_view = not isinstance(user.target, OpOverload) or aliases_of(user)
             if user not in seen and may_be_view:
@@ -218,16 +243,15 @@ def aliases_of(node: fx.Node) -> list[Any]:
     return [each.alias_info for each in node.target._schema.returns if each.alias_info is not None]
 
 
-def _computed(cone: list[fx.Node], size: int) -> Any:
-    known: dict[fx.Node, Any] = {}
+def _computed(cone: list[fx.Node], known: dict[fx.Node, Any], size: int) -> Any:
     for each in cone:
         value, target = each.meta.get("val"), each.target
         if isinstance(value, _SIZED):
             known[each] = _size(value, size)
-        else:
+        elif each not in known:
             args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
-            assert callable(target)
-            known[each] = target(*args, **kwargs)
+            act: Any = _DETACH if target is _DETACH_ else target
+            known[each] = act(*args, **kwargs)
     return known[cone[-1]]
 
 
@@ -238,6 +262,31 @@ def _size(value: Any, size: int) -> Any:
     number = expression.subs(dict.fromkeys(expression.free_symbols, size))
     kind: Any = {torch.SymBool: bool, torch.SymFloat: float, torch.SymInt: int}[type(value)]
     return kind(number)
+
+
+@contextmanager
+def modules_followed() -> Iterator[None]:
+    """Has torch.export follow the modules of this thread alone while the context lasts, those that raise as well.
+
+    It sees those of all threads, copies that are tried out as well, and goes wrong where forward catches an error.
+    """
+    tracing, call, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
+
+    def call_module(self: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if get_ident() != tracing:
+            return forward(*args, **kwargs)
+        running = self.module_stack.copy()
+        try:
+            return call(self, module, forward, args, kwargs)
+        except BaseException:
+            self.module_stack = running
+            raise
+
+    def get_own(self: Any, name: str, value: Any, known: Any) -> Any:
+        return get(self, name, value, known) if get_ident() == tracing else value
+
+    with replaced(ModuleStackTracer, "call_module", call_module), replaced(ModuleStackTracer, "getattr", get_own):
+        yield
 
 
 @contextmanager

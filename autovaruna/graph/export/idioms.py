@@ -41,10 +41,11 @@ from autovaruna.graph.export.errors import (
     origin,
     refuse_backward,
     refuse_hook,
+    refuse_int,
     refuse_parameter,
     users_line,
 )
-from autovaruna.graph.export.fakes import is_profiling, truth_of, unchecked_distributions
+from autovaruna.graph.export.fakes import follows_held, is_profiling, numbers_of, unchecked_distributions
 from autovaruna.graph.opaque.keep import Padded, called_on_padded, packing, refuse_lengths
 from autovaruna.graph.precision import regions
 
@@ -122,41 +123,57 @@ _aten = torch.ops.aten
 
 
 @torch.library.custom_op("autovaruna::check", mutates_args=())
-def _check(condition: Tensor, wanted: bool, place: str) -> None:
-    check(condition, wanted, place)
+def _check(condition: Tensor, wanted: bool, place: str, is_held: bool = False) -> None:
+    check(condition, wanted, place, is_held)
 
 
 @_check.register_fake
-def _fake(condition: Tensor, wanted: bool, place: str) -> None:
+def _fake(condition: Tensor, wanted: bool, place: str, is_held: bool = False) -> None:
     """Checks nothing: there are no numbers."""
 
 
-def check(condition: Tensor, wanted: bool, place: str) -> None:
-    """Looks at a condition of the model, where its numbers are those of a step."""
-    if not isinstance(condition, FakeTensor) and not is_profiling() and bool(condition) is not wanted:
+def check(condition: Tensor, wanted: bool, place: str, is_held: bool = False) -> None:
+    """Looks at a condition of the model, where its numbers are those of a step, or of tensors that the model holds."""
+    if isinstance(condition, FakeTensor) or is_profiling() or bool(condition) is wanted:
+        return
+    if is_held:
         raise InputError(
-            f"The model raises at {place}: got numbers that do not pass this check of its own. Expected inputs that "
-            "the model takes on one process, without AutoVaruna; try it so. If it takes them, look for an argument "
-            "whose first dimension is not the batch: every micro-batch gets all of it."
+            f"Forward goes by the numbers of a tensor that the model holds, at {place}, and they are others than when "
+            "it was traced. Expected a tensor that stays as it is: put a new one in its place, which is traced anew."
         )
+    raise InputError(
+        f"The model raises at {place}: got numbers that do not pass this check of its own. Expected inputs that "
+        "the model takes on one process, without AutoVaruna; try it so. If it takes them, look for an argument "
+        "whose first dimension is not the batch: every micro-batch gets all of it."
+    )
 
 
 for _each in (torch.ops.autovaruna.check.default, check):  # they stay in a graph, though nothing uses what they return
     fx.node.has_side_effect(_each)
 
 
-def _truth(tensor: Tensor, plain: Callable[[Tensor], Any] = Tensor.__bool__) -> Any:
-    """Returns what a fake tensor counts as in a condition; where the line that asks is a check, that leaves a node."""
-    if not _is_traced(tensor) or (plain is Tensor.item and tensor.dtype is not torch.bool):
+def _number(plain: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    """Returns the numbers in a tensor as Python's; of a fake one they must follow from constants and shapes."""
+    if not _is_traced(tensor):
         return plain(tensor)
-    if (known := truth_of(tensor)) is not None:
+    if (known := numbers_of(tensor, plain)) is not None:
+        if follows_held(tensor):
+            own = _CASTS[plain](tensor) if plain in _CASTS else tensor
+            same = own == (torch.tensor(known, dtype=own.dtype, device=own.device) if plain is Tensor.tolist else known)
+            users = (each for each, _ in traceback.walk_stack(sys._getframe()) if is_users(each.f_code.co_filename))
+            torch.ops.autovaruna.check(same.all(), True, _line(next(users)), True)
         return known
     frame = sys._getframe(2)
-    wanted = passing(frame.f_code.co_filename, frame.f_lineno)
-    if wanted is None:
-        return plain(tensor)
-    torch.ops.autovaruna.check(tensor, wanted, _line(frame))
-    return wanted
+    is_condition = plain is Tensor.__bool__ or (plain is Tensor.item and tensor.dtype is torch.bool)
+    wanted = passing(frame.f_code.co_filename, frame.f_lineno) if is_condition else None
+    if wanted is not None:
+        torch.ops.autovaruna.check(tensor, wanted, _line(frame))
+    elif plain is Tensor.__int__:
+        raise refuse_int()
+    return plain(tensor) if wanted is None else wanted
+
+
+_CASTS = {Tensor.__bool__: Tensor.bool, Tensor.__int__: Tensor.long}
 
 
 def _all_true(condition: Tensor) -> Any:
@@ -331,16 +348,6 @@ def _length(tensor: Tensor) -> int:
     return int(Tensor.__len__(tensor))  # type: ignore[no-untyped-call]
 
 
-def _integer(tensor: Tensor) -> int:
-    if _is_traced(tensor):
-        raise TraceError(
-            f"forward asks for int() of a tensor{users_line()}: it needs the number in a tensor, which a trace does "
-            "not have. Expected x.item() in place of int(x): the result can be a length of other tensors. Where Python "
-            "goes by the number, move the line into a submodule, which is then kept whole."
-        )
-    return Tensor.__int__(tensor)
-
-
 def _assign(target: Tensor, value: Tensor) -> None:
     """Copies what is assigned to ``data``, which torch.export does not see."""
     if value.shape != target.shape or value.dtype != target.dtype:
@@ -405,9 +412,8 @@ def _name_of(function: Any) -> str:
 _grad_fn: Any = Tensor.grad_fn
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: _length,
-    Tensor.__int__: _integer,
-    Tensor.__bool__: _truth,
-    Tensor.item: partial(_truth, plain=Tensor.item),
+    **{each: partial(_number, each) for each in (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.item)},
+    Tensor.tolist: partial(_number, Tensor.tolist),
     all_true: _all_true,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]

@@ -57,6 +57,7 @@ from autovaruna.graph.export.fakes import (
     hide_fakes,
     hide_tracing,
     left_tensors,
+    modules_followed,
     warn_of_left,
     without_cudnn,
 )
@@ -65,7 +66,7 @@ from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.opaque.functions import (
     Function,
-    ReplacedError,
+    StateError,
     check_state,
     hooked,
     plain_state,
@@ -335,6 +336,7 @@ class Attempt:
             python_generators(0),
             padded_encoders(),
             noted_precision(self.call.precision),
+            modules_followed(),
             without_cudnn() as has_cudnn,
         ):
             idioms = Idioms(keeper.functions)
@@ -397,6 +399,8 @@ class Attempt:
         kept = self.kept
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
             raise error
+        if isinstance(error, StateError) and is_of_keeper(error):
+            raise error
         refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
         if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
@@ -452,6 +456,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
     kept: Opaque | None = first
+    not_kept: list[BaseException] = []
     while kept is not None:
         try:
             with quiet_failure(), mended_lstm():
@@ -460,9 +465,10 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
             return found
         except RetryError as stopped:
             kept = stopped.kept
+            not_kept += [each for each in [stopped.__cause__] if each is not None and is_of_keeper(each)]
             if options.free and (kept.modules or kept.functions):
                 raise TraceError(_KEPT) from stopped
-        except ReplacedError:
+        except StateError:
             raise
         except TraceError as error:
             if options.free or (isinstance(error, BatchSizeError) and not options.is_parted):
@@ -470,7 +476,12 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
             is_first = kept == replace(first, functions=kept.functions)
             if is_first or not is_of_keeper(error):
                 raise
-            kept = None
-    with quiet_failure(), mended_lstm():  # fails again, and says why: nobody has asked for what was kept whole
-        last = replace(first, can_grow=False)
-        return Attempt(model, call, batch_size, device, replace(options, is_parted=True, free=frozenset()), last).run()
+            kept, not_kept = None, [*not_kept, error]
+    try:  # fails again, and says why: nobody has asked for what was kept whole
+        with quiet_failure(), mended_lstm():
+            last, options = replace(first, can_grow=False), replace(options, is_parted=True, free=frozenset())
+            return Attempt(model, call, batch_size, device, options, last).run()
+    except TraceError as error:
+        if error.own is not None:
+            raise
+        raise type(error)(f"{error} {not_kept[0]}") from error

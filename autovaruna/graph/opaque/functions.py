@@ -281,21 +281,21 @@ def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
+class StateError(TraceError):
+    """Says that forward changes numbers or submodules, which neither a trace nor what is kept whole may do."""
+
+
 def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
     """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them."""
     for (path, name), value in after.items():
         old = before.get((path, name))
         if old is not None and old != value:
             where = f"{path}.{name}" if path else name
-            raise TraceError(
+            raise StateError(
                 f"forward changes the Python number {where} ({old} -> {value}), which a trace would fix for good. "
                 "Expected a forward that changes buffers alone; make it a tensor with register_buffer(). If only the "
                 "first call changes it, run one batch through the model before it is wrapped."
             )
-
-
-class ReplacedError(TraceError):
-    """Says that the forward of a module that is kept whole replaces submodules."""
 
 
 def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> None:
@@ -304,7 +304,7 @@ def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> 
         old, new = before.get(path), after.get(path)
         if old is not new:
             kinds = " -> ".join("none" if each is None else type(each).__qualname__ for each in (old, new))
-            raise ReplacedError(
+            raise StateError(
                 f"forward replaces the submodule {path} ({kinds}) in a module that cannot be traced and is kept whole: "
                 "the ranks that run it would have another model than the others. Expected submodules that stay as "
                 "__init__ makes them. If only the first call replaces them, run one batch through the model before it "

@@ -25,7 +25,7 @@ from torch.nn.utils import rnn
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.errors import users_line
 from autovaruna.graph.guards import HOOKS, restored
-from autovaruna.graph.opaque.functions import Function, plain_apply
+from autovaruna.graph.opaque.functions import Function, StateError, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
 from autovaruna.graph.precision import current_precision, regions
@@ -100,6 +100,8 @@ class Keeper:
         """Leaves a node for a call of a module."""
         try:
             return self._leave_node(path, module, spare, args, kwargs)
+        except StateError as error:
+            raise StateError(f"In {path}, which cannot be traced and would be kept whole, {error}") from error
         except TraceError:
             raise
         except Exception as error:
@@ -111,7 +113,7 @@ class Keeper:
             ) from error
 
     def _leave_node(self, path: str, module: nn.Module, spare: Spare, args: Any, kwargs: Any) -> Any:
-        tensors, call = flatten((args, kwargs))
+        tensors, call = flatten((args, kwargs), levels=1)
         for leaf in call.leaves:
             if isinstance(leaf, Opaque):
                 raise CannotKeepError(f"it takes a {leaf.type_name}, which hides tensors")

@@ -1,0 +1,138 @@
+"""The settings that a refusal names are parsed out of its text and passed: the model then trains as plain PyTorch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, AutoVarunaError
+from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.reference import gradients_of
+from tests.session.training import QUIET, Setup, planned
+
+X, Y = labelled(6, 0)[1].values()
+_SETTING = re.compile(r"\b(\w+)=('[\w-]+'|\{[^}]*\}|\[[^\]]*\]|True|False|\d+)")
+
+
+def language(self: Any, tokens: Tensor, state: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    """Takes (time, batch), with a state (layers, batch, width)."""
+    h, _ = self.cell(self.words(tokens), state)
+    return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
+
+
+def decoder(self: Any, outputs: Tensor, hidden: Tensor, y: Tensor) -> Tensor:
+    """Attends to (batch, time, width), by a state (1, batch, width)."""
+    scores = torch.tanh(self.query(hidden.permute(1, 0, 2)) + self.key(outputs)).sum(2)
+    context = torch.bmm(scores.softmax(-1).unsqueeze(1), outputs)
+    return F.cross_entropy(self.last(self.cell(context, hidden)[0][:, 0]), y)
+
+
+def translating(self: Any, source: Tensor, target: Tensor) -> Tensor:
+    """Takes (time, batch) of two lengths, and goes on word by word."""
+    _, state = self.cell(self.words(source))
+    steps = []
+    for word in target[:-1]:
+        step, state = self.cell(self.words(word)[None], state)
+        steps.append(self.last(step[0]))
+    return F.cross_entropy(torch.stack(steps).flatten(0, 1), target[1:].flatten())
+
+
+def dice(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    share, wanted = self.last(x).softmax(1), F.one_hot(y, CLASSES)
+    return 1 - 2 * (share * wanted).sum() / (share.sum() + wanted.sum())
+
+
+def summed(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x), y, reduction="sum")
+
+
+def decayed(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x), y, reduction="sum") / x.shape[0] + self.last.weight.square().sum()
+
+
+def scores(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.last(x)
+    return out
+
+
+def contrastive(self: Any, x: Tensor) -> Tensor:
+    h = self.last(x)
+    return F.cross_entropy(h @ h.T, torch.arange(x.shape[0]))
+
+
+def hashed(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.last(x), y) * len({x.shape[0], y.shape[0]})
+
+
+def graph(self: Any, x: Tensor, edges: Tensor) -> Tensor:
+    joined = torch.zeros_like(x).index_add(0, edges[0], x[edges[1]])
+    return self.last(joined).square().mean()
+
+
+def observed(self: Any, state: Tensor) -> Tensor:
+    return self.last(state).softmax(-1)[0].log().neg()
+
+
+def of(function: Callable[..., Any], **parts: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: Written(function, last=nn.Linear(WIDTH, CLASSES), **parts)
+
+
+STATE = torch.zeros(1, 6, WIDTH)
+RNN = {"words": nn.Embedding(9, WIDTH), "cell": nn.LSTM(WIDTH, WIDTH)}
+DECODER = {
+    "query": nn.Linear(WIDTH, WIDTH),
+    "key": nn.Linear(WIDTH, WIDTH),
+    "cell": nn.GRU(WIDTH, WIDTH, batch_first=True),
+}
+TOKENS = torch.arange(30).view(5, 6) % CLASSES
+FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
+    "a state": (of(language, **RNN), (TOKENS, (STATE, STATE), TOKENS), {}, ("batch_dims",)),
+    "a hidden state": (of(decoder, **DECODER), (torch.randn(6, 4, WIDTH), STATE, Y), {}, ("batch_dims",)),
+    "two lengths": (of(translating, **RNN), (TOKENS, TOKENS[:3]), {}, ("batch_dims",)),
+    "a ratio of sums": (of(dice), (X, Y), {}, ("num_micro_batches", "inputs")),
+    "a sum": (of(summed), (X, Y), {}, ("reduction",)),
+    "a mean": (of(decayed), (X, Y), {"reduction": "sum"}, ("reduction",)),
+    "no loss": (of(scores), (X,), {"loss_mode": "loss"}, ("loss_mode",)),
+    "samples that meet": (of(contrastive), (X,), {}, ("inputs", "num_micro_batches", "dynamic_batch")),
+    "a hashed size": (of(hashed), (X, Y), {}, ("dynamic_batch",)),
+    "a graph": (
+        of(graph),
+        (X, torch.tensor([[0, 1, 2], [1, 2, 3]])),
+        {},
+        ("inputs", "num_micro_batches", "dynamic_batch"),
+    ),
+    "an observation": (of(observed), (X[0],), {}, ("inputs", "num_micro_batches", "dynamic_batch")),
+}
+
+
+def named_in(text: str) -> dict[str, Any]:
+    """Returns the last value that a text names for each setting: what was got comes first."""
+    return {name: ast.literal_eval(value) for name, value in _SETTING.findall(text)}
+
+
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_advice_leads_on(case: str) -> None:
+    make, arguments, settings, names = FOLLOWED[case]
+    model = make()
+    settings = {"num_micro_batches": 2, **settings}
+    with planned(Setup(num_micro_batches=2)), pytest.raises(AutoVarunaError) as refused:
+        AutoVaruna(make(), **settings, **QUIET)(*arguments)
+    named = named_in(str(refused.value))
+    settings |= {name: named[name] for name in names}
+    model.zero_grad()  # cases share modules
+    expected = model(*arguments)
+    expected.square().mean().backward()
+    gradients = gradients_of(model)
+    model.zero_grad()
+    with planned(Setup(num_micro_batches=settings["num_micro_batches"])):
+        loss = AutoVaruna(model, **settings, **QUIET)(*arguments)
+        loss.square().mean().backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients_of(model), gradients)
