@@ -1,0 +1,297 @@
+"""Finds whose sample each row is where a dimension has several rows of each: one sample after the other, or all samples
+one after the other several times, or in any other order.
+
+No rule of an operator says so. Operations that change how long such a dimension is run on the numbers of samples, for a
+batch and for its parts; the others leave rows where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from operator import getitem
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autovaruna._torch import OpOverload
+from autovaruna.graph.batch.drawn import ALL, SIZES, computed, is_random, places, run
+from autovaruna.graph.batch.interpret import Values, read
+from autovaruna.graph.batch.operators import Reach, Trait, arguments, has, name_of, reached
+from autovaruna.graph.facts import KnownGraph, tensors_in
+from autovaruna.graph.lengths import Sizes, free_value
+
+_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"})
+_BY_SAMPLE = torch.arange(ALL)
+_MOST_ELEMENTS = 1 << 26
+
+
+class _TornError(Exception):
+    """Rows of several samples come where those of one belong, or other ones in a micro-batch."""
+
+
+class Orders:
+    """The order of samples in the values of a graph.
+
+    Attributes:
+        torn: nodes in which different orders meet, or rows of samples come apart, each with words for that.
+    """
+
+    def __init__(self, graph: KnownGraph) -> None:
+        self.values, self._call, self._sizes = Values(graph), graph.call, graph.sizes
+        self._rows: dict[fx.Node, Tensor | None] = {}
+        self._fitting: dict[tuple[fx.Node, int], bool] = {}
+        self.torn: dict[fx.Node, str] = {}
+        for node in graph.module.graph.nodes if graph.sizes.symbol is not None else ():
+            if self.values[node].reach is Reach.NONE or node.op == "output":
+                continue
+            try:
+                self._rows[node] = rows = self._found(node)
+                if rows is not None and self._num_rows(node) == 1 and not torch.equal(rows, _BY_SAMPLE):
+                    raise _TornError(_torn(node))
+            except _TornError as error:
+                self.torn[node] = str(error)
+
+    def of(self, node: fx.Node) -> Tensor | None:
+        """Returns the number of the sample of each row, for a batch of `ALL`; None: it is not known."""
+        num_rows = self._num_rows(node)
+        if num_rows == 1:
+            return _BY_SAMPLE
+        if num_rows and node not in self._rows:  # it follows from sizes alone, which may fit several orders
+            turns = (_in_turns(num_rows, outer) for outer in range(1, num_rows + 1) if num_rows % outer == 0)
+            self._rows[node] = next((rows for rows in turns if self._is_alike(node, rows)), None)
+        return self._rows.get(node) if num_rows else None
+
+    def outer(self, node: fx.Node) -> Any:
+        """Returns how often all samples come one after the other, a number or an expression of lengths; None: who
+        knows.
+        """
+        num_rows, rows = self._num_rows(node), self.of(node)
+        if num_rows is None or rows is None:
+            return None
+        outer = int(((rows == 0) & (rows.roll(1) != 0)).sum())
+        if num_rows % outer or not torch.equal(rows, _in_turns(num_rows, outer)):
+            return None
+        if outer == 1 or self._sizes.lengths is None:
+            return outer
+        free, known = free_value(node), tensors_in(node.meta["val"])[0]
+        length = free.shape[self._sizes.batch_dimension(known) or 0].node.expr
+        number, factors = sympy.cancel(length / self._sizes.symbol).as_coeff_mul()
+        products = [math.prod(some) for k in range(len(factors) + 1) for some in combinations(factors, k)]
+        lengths = self._sizes.lengths.of(self._call) or ()
+        found = [each * by for each in products for by in sympy.divisors(number)]
+        fitting = [each for each in found if self._sizes.in_call(each, 1, lengths) == outer]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def fits(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether what follows from sizes alone is, for a micro-batch, what its samples meet of it in a node."""
+        others = [each for each in (node, *read(node)) if self.values[each].reach is not Reach.NONE]
+        alike = [each for each in others if self._num_rows(each) == self._num_rows(source)]
+        rows = next((rows for each in alike if (rows := self.of(each)) is not None), None)
+        if rows is None:
+            return self._num_rows(source) != 1 or self._is_alike(source, _BY_SAMPLE)
+        key = source, id(rows)
+        if key not in self._fitting:
+            self._fitting[key] = self._is_alike(source, rows)
+        return self._fitting[key]
+
+    def _is_alike(self, node: fx.Node, rows: Tensor) -> bool:
+        value = node.meta["val"]
+        if math.prod(self._sizes.shape(value, ALL)) > _MOST_ELEMENTS:
+            return True
+
+        def is_drawn(each: fx.Node) -> bool:
+            is_sized = each.op == "call_function" and self.values[each].reach is Reach.NONE
+            return not is_sized or is_random(each) or "empty" in name_of(each)
+
+        made_of = reached([node], lambda each: () if is_drawn(each) else _tensors_of(each))
+        orders = {each: rows if self._num_rows(each) == self._num_rows(node) else None for each in made_of}
+        leaves = {each: order for each, order in orders.items() if is_drawn(each)}
+        try:
+            whole, *parts = computed(node, leaves, self._sizes, is_ones=False)
+        except Exception:  # they may have to be other numbers
+            return True
+        dimension = self._sizes.batch_dimension(value) or 0
+        cut = (whole.index_select(dimension, places(rows, part)) for part in (1, 2))
+        return all(map(torch.equal, cut, parts))
+
+    def _num_rows(self, node: fx.Node) -> int | None:
+        """Returns how many rows each sample has; 0: there are no samples, None: not as many as others, or data say."""
+        found = [each.shape[place] for each, place in self._grown(node)]
+        if not found:
+            return 0
+        is_even = self._sizes.is_known(found[0]) and not self._sizes.is_part(found[0])
+        return int(self._sizes.number(found[0], ALL)) // ALL if is_even else None
+
+    def _grown(self, node: fx.Node) -> list[tuple[Tensor, int]]:
+        """Returns the tensors of a node that have samples, each with the dimension of these."""
+        tensors = tensors_in(node.meta.get("val"))
+        return [(each, place) for each in tensors if (place := self._sizes.batch_dimension(each)) is not None]
+
+    def _found(self, node: fx.Node) -> Tensor | None:
+        """Returns the order of samples in a value that has numbers of them."""
+        if node.op == "placeholder":
+            return _BY_SAMPLE
+        if has(node, Trait.SHAPE_ALONE):  # samples were written into it
+            return None
+        own, source = self._num_rows(node), node.args[0] if node.args else None
+        sources = [each for each in read(node) if self._num_rows(each) != 0]
+        counts = {self._num_rows(each) for each in sources}
+        if has(node, Trait.BY_INDEX) and (grown := _grown_places(node, self._sizes)):
+            return self._at_places(node, grown)
+        if own and name_of(node) in _RESHAPES and source in sources:
+            return self._reshaped(node, source)
+        is_taken = node.target is getitem and self._rows.get(source) is None  # type: ignore[arg-type]
+        if not is_taken and len(counts) == 1 and own in (0, *counts):
+            return self._met(node, sources)
+        return self._moved(node, source if is_taken else node) if own and _is_tensor(node) else None
+
+    def _met(self, node: fx.Node, sources: Sequence[fx.Node]) -> Tensor | None:
+        """Returns the one order that the arguments of a node have."""
+        known = [(each, rows) for each in sources if (rows := self._rows.get(each)) is not None]
+        for each, rows in known[1:]:
+            if not torch.equal(rows, known[0][1]):
+                both = f"{known[0][0].name} and {each.name}, each of which has its samples in another order,"
+                raise _TornError(f"{both} meet in {node.name}")
+        return known[0][1] if known else None
+
+    def _reshaped(self, node: fx.Node, source: Any) -> Tensor | None:
+        """Returns where rows are in another shape; of the numbers in a row one stands for those that stay together."""
+        if (rows := self.of(source)) is None:
+            return None
+        found = []
+        for part, num in enumerate(SIZES):
+            (before, length, after), (new, _, inner) = (self._around(each, num) for each in (source, node))
+            step = max(math.gcd(after, inner), 1)
+            numbers = rows[places(rows, part)].view(1, -1, 1).expand(before, length, after // step)
+            found.append(self._labels(node, numbers.reshape(new, -1, inner // step), 1))
+        return self._agreeing(node, found)
+
+    def _around(self, node: fx.Node, num_samples: int) -> tuple[int, int, int]:
+        """Returns how long the dimension of samples is, and how many numbers there are before and after it."""
+        ((value, dimension),) = self._grown(node)
+        shape = self._sizes.shape(value, num_samples)
+        return math.prod(shape[:dimension]), shape[dimension], math.prod(shape[dimension + 1 :])
+
+    def _moved(self, node: fx.Node, made: Any) -> Tensor | None:
+        """Returns where an operation, of which a node may be one result, puts rows."""
+        given = {each: self.of(each) for each in made.all_input_nodes if _is_tensor(each)}
+        is_open = any(rows is None and self._num_rows(each) != 0 for each, rows in given.items())
+        if is_open or not isinstance(made.target, OpOverload) or is_random(made):
+            return None
+        found = []
+        for part, num in enumerate(SIZES):
+            try:
+                result = run(node, num, self._sizes, {each: self._numbers(each, part) for each in given})
+            except Exception:  # it takes other numbers
+                return None
+            found.append(self._labels(node, result, self._grown(node)[0][1]))
+        return self._agreeing(node, found)
+
+    def _numbers(self, node: fx.Node, part: int) -> Tensor:
+        """Returns a tensor that has in each row the number of its sample."""
+        value, rows = node.meta["val"], self.of(node)
+        shape = self._sizes.shape(value, SIZES[part])
+        if rows is None:
+            return torch.full(shape, -1, dtype=torch.int8)
+        dimension = self._grown(node)[0][1]
+        numbers = rows[places(rows, part)].to(torch.int8)
+        return numbers.view(-1, *[1] * (len(shape) - dimension - 1)).expand(shape)
+
+    def _labels(self, node: fx.Node, numbers: Tensor, dimension: int) -> Tensor | None:
+        """Returns the number in each row; None: an operation has computed with them."""
+        by_row = numbers.movedim(dimension, 0).reshape(numbers.shape[dimension], -1)
+        if numbers.is_floating_point() or not ((by_row >= 0) & (by_row < ALL)).all():
+            return None
+        if not (by_row == by_row[:, :1]).all():
+            raise _TornError(_torn(node))
+        return by_row[:, 0].long()
+
+    def _agreeing(self, node: fx.Node, found: Sequence[Tensor | None]) -> Tensor | None:
+        """Returns the order in the batch, if that in its parts is the same."""
+        known = [each for each in found if each is not None]
+        if len(known) < len(found):
+            return None
+        if not all(torch.equal(known[0][places(known[0], part)], each) for part, each in enumerate(known)):
+            raise _TornError(_torn(node))
+        return known[0]
+
+    def _at_places(self, node: fx.Node, grown: Sequence[tuple[fx.Node, Any]]) -> Tensor | None:
+        """Returns the order of rows at places that numbers name, or of a value in which something is put there."""
+        source: Any = node.args[0]
+        rows = self.of(source)
+        masks = [index for index, _ in grown if index.meta["val"].dtype is torch.bool]
+        self._met(node, [source, *masks])
+        if rows is None:
+            num_rows = self._num_rows(source)
+            rows = _in_turns(num_rows, 1) if num_rows else None
+        found = [self._picked(node, index, rows) for index, _ in grown if index not in masks and rows is not None]
+        if not has(node, Trait.PICKS):
+            return self._rows.get(source)
+        return found[0] if found and not masks else None
+
+    def _picked(self, node: fx.Node, index: fx.Node, rows: Tensor) -> Tensor | None:
+        """Returns whose rows numbers name: those of a micro-batch must name what the batch names for its samples.
+
+        Nothing is said against numbers that a model finds itself, the places of what is largest: it has these rows.
+        """
+
+        def is_given(each: fx.Node) -> bool:
+            return each.op == "placeholder" or is_random(each)
+
+        def is_found(each: fx.Node) -> bool:
+            return not is_given(each) and (not isinstance(each.target, OpOverload) or has(each, Trait.FINDS_PLACES))
+
+        made_of = list(reached([index], lambda each: () if is_given(each) else _tensors_of(each)))
+        if any(map(is_found, made_of)):
+            return None
+        try:
+            found = computed(index, {each: None for each in made_of if is_given(each)}, self._sizes, is_ones=True)
+        except Exception:  # they may have to be other numbers
+            return None
+        whole, one, other = found
+        dimensions = [k for k in range(whole.dim()) if whole.shape[k] == one.shape[k] + other.shape[k]]
+        if not dimensions:
+            return None
+        by_row = [each.movedim(dimensions[0], 0) for each in found]
+        labels = rows[by_row[0].clamp(0, len(rows) - 1)].reshape(len(by_row[0]), -1)
+        is_alike = bool((labels == labels[:, :1]).all())
+        for part in (1, 2):
+            own, cut = places(rows, part), by_row[0][places(labels[:, 0], part)]
+            near = by_row[part].clamp(0, len(own) - 1)  # those before the first, and after the last, are moved as these
+            is_alike = is_alike and torch.equal(cut, own[near] + by_row[part] - near)
+        if not is_alike:
+            raise _TornError(f"{node.name} runs along the batch")
+        return labels[:, 0]
+
+
+def _in_turns(num_rows: int, outer: int) -> Tensor:
+    """Returns the order in which all samples come `outer` times one after the other."""
+    return _BY_SAMPLE.repeat_interleave(num_rows // outer).repeat(outer)
+
+
+def _torn(node: fx.Node) -> str:
+    shape = tuple(node.meta["val"].shape)
+    return f"{node.name}, of the shape {shape}, has rows of other samples than a micro-batch would have there"
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments of a node that hold tensors."""
+    return [each for each in node.all_input_nodes if tensors_in(each.meta.get("val"))]
+
+
+def _grown_places(node: fx.Node, sizes: Sizes) -> list[tuple[fx.Node, Any]]:
+    """Returns the numbers by which a node picks along the batch, each with the length of that dimension."""
+    given = arguments(node)
+    indices = given.get("indices", given.get("index"))
+    pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given["dim"], indices)]
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    picked = [(index, shape[dim]) for dim, index in pairs if isinstance(index, fx.Node)]
+    return [(index, length) for index, length in picked if sizes.grows(length)]
