@@ -279,7 +279,7 @@ class Placed(nn.Module):
 def normalise(chance: random.Random, shape: Dims) -> tuple[Move | nn.Module, Dims]:
     """Goes over a dimension, seldom over that of the samples, or through a layer."""
     within = [k for k, (_, has_samples) in enumerate(shape) if not has_samples]
-    at = chance.choice(within) if within and chance.random() < 0.95 else chance.randrange(len(shape))
+    at = chance.choice(within) if within and chance.random() < 0.9 else chance.randrange(len(shape))
     moves: list[Move] = [
         lambda v: v.softmax(at),
         lambda v: v - v.mean(at, keepdim=True),
@@ -310,23 +310,32 @@ def two_rows(chance: random.Random, shape: Dims) -> tuple[Callable[[Tensor, Tens
     return chance.choice(joins), shape
 
 
+def by_row(value: Tensor, at: int) -> Tensor:
+    return value.movedim(at, 0).reshape(value.shape[at], -1)
+
+
+def rows_of(shape: Dims) -> tuple[int, int, int]:
+    """Returns the dimension of samples, how many rows each has there, and how many numbers a row has."""
+    at = next((k for k, (_, has_samples) in enumerate(shape) if has_samples), -1)
+    rows = shape[at][0] if at >= 0 else 0
+    return at, rows, math.prod(length for length, _ in shape) // max(rows, 1)
+
+
 def draw_loss(chance: random.Random, shape: Dims) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Returns a loss of two values of one shape, and of a number for each sample."""
-    at = next(k for k, (_, has_samples) in enumerate(shape) if has_samples)
-    rows, width = shape[at][0], shape[-1][0]
-
-    def by_row(v: Tensor) -> Tensor:
-        return v.movedim(at, 0).reshape(v.shape[at], -1)
-
+    at, rows, _ = rows_of(shape)
+    width, chance_of_root = shape[-1][0], chance.random()
     losses: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
         lambda v, w, words: (
             v.square() * (1 + torch.arange(v.shape[1 - at]).view(-1, *[1] * at)) if v.dim() == 2 else v
         ).mean(),
         lambda v, w, words: v.square().mean(),
+        lambda v, w, words: v.square().mean() if chance_of_root > 0.2 else (1 + v.square().mean()).sqrt(),
+        lambda v, w, words: v.mean(at).square().sum() if chance_of_root < 0.2 else v.mean(at).sum(),
         lambda v, w, words: F.mse_loss(v, w.tanh()),
         lambda v, w, words: (v * w).sum() / words.shape[0],
-        lambda v, w, words: by_row(v).norm(dim=1).mean(),
-        lambda v, w, words: (by_row(v) * words.repeat(rows).unsqueeze(1)).mean(),
+        lambda v, w, words: by_row(v, at).norm(dim=1).mean(),
+        lambda v, w, words: (by_row(v, at) * words.repeat(rows).unsqueeze(1)).mean(),
     ]
     if len(shape) == 2 and at == 0:
         losses += [
@@ -353,7 +362,11 @@ class Mixed(nn.Module):
         while len(self.acts) < num_acts:
             place = chance.choice(range(len(shapes))[-4:])
             alike = [k for k, each in enumerate(shapes) if each == shapes[place]]
-            if len(alike) > 1 and chance.random() < 0.6:
+            _, *counts = rows_of(shapes[place])
+            meeting = [k for k, each in enumerate(shapes) if list(rows_of(each)[1:]) == counts]
+            if counts[0] > 1 and len(meeting) > 1 and chance.random() < 0.4:
+                act, shape = self._of_rows(chance, shapes, place, chance.choice(meeting))
+            elif len(alike) > 1 and chance.random() < 0.6:
                 act, shape = self._of_two(chance, shapes, chance.choice(alike), chance.choice(alike))
             else:
                 act, shape = self._of_one(chance, shapes, place)
@@ -363,7 +376,9 @@ class Mixed(nn.Module):
         self.ends = [self._end(chance, shapes, place) for place in (len(shapes) - 1, chance.randrange(3, len(shapes)))]
 
     def _of_one(self, chance: random.Random, shapes: list[Dims], place: int) -> tuple[Act, Dims]:
-        move, shape = chance.choice([move_rows, move_rows, more_rows, fewer_rows, normalise])(chance, shapes[place])
+        move, shape = chance.choice([move_rows, move_rows, more_rows, more_rows, fewer_rows, normalise])(
+            chance, shapes[place]
+        )
         if isinstance(move, nn.Module):
             self.layers.append(move)
             index = len(self.layers) - 1
@@ -373,6 +388,12 @@ class Mixed(nn.Module):
     def _of_two(self, chance: random.Random, shapes: list[Dims], one: int, other: int) -> tuple[Act, Dims]:
         join, shape = two_rows(chance, shapes[one])
         return lambda values, modules: [join(values[one], values[other])], shape
+
+    def _of_rows(self, chance: random.Random, shapes: list[Dims], one: int, other: int) -> tuple[Act, Dims]:
+        """Joins two values row by row."""
+        (at, rows, width), (beside, *_) = rows_of(shapes[one]), rows_of(shapes[other])
+        join, shape = two_rows(chance, ((rows, True), (width, False)))
+        return lambda values, modules: [join(by_row(values[one], at), by_row(values[other], beside))], shape
 
     def _end(self, chance: random.Random, shapes: list[Dims], place: int) -> Callable[[Values, Tensor], Tensor]:
         if not any(has_samples for _, has_samples in shapes[place]):
@@ -407,5 +428,7 @@ def draw_case(seed: int, num_acts: int) -> Case:
     )
 
 
-def draw_mixed(seed: int, num_acts: int) -> Case:
-    return Case(f"mixed_{seed}_{num_acts}", lambda: Mixed(random.Random(seed), num_acts), batch)
+def draw_mixed(seed: int) -> Case:
+    chance = random.Random(seed)
+    num_acts, start = chance.randint(4, 14), chance.random()
+    return Case(f"mixed_{seed}", lambda: Mixed(random.Random(start), num_acts), batch)
