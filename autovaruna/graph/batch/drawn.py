@@ -168,7 +168,7 @@ def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
         return Reduction.UNKNOWN
     leaves = [each for each in made.all_input_nodes if isinstance(each.meta["val"], Tensor)]
     try:
-        whole, one, other = (each.double() for each in computed(node, dict.fromkeys(leaves), sizes, is_ones=False))
+        whole, one, other = (each.double() for each in computed(node, dict.fromkeys(leaves), sizes))
     except Exception:  # it takes numbers of its own kind, or sizes that only data decide
         return Reduction.UNKNOWN
     if _are_close(whole, (PARTS[0] * one + PARTS[1] * other) / ALL):
@@ -186,27 +186,25 @@ def places(rows: Tensor, part: int) -> Tensor:
     return ((rows >= PARTS[0]) == (part == 2)).nonzero().flatten() if part else torch.arange(len(rows))
 
 
-def computed(node: fx.Node, leaves: Mapping[fx.Node, Tensor | None], sizes: Sizes, is_ones: bool) -> list[Tensor]:
-    """Computes what a node gives for the batch and its two parts from drawn `leaves`, or from ones.
+def computed(node: fx.Node, leaves: Mapping[fx.Node, Tensor | None], sizes: Sizes) -> list[Tensor]:
+    """Computes what a node gives for the batch and its two parts from drawn `leaves`.
 
     With each comes the sample of each of its rows; None: one sample comes after the other.
     """
     generator = torch.Generator().manual_seed(0)
-    drawn = {leaf: _drawn(leaf.meta["val"], rows, sizes, generator, is_ones) for leaf, rows in leaves.items()}
+    drawn = {leaf: _drawn(leaf.meta["val"], rows, sizes, generator) for leaf, rows in leaves.items()}
     return [
         run(node, num_samples, sizes, {leaf: each[part] for leaf, each in drawn.items()})
         for part, num_samples in enumerate(SIZES)
     ]
 
 
-def _drawn(value: Tensor, rows: Tensor | None, sizes: Sizes, generator: torch.Generator, is_ones: bool) -> list[Tensor]:
+def _drawn(value: Tensor, rows: Tensor | None, sizes: Sizes, generator: torch.Generator) -> list[Tensor]:
     """Draws the numbers of a tensor for the batch; returns them, and those of the two parts."""
     shape = sizes.shape(value, ALL)
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError
-    if is_ones:
-        drawn = torch.ones(shape, dtype=value.dtype)
-    elif not (value.is_floating_point() or value.is_complex()):
+    if not (value.is_floating_point() or value.is_complex()):
         drawn = torch.randint(2, shape, generator=generator).to(value.dtype)
     else:
         dtype = torch.float32 if value.dtype in _HALF else value.dtype

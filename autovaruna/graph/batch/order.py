@@ -1,8 +1,7 @@
-"""Finds whose sample each row is where a dimension has several rows of each: one sample after the other, or all samples
-one after the other several times, or in any other order.
+"""Finds which sample each row is of where a dimension has several of each: sample by sample, in turns, or in any order.
 
-No rule of an operator says so. Operations that change how long such a dimension is run on the numbers of samples, for a
-batch and for its parts; the others leave rows where they are.
+Operations that change how long such a dimension is run on the numbers of samples, for a batch and for its parts; the
+others leave rows where they are.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ class Orders:
             if self.values[node].reach is Reach.NONE or node.op == "output":
                 continue
             try:
-                self._rows[node] = rows = self._found(node)
-                if rows is not None and self._num_rows(node) == 1 and not torch.equal(rows, _BY_SAMPLE):
-                    raise _TornError(_torn(node))
+                self._rows[node] = self._found(node)
             except _TornError as error:
                 self.torn[node] = str(error)
 
@@ -66,37 +63,31 @@ class Orders:
         return self._rows.get(node) if num_rows else None
 
     def outer(self, node: fx.Node) -> Any:
-        """Returns how often all samples come one after the other, a number or an expression of lengths; None: who
-        knows.
-        """
-        num_rows, rows = self._num_rows(node), self.of(node)
-        if num_rows is None or rows is None:
+        """Returns how often all samples come one after the other, by lengths that vary if need be; None: unknown."""
+        if (rows := self.of(node)) is None:
             return None
-        outer = int(((rows == 0) & (rows.roll(1) != 0)).sum())
+        outer, num_rows = int(((rows == 0) & (rows.roll(1) != 0)).sum()), len(rows) // ALL
         if num_rows % outer or not torch.equal(rows, _in_turns(num_rows, outer)):
             return None
         if outer == 1 or self._sizes.lengths is None:
             return outer
-        free, known = free_value(node), tensors_in(node.meta["val"])[0]
-        length = free.shape[self._sizes.batch_dimension(known) or 0].node.expr
+        length = free_value(node).shape[self._grown(node)[0][1]].node.expr
         number, factors = sympy.cancel(length / self._sizes.symbol).as_coeff_mul()
         products = [math.prod(some) for k in range(len(factors) + 1) for some in combinations(factors, k)]
-        lengths = self._sizes.lengths.of(self._call) or ()
+        numbers = self._sizes.lengths.of(self._call) or ()
         found = [each * by for each in products for by in sympy.divisors(number)]
-        fitting = [each for each in found if self._sizes.in_call(each, 1, lengths) == outer]
+        fitting = [each for each in found if self._sizes.in_call(each, 1, numbers) == outer]
         return fitting[0] if len(fitting) == 1 else None
 
     def fits(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether what follows from sizes alone is, for a micro-batch, what its samples meet of it in a node."""
         others = [each for each in (node, *read(node)) if self.values[each].reach is not Reach.NONE]
         alike = [each for each in others if self._num_rows(each) == self._num_rows(source)]
-        rows = next((rows for each in alike if (rows := self.of(each)) is not None), None)
-        if rows is None:
-            return self._num_rows(source) != 1 or self._is_alike(source, _BY_SAMPLE)
-        key = source, id(rows)
-        if key not in self._fitting:
-            self._fitting[key] = self._is_alike(source, rows)
-        return self._fitting[key]
+        rows = next((rows for each in alike if (rows := self.of(each)) is not None), self.of(source))
+        if rows is None or (source, id(rows)) in self._fitting:
+            return rows is None or self._fitting[source, id(rows)]
+        self._fitting[source, id(rows)] = found = self._is_alike(source, rows)
+        return found
 
     def _is_alike(self, node: fx.Node, rows: Tensor) -> bool:
         value = node.meta["val"]
@@ -111,7 +102,7 @@ class Orders:
         orders = {each: rows if self._num_rows(each) == self._num_rows(node) else None for each in made_of}
         leaves = {each: order for each, order in orders.items() if is_drawn(each)}
         try:
-            whole, *parts = computed(node, leaves, self._sizes, is_ones=False)
+            whole, *parts = computed(node, leaves, self._sizes)
         except Exception:  # they may have to be other numbers
             return True
         dimension = self._sizes.batch_dimension(value) or 0
@@ -140,20 +131,21 @@ class Orders:
         own, source = self._num_rows(node), node.args[0] if node.args else None
         sources = [each for each in read(node) if self._num_rows(each) != 0]
         counts = {self._num_rows(each) for each in sources}
-        if has(node, Trait.BY_INDEX) and (grown := _grown_places(node, self._sizes)):
-            return self._at_places(node, grown)
+        if has(node, Trait.BY_INDEX) and (indices := _picking(node, self._sizes)):
+            return self._at_places(node, indices)
         if own and name_of(node) in _RESHAPES and source in sources:
             return self._reshaped(node, source)
         is_taken = node.target is getitem and self._rows.get(source) is None  # type: ignore[arg-type]
         if not is_taken and len(counts) == 1 and own in (0, *counts):
             return self._met(node, sources)
-        return self._moved(node, source if is_taken else node) if own and _is_tensor(node) else None
+        is_one = isinstance(node.meta["val"], Tensor)
+        return self._moved(node, source if is_taken else node) if own and is_one else None
 
     def _met(self, node: fx.Node, sources: Sequence[fx.Node]) -> Tensor | None:
         """Returns the one order that the arguments of a node have."""
         known = [(each, rows) for each in sources if (rows := self._rows.get(each)) is not None]
         for each, rows in known[1:]:
-            if not torch.equal(rows, known[0][1]):
+            if not _is_same(rows, known[0][1]):
                 both = f"{known[0][0].name} and {each.name}, each of which has its samples in another order,"
                 raise _TornError(f"{both} meet in {node.name}")
         return known[0][1] if known else None
@@ -164,21 +156,21 @@ class Orders:
             return None
         found = []
         for part, num in enumerate(SIZES):
-            (before, length, after), (new, _, inner) = (self._around(each, num) for each in (source, node))
+            (before, length, after), (new, _, inner) = (self._lengths(each, num) for each in (source, node))
             step = max(math.gcd(after, inner), 1)
             numbers = rows[places(rows, part)].view(1, -1, 1).expand(before, length, after // step)
             found.append(self._labels(node, numbers.reshape(new, -1, inner // step), 1))
         return self._agreeing(node, found)
 
-    def _around(self, node: fx.Node, num_samples: int) -> tuple[int, int, int]:
-        """Returns how long the dimension of samples is, and how many numbers there are before and after it."""
+    def _lengths(self, node: fx.Node, num_samples: int) -> tuple[int, int, int]:
+        """Returns the length of the dimension of samples, between the products of those before and after it."""
         ((value, dimension),) = self._grown(node)
         shape = self._sizes.shape(value, num_samples)
         return math.prod(shape[:dimension]), shape[dimension], math.prod(shape[dimension + 1 :])
 
     def _moved(self, node: fx.Node, made: Any) -> Tensor | None:
         """Returns where an operation, of which a node may be one result, puts rows."""
-        given = {each: self.of(each) for each in made.all_input_nodes if _is_tensor(each)}
+        given = {each: self.of(each) for each in _tensors_of(made)}
         is_open = any(rows is None and self._num_rows(each) != 0 for each, rows in given.items())
         if is_open or not isinstance(made.target, OpOverload) or is_random(made):
             return None
@@ -215,26 +207,31 @@ class Orders:
         known = [each for each in found if each is not None]
         if len(known) < len(found):
             return None
-        if not all(torch.equal(known[0][places(known[0], part)], each) for part, each in enumerate(known)):
+        whole = known[0]
+        is_alike = all(torch.equal(whole[places(whole, part)], each) for part, each in enumerate(known))
+        if not is_alike or (len(whole) == ALL and not torch.equal(whole, _BY_SAMPLE)):
             raise _TornError(_torn(node))
-        return known[0]
+        return whole
 
-    def _at_places(self, node: fx.Node, grown: Sequence[tuple[fx.Node, Any]]) -> Tensor | None:
+    def _at_places(self, node: fx.Node, indices: Sequence[fx.Node]) -> Tensor | None:
         """Returns the order of rows at places that numbers name, or of a value in which something is put there."""
         source: Any = node.args[0]
-        rows = self.of(source)
-        masks = [index for index, _ in grown if index.meta["val"].dtype is torch.bool]
+        masks = [index for index in indices if index.meta["val"].dtype is torch.bool]
         self._met(node, [source, *masks])
+        rows, num_rows = self.of(source), self._num_rows(source)
         if rows is None:
-            num_rows = self._num_rows(source)
-            rows = _in_turns(num_rows, 1) if num_rows else None
-        found = [self._picked(node, index, rows) for index, _ in grown if index not in masks and rows is not None]
-        if not has(node, Trait.PICKS):
-            return self._rows.get(source)
-        return found[0] if found and not masks else None
+            rows = _in_turns(num_rows or 1, 1)
+        found = [self._picked(node, index, rows) for index in indices if index not in masks and num_rows]
+        if has(node, Trait.PICKS):
+            return found[0] if found and not masks else None
+        put = [each for each in read(node) if each is not source and each not in indices]
+        for each in put:
+            if any(known is not None and not _is_same(known, self._rows.get(each)) for known in found):
+                raise _TornError(_torn(node))
+        return self._rows.get(source)
 
     def _picked(self, node: fx.Node, index: fx.Node, rows: Tensor) -> Tensor | None:
-        """Returns whose rows numbers name: those of a micro-batch must name what the batch names for its samples.
+        """Returns whose rows numbers name.
 
         Nothing is said against numbers that a model finds itself, the places of what is largest: it has these rows.
         """
@@ -246,26 +243,19 @@ class Orders:
             return not is_given(each) and (not isinstance(each.target, OpOverload) or has(each, Trait.FINDS_PLACES))
 
         made_of = list(reached([index], lambda each: () if is_given(each) else _tensors_of(each)))
-        if any(map(is_found, made_of)):
+        dimension = self._sizes.batch_dimension(index.meta["val"])
+        if dimension is None or any(map(is_found, made_of)):
             return None
-        try:
-            found = computed(index, {each: None for each in made_of if is_given(each)}, self._sizes, is_ones=True)
-        except Exception:  # they may have to be other numbers
-            return None
-        whole, one, other = found
-        dimensions = [k for k in range(whole.dim()) if whole.shape[k] == one.shape[k] + other.shape[k]]
-        if not dimensions:
-            return None
-        by_row = [each.movedim(dimensions[0], 0) for each in found]
-        labels = rows[by_row[0].clamp(0, len(rows) - 1)].reshape(len(by_row[0]), -1)
-        is_alike = bool((labels == labels[:, :1]).all())
-        for part in (1, 2):
-            own, cut = places(rows, part), by_row[0][places(labels[:, 0], part)]
-            near = by_row[part].clamp(0, len(own) - 1)  # those before the first, and after the last, are moved as these
-            is_alike = is_alike and torch.equal(cut, own[near] + by_row[part] - near)
-        if not is_alike:
-            raise _TornError(f"{node.name} runs along the batch")
-        return labels[:, 0]
+        given = [(each, each.meta["val"]) for each in made_of if is_given(each)]
+        found = []
+        for part, num in enumerate(SIZES):
+            ones = {each: torch.ones(self._sizes.shape(value, num), dtype=value.dtype) for each, value in given}
+            try:
+                picked = rows[places(rows, part)][run(index, num, self._sizes, ones)]
+            except Exception:  # they may have to be other numbers
+                return None
+            found.append(self._labels(node, picked, dimension))
+        return self._agreeing(node, found)
 
 
 def _in_turns(num_rows: int, outer: int) -> Tensor:
@@ -278,20 +268,19 @@ def _torn(node: fx.Node) -> str:
     return f"{node.name}, of the shape {shape}, has rows of other samples than a micro-batch would have there"
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
-
-
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments of a node that hold tensors."""
     return [each for each in node.all_input_nodes if tensors_in(each.meta.get("val"))]
 
 
-def _grown_places(node: fx.Node, sizes: Sizes) -> list[tuple[fx.Node, Any]]:
-    """Returns the numbers by which a node picks along the batch, each with the length of that dimension."""
+def _is_same(rows: Tensor, others: Tensor | None) -> bool:
+    return others is None or torch.equal(rows, others)
+
+
+def _picking(node: fx.Node, sizes: Sizes) -> list[fx.Node]:
+    """Returns the numbers by which a node picks along the batch."""
     given = arguments(node)
     indices = given.get("indices", given.get("index"))
     pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given["dim"], indices)]
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    picked = [(index, shape[dim]) for dim, index in pairs if isinstance(index, fx.Node)]
-    return [(index, length) for index, length in picked if sizes.grows(length)]
+    return [index for dim, index in pairs if isinstance(index, fx.Node) and sizes.grows(shape[dim])]
