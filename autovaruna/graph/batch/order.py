@@ -91,7 +91,7 @@ class Orders:
 
     def _is_alike(self, node: fx.Node, rows: Tensor) -> bool:
         value = node.meta["val"]
-        if math.prod(self._sizes.shape(value, ALL)) > _MOST_ELEMENTS:
+        if self._sizes.depends_on_data(node) or math.prod(self._sizes.shape(value, ALL)) > _MOST_ELEMENTS:
             return True
 
         def is_drawn(each: fx.Node) -> bool:
@@ -152,7 +152,7 @@ class Orders:
 
     def _reshaped(self, node: fx.Node, source: Any) -> Tensor | None:
         """Returns where rows are in another shape; of the numbers in a row one stands for those that stay together."""
-        if (rows := self.of(source)) is None:
+        if (rows := self.of(source)) is None or any(map(self._sizes.depends_on_data, (node, source))):
             return None
         found = []
         for part, num in enumerate(SIZES):
