@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
 from operator import getitem
 from typing import Any
 
@@ -40,7 +39,7 @@ class Orders:
     """
 
     def __init__(self, graph: KnownGraph) -> None:
-        self.values, self._call, self._sizes = Values(graph), graph.call, graph.sizes
+        self.values, self._sizes = Values(graph), graph.sizes
         self._rows: dict[fx.Node, Tensor | None] = {}
         self._fitting: dict[tuple[fx.Node, int], bool] = {}
         self.torn: dict[fx.Node, str] = {}
@@ -50,7 +49,7 @@ class Orders:
             try:
                 self._rows[node] = self._found(node)
             except _TornError as error:
-                self.torn[node] = str(error)
+                self._rows[node], self.torn[node] = None, str(error)
 
     def of(self, node: fx.Node) -> Tensor | None:
         """Returns the number of the sample of each row, for a batch of `ALL`; None: it is not known."""
@@ -63,7 +62,7 @@ class Orders:
         return self._rows.get(node) if num_rows else None
 
     def outer(self, node: fx.Node) -> Any:
-        """Returns how often all samples come one after the other, by lengths that vary if need be; None: unknown."""
+        """Returns how often all samples come one after the other, as a number or by lengths; None: unknown."""
         if (rows := self.of(node)) is None:
             return None
         outer, num_rows = int(((rows == 0) & (rows.roll(1) != 0)).sum()), len(rows) // ALL
@@ -71,13 +70,8 @@ class Orders:
             return None
         if outer == 1 or self._sizes.lengths is None:
             return outer
-        length = free_value(node).shape[self._grown(node)[0][1]].node.expr
-        number, factors = sympy.cancel(length / self._sizes.symbol).as_coeff_mul()
-        products = [math.prod(some) for k in range(len(factors) + 1) for some in combinations(factors, k)]
-        numbers = self._sizes.lengths.of(self._call) or ()
-        found = [each * by for each in products for by in sympy.divisors(number)]
-        fitting = [each for each in found if self._sizes.in_call(each, 1, numbers) == outer]
-        return fitting[0] if len(fitting) == 1 else None
+        length = sympy.cancel(free_value(node).shape[self._grown(node)[0][1]].node.expr / self._sizes.symbol)
+        return length if outer == num_rows else None if length.free_symbols else outer
 
     def fits(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether what follows from sizes alone is, for a micro-batch, what its samples meet of it in a node."""
@@ -145,7 +139,7 @@ class Orders:
         """Returns the one order that the arguments of a node have."""
         known = [(each, rows) for each in sources if (rows := self._rows.get(each)) is not None]
         for each, rows in known[1:]:
-            if not _is_same(rows, known[0][1]):
+            if not torch.equal(rows, known[0][1]):
                 both = f"{known[0][0].name} and {each.name}, each of which has its samples in another order,"
                 raise _TornError(f"{both} meet in {node.name}")
         return known[0][1] if known else None
@@ -221,13 +215,11 @@ class Orders:
         rows, num_rows = self.of(source), self._num_rows(source)
         if rows is None:
             rows = _in_turns(num_rows or 1, 1)
-        found = [self._picked(node, index, rows) for index in indices if index not in masks and num_rows]
+        for index in indices if num_rows else ():
+            self._rows[index] = self._rows.get(index) if index in masks else self._picked(node, index, rows)
         if has(node, Trait.PICKS):
-            return found[0] if found and not masks else None
-        put = [each for each in read(node) if each is not source and each not in indices]
-        for each in put:
-            if any(known is not None and not _is_same(known, self._rows.get(each)) for known in found):
-                raise _TornError(_torn(node))
+            return None if masks else self._rows.get(indices[0])
+        self._met(node, [each for each in read(node) if each is not source])
         return self._rows.get(source)
 
     def _picked(self, node: fx.Node, index: fx.Node, rows: Tensor) -> Tensor | None:
@@ -271,10 +263,6 @@ def _torn(node: fx.Node) -> str:
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments of a node that hold tensors."""
     return [each for each in node.all_input_nodes if tensors_in(each.meta.get("val"))]
-
-
-def _is_same(rows: Tensor, others: Tensor | None) -> bool:
-    return others is None or torch.equal(rows, others)
 
 
 def _picking(node: fx.Node, sizes: Sizes) -> list[fx.Node]:
