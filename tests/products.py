@@ -24,7 +24,7 @@ def some(cases: Sequence[Each], usual: int) -> list[Each]:
     return list(cases if WHOLE else cases[:: max(len(cases) // usual, 1)])
 
 
-def drawn_seeds(usual: int) -> range:
-    """Returns the seeds of drawn cases: `usual` of them, or as many as DRAWN_GRAPHS says, from DRAWN_FROM on."""
-    first = int(os.environ.get("DRAWN_FROM", "0"))
-    return range(first, first + int(os.environ.get("DRAWN_GRAPHS", str(usual))))
+def drawn_seeds(usual: int, times: int = 1) -> range:
+    """Returns the seeds of drawn cases: `usual`, or `times` as many as DRAWN_GRAPHS says, from DRAWN_FROM on."""
+    first, asked = int(os.environ.get("DRAWN_FROM", "0")), os.environ.get("DRAWN_GRAPHS")
+    return range(first, first + (times * int(asked) if asked else usual))

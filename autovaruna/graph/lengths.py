@@ -39,15 +39,15 @@ class Sizes:
     def is_given(self, node: fx.Node) -> bool:
         """Whether a stage is given the value of a node: a number that follows from the batch size, or `of_batch`."""
         value = node.meta.get("val")
-        is_size = node.op == "call_function" and not isinstance(value, Tensor) and self._is_known(value)
+        is_size = node.op == "call_function" and not isinstance(value, Tensor) and self.is_known(value)
         return is_size or is_of_batch(node)
 
     def depends_on_data(self, node: fx.Node) -> bool:
         """Whether a node is a number, or has a shape, that depends on the contents of tensors."""
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            return not all(self._is_known(length) for length in value.shape)
-        return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not self._is_known(value)
+            return not all(self.is_known(length) for length in value.shape)
+        return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not self.is_known(value)
 
     def number(self, value: Any, batch_size: int) -> Any:
         """Returns a size (a number or an expression) for a micro-batch of `batch_size` samples."""
@@ -100,13 +100,14 @@ class Sizes:
 
     def is_part(self, length: Any) -> bool:
         """Whether a size follows from that of the batch, but is no multiple of it: some samples are left out."""
-        if not self.grows(length) or not self._is_known(length):
+        if not self.grows(length) or not self.is_known(length):
             return False
         sizes = (840, 1680)  # which any small number divides
         small, large = (self.number(length, size) for size in sizes)
         return bool(small % sizes[0] or large != 2 * small)
 
-    def _is_known(self, value: Any) -> bool:
+    def is_known(self, value: Any) -> bool:
+        """Whether a size is a number, or follows from that of the batch."""
         expression = _expression(value)
         if isinstance(expression, sympy.Basic):
             return bool(expression.free_symbols <= ({self.symbol} if self.symbol is not None else set()))

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
 from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.batch.order import Orders
 from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
@@ -161,7 +162,8 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
         about |= {"parameters": parameters, "buffers": buffers}
         known = KnownGraph(**about)
         totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
-        joining = refuse_mixing(model, known) if options.is_parted else []
+        orders = Orders(known)
+        joining = refuse_mixing(model, known, orders) if options.is_parted else []
         _check_computes(exported, type(model).__qualname__)
         grouping = group(known)
         graph = _build(exported.markers, known, grouping)
@@ -174,7 +176,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
             **about,
             graph=graph,
             repeated=grouping.repeated,
-            outputs=classify(known, options.loss_mode),
+            outputs=classify(known, options.loss_mode, orders.outer if options.is_parted else lambda _: 1),
             changed_state=frozenset(state[name] for name in changed),
             steady_state=steady,
             totals=totals,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import zip_longest
-from math import prod
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -20,8 +18,7 @@ from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_rando
 from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import origin
-from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
-from autovaruna.graph.lengths import Sizes, free_value
+from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
 from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.records import Graph
@@ -83,16 +80,17 @@ def opened(tensor: Tensor, dimension: int, outer: int) -> Tensor:
     return tensor.reshape(*before, outer, tensor.shape[dimension] // outer, *after)
 
 
-def classify(graph: KnownGraph, loss_mode: str) -> tuple[OutputSpec, ...]:
+def classify(graph: KnownGraph, loss_mode: str, outer_of: Callable[[fx.Node], Any]) -> tuple[OutputSpec, ...]:
     """Classifies the outputs of a graph; `loss_mode` is ``loss`` (it has one), ``outputs`` (it has none) or ``auto``.
+
+    Of an output of samples `outer_of` tells `OutputSpec.outer`; None: nobody knows.
 
     Raises:
         TraceError: ``loss`` is asked for and no single output can be it.
     """
     nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
-    fed, outer = _fed_by_batch(graph.module.graph), _outer_lengths(graph.module.graph, graph.sizes)
-    pairs = zip(nodes, graph.output_tree.tensor_paths(), strict=True)
-    specs = [_classify_one(node, path, graph, fed, outer) for node, path in pairs]
+    fed, pairs = _fed_by_batch(graph.module.graph), zip(nodes, graph.output_tree.tensor_paths(), strict=True)
+    specs = [_classify_one(node, path, graph, fed, outer_of) for node, path in pairs]
     place = None if loss_mode == "outputs" else _find_loss(specs, graph, is_asked=loss_mode == "loss")
     if place is None and loss_mode == "loss":
         found = {spec.path: spec.kind.value for spec in specs}
@@ -107,7 +105,7 @@ def classify(graph: KnownGraph, loss_mode: str) -> tuple[OutputSpec, ...]:
 
 
 def _classify_one(
-    node: fx.Node, path: str, graph: KnownGraph, fed: set[fx.Node], outer: dict[fx.Node, Any]
+    node: fx.Node, path: str, graph: KnownGraph, fed: set[fx.Node], outer_of: Callable[[fx.Node], Any]
 ) -> OutputSpec:
     value = node.meta["val"]
     assert isinstance(value, Tensor)
@@ -118,68 +116,14 @@ def _classify_one(
         kind = OutputKind.SAME
     else:
         kind = OutputKind.MEAN if value.is_floating_point() or value.is_complex() else OutputKind.TOTAL
-    times = outer.get(node, 1)
-    if kind is OutputKind.SAMPLES and times is None:
+    times = outer_of(node) if kind is OutputKind.SAMPLES and graph.sizes.symbol is not None else 1
+    if times is None:
         raise TraceError(
             f"Nothing tells which samples the rows of {path} {tuple(value.shape)} are of, at "
             f"{origin(node) or node.name}, where time and batch are one dimension. Expected "
             "an output that has them apart; reshape it after the call."
         )
     return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times)
-
-
-_aten = torch.ops.aten
-_RESHAPES = (
-    _aten.view.default,
-    _aten.reshape.default,
-    _aten._unsafe_view.default,
-    _aten.flatten.using_ints,
-    _aten.unflatten.int,
-)
-
-
-def _outer_lengths(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Any]:
-    """Returns, for values of samples, how often these come one after the other in their dimension; None: not known."""
-    found: dict[fx.Node, Any] = {}
-    lengths: dict[fx.Node, Any] = {}
-    for node in graph.nodes if sizes.symbol is not None else ():
-        shape, dimension = _shape(node, sizes)
-        if dimension is None:
-            continue
-        lengths[node] = length = shape[dimension]
-        sources = [each for each in node.all_input_nodes if each in found]
-        alike = [found[each] for each in sources if lengths[each] == length]
-        if length == sizes.symbol:
-            found[node] = sympy.Integer(1)
-        elif node.target in _RESHAPES and node.args[0] in found:
-            found[node] = _reshaped(found[node.args[0]], _shape(node.args[0], sizes), (shape, dimension))
-        elif alike:
-            found[node] = next((each for each in alike if each != 1), alike[0])
-        else:
-            found[node] = None if any(found[each] != 1 for each in sources) else sympy.Integer(1)
-    return found
-
-
-def _shape(node: Any, sizes: Sizes) -> tuple[list[Any], int | None]:
-    """Returns the lengths of a value as expressions, and its batch dimension."""
-    known, free = tensors_in(node.meta.get("val")), tensors_in(free_value(node))
-    for value, lengths in zip(known, free, strict=True):
-        dimension = sizes.batch_dimension(value)
-        if dimension is not None:
-            sizes_ = [
-                each.node.expr if isinstance(each, torch.SymInt) else sympy.Integer(each) for each in lengths.shape
-            ]
-            return sizes_, dimension
-    return [], None
-
-
-def _reshaped(outer: Any, given: tuple[list[Any], int | None], made: tuple[list[Any], int | None]) -> Any:
-    """Returns how often the samples come one after the other in a value that is another of another shape."""
-    if outer is None:
-        return None
-    before, after = (prod(shape[:dimension], start=sympy.Integer(1)) for shape, dimension in (given, made))
-    times = sympy.cancel(before * outer / after)
-    return times if times.is_integer else None
 
 
 def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:

@@ -6,6 +6,7 @@ are drawn, and integers and masks travel. A model depends on its seed alone.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -176,6 +177,239 @@ class Drawn(nn.Module):
         return torch.stack([values[place].square().mean() for place in [1, *self.ends[path]]]).sum()
 
 
+Dim = tuple[int, bool]
+"""A length of a dimension, as numbers or, if that is set, as rows of each sample."""
+
+
+Dims = tuple[Dim, ...]
+
+
+Move = Callable[[Tensor], Tensor]
+
+
+def move_rows(chance: random.Random, shape: Dims) -> tuple[Move, Dims]:
+    """The same numbers in another order or shape."""
+    last = len(shape) - 1
+    at = chance.randrange(len(shape))
+    length, has_samples = shape[at]
+    kind = chance.choice(["permute", "merge", "merge", "split", "split", "flip", "roll", "copy"])
+    if kind == "permute":
+        order = chance.sample(range(len(shape)), len(shape))
+        return lambda v: v.permute(order), tuple(shape[k] for k in order)
+    if kind == "merge" and at < last and not (has_samples and shape[at + 1][1]):
+        merged = length * shape[at + 1][0], has_samples or shape[at + 1][1]
+        return lambda v: v.flatten(at, at + 1), (*shape[:at], merged, *shape[at + 2 :])
+    if kind == "split" and length > 1:
+        part = chance.choice([k for k in range(2, length + 1) if length % k == 0])
+        rest = length // part, has_samples
+        if chance.random() < 0.5:
+            return lambda v: v.unflatten(at, (part, -1)), (*shape[:at], (part, False), rest, *shape[at + 1 :])
+        shapes = (*shape[:at], rest, (part, False), *shape[at + 1 :])
+        return lambda v: v.reshape(*v.shape[:at], -1, part, *v.shape[at + 1 :]), shapes
+    if kind in ("flip", "roll") and (not has_samples or chance.random() < 0.1):
+        return (lambda v: v.flip(at)) if kind == "flip" else (lambda v: v.roll(1, at)), shape
+    if kind == "copy":
+        return lambda v: v.new_zeros(v.shape).copy_(v), shape
+    return torch.tanh, shape
+
+
+def more_rows(chance: random.Random, shape: Dims) -> tuple[Move, Dims]:
+    """More rows, which have been there already."""
+    at, times = chance.randrange(len(shape)), chance.choice([2, 3])
+    length, has_samples = shape[at]
+    longer = (*shape[:at], (times * length, has_samples), *shape[at + 1 :])
+    ones = [times if k == at else 1 for k in range(len(shape))]
+    moves: list[Move] = [
+        lambda v: v.repeat(ones),
+        lambda v: v.tile(ones),
+        lambda v: v.repeat_interleave(times, at),
+        lambda v: torch.cat([v, *[v.tanh() + k for k in range(1, times)]], at),
+    ]
+    inserted = (*shape[:at], (times, False), *shape[at:])
+    if chance.random() < 0.4:
+        expanded: Move = lambda v: v.unsqueeze(at).expand(*v.shape[:at], times, *v.shape[at:])  # noqa: E731
+        return chance.choice([expanded, lambda v: torch.stack([v + k for k in range(times)], at)]), inserted
+    return chance.choice(moves), longer
+
+
+def fewer_rows(chance: random.Random, shape: Dims) -> tuple[Move, Dims]:
+    """Some of the rows, or what is reduced of them."""
+    at = chance.choice([k for k, (length, _) in enumerate(shape) if length > 1] or [0])
+    length, has_samples = shape[at]
+    which = chance.randrange(length)
+    one: Dims = (*shape[:at], (1, has_samples), *shape[at + 1 :])
+    none = (*shape[:at], *shape[at + 1 :])
+    if has_samples:
+        by_number: list[Move] = [
+            lambda v: v.index_select(at, torch.arange(v.shape[at] // length) * length + which),
+            lambda v: v.index_select(at, torch.arange(v.shape[at] // length) + which * (v.shape[at] // length)),
+            lambda v: v.chunk(length, at)[which],
+            lambda v: v.narrow(at, which * (v.shape[at] // length), v.shape[at] // length),
+            lambda v: v.movedim(at, 0)[which::length].movedim(0, at),
+            lambda v: v.unfold(at, length, length).mean(-1),
+        ]
+        return chance.choice(by_number), one
+    if len(shape) > 2 and chance.random() < 0.6:
+        reduced: list[Move] = [lambda v: v.mean(at), lambda v: v.sum(at), lambda v: v.amax(at)]
+        return chance.choice([*reduced, lambda v: v.select(at, which)]), none
+    if length > 2 and chance.random() < 0.5:
+        return lambda v: v.unfold(at, 2, 1), (*shape[:at], (length - 1, False), *shape[at + 1 :], (2, False))
+    return lambda v: v.narrow(at, which, 1), one
+
+
+class Placed(nn.Module):
+    """Adds numbers of places: of those within a sample, or of all."""
+
+    def __init__(self, shape: Dims, kind: str) -> None:
+        super().__init__()
+        self.at = next(k for k, (_, has_samples) in enumerate(shape) if has_samples)
+        self.kind, self.shape = kind, shape
+        self.places = nn.Parameter(torch.randn([length for length, _ in shape]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[self.at] // self.shape[self.at][0]
+        if self.kind == "repeat":
+            return x + self.places.repeat([size if k == self.at else 1 for k in range(x.dim())])
+        if self.kind == "interleave":
+            return x + self.places.repeat_interleave(size, self.at)
+        numbers = torch.arange(x.shape[self.at]).view(-1, *[1] * (x.dim() - self.at - 1))
+        return x * torch.where(numbers % self.shape[self.at][0] == 0, 0.5, 1.0)
+
+
+def normalise(chance: random.Random, shape: Dims) -> tuple[Move | nn.Module, Dims]:
+    """Goes over a dimension, seldom over that of the samples, or through a layer."""
+    within = [k for k, (_, has_samples) in enumerate(shape) if not has_samples]
+    at = chance.choice(within) if within and chance.random() < 0.9 else chance.randrange(len(shape))
+    moves: list[Move] = [
+        lambda v: v.softmax(at),
+        lambda v: v - v.mean(at, keepdim=True),
+        lambda v: v / (1 + v.square().sum(at, keepdim=True)),
+        lambda v: 0.3 * v.cumsum(at),
+    ]
+    layers: list[nn.Module] = [Placed(shape, kind) for kind in ("repeat", "interleave", "count")]
+    width, has_samples = shape[-1]
+    if not has_samples:
+        layers += [nn.Linear(width, width), nn.Linear(width, width), nn.LayerNorm(width)]
+    return chance.choice([chance.choice(moves), chance.choice(layers)]), shape
+
+
+def two_rows(chance: random.Random, shape: Dims) -> tuple[Callable[[Tensor, Tensor], Tensor], Dims]:
+    """Joins two values of one shape."""
+    at = chance.randrange(len(shape))
+    length, has_samples = shape[at]
+    joins: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda v, w: v + w,
+        lambda v, w: v.tanh() * w,
+        lambda v, w: torch.where(w > 0, v, 0.5 * w),
+        lambda v, w: v.masked_fill(w > 0.5, 0.1),
+    ]
+    if len(shape) == 3 and not shape[-1][1] and not shape[-2][1]:
+        joins.append(lambda v, w: v @ w.transpose(1, 2).softmax(-1) @ w)
+    if chance.random() < 0.3:
+        return lambda v, w: torch.cat([v, w], at), (*shape[:at], (2 * length, has_samples), *shape[at + 1 :])
+    return chance.choice(joins), shape
+
+
+def by_row(value: Tensor, at: int) -> Tensor:
+    return value.movedim(at, 0).reshape(value.shape[at], -1)
+
+
+def rows_of(shape: Dims) -> tuple[int, int, int]:
+    """Returns the dimension of samples, how many rows each has there, and how many numbers a row has."""
+    at = next((k for k, (_, has_samples) in enumerate(shape) if has_samples), -1)
+    rows = shape[at][0] if at >= 0 else 0
+    return at, rows, math.prod(length for length, _ in shape) // max(rows, 1)
+
+
+def draw_loss(chance: random.Random, shape: Dims) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Returns a loss of two values of one shape, and of a number for each sample."""
+    at, rows, _ = rows_of(shape)
+    width, chance_of_root = shape[-1][0], chance.random()
+    losses: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+        lambda v, w, words: (
+            v.square() * (1 + torch.arange(v.shape[1 - at]).view(-1, *[1] * at)) if v.dim() == 2 else v
+        ).mean(),
+        lambda v, w, words: v.square().mean(),
+        lambda v, w, words: v.square().mean() if chance_of_root > 0.2 else (1 + v.square().mean()).sqrt(),
+        lambda v, w, words: v.mean(at).square().sum() if chance_of_root < 0.2 else v.mean(at).sum(),
+        lambda v, w, words: F.mse_loss(v, w.tanh()),
+        lambda v, w, words: (v * w).sum() / words.shape[0],
+        lambda v, w, words: by_row(v, at).norm(dim=1).mean(),
+        lambda v, w, words: (by_row(v, at) * words.repeat(rows).unsqueeze(1)).mean(),
+    ]
+    if len(shape) == 2 and at == 0:
+        losses += [
+            lambda v, w, words: F.cross_entropy(v, (words % width).repeat(rows)),
+            lambda v, w, words: F.cross_entropy(v, (words % width).repeat_interleave(rows)),
+            lambda v, w, words: F.cross_entropy(v, w.argmax(1)),
+        ]
+    return chance.choice(losses)
+
+
+class Mixed(nn.Module):
+    """A model of `num_acts` operations that repeat, move, cut, join and normalise rows of samples, or mix them.
+
+    Inputs are those of `Drawn`, and so are losses: means, as a rule, of what is made of some values.
+    """
+
+    def __init__(self, chance: random.Random, num_acts: int) -> None:
+        super().__init__()
+        self.embedding, self.lift, self.layers = nn.Embedding(WORDS, WIDTHS[0]), Lifted(WIDTHS[0]), nn.ModuleList()
+        self.first = nn.Linear(WIDTHS[0], WIDTHS[0])
+        width = WIDTHS[0], False
+        shapes: list[Dims] = [((1, True), width), ((1, True), width), ((1, True), (TOKENS, False), width)]
+        self.acts: list[Act] = []
+        while len(self.acts) < num_acts:
+            place = chance.choice(range(len(shapes))[-4:])
+            alike = [k for k, each in enumerate(shapes) if each == shapes[place]]
+            _, *counts = rows_of(shapes[place])
+            meeting = [k for k, each in enumerate(shapes) if list(rows_of(each)[1:]) == counts]
+            if counts[0] > 1 and len(meeting) > 1 and chance.random() < 0.4:
+                act, shape = self._of_rows(chance, shapes, place, chance.choice(meeting))
+            elif len(alike) > 1 and chance.random() < 0.6:
+                act, shape = self._of_two(chance, shapes, chance.choice(alike), chance.choice(alike))
+            else:
+                act, shape = self._of_one(chance, shapes, place)
+            if math.prod(length for length, _ in shape) <= 200:
+                self.acts.append(act)
+                shapes.append(shape)
+        self.ends = [self._end(chance, shapes, place) for place in (len(shapes) - 1, chance.randrange(3, len(shapes)))]
+
+    def _of_one(self, chance: random.Random, shapes: list[Dims], place: int) -> tuple[Act, Dims]:
+        move, shape = chance.choice([move_rows, move_rows, more_rows, more_rows, fewer_rows, normalise])(
+            chance, shapes[place]
+        )
+        if isinstance(move, nn.Module):
+            self.layers.append(move)
+            index = len(self.layers) - 1
+            return lambda values, modules: [modules[index](values[place])], shape
+        return lambda values, modules: [move(values[place])], shape
+
+    def _of_two(self, chance: random.Random, shapes: list[Dims], one: int, other: int) -> tuple[Act, Dims]:
+        join, shape = two_rows(chance, shapes[one])
+        return lambda values, modules: [join(values[one], values[other])], shape
+
+    def _of_rows(self, chance: random.Random, shapes: list[Dims], one: int, other: int) -> tuple[Act, Dims]:
+        """Joins two values row by row."""
+        (at, rows, width), (beside, *_) = rows_of(shapes[one]), rows_of(shapes[other])
+        join, shape = two_rows(chance, ((rows, True), (width, False)))
+        return lambda values, modules: [join(by_row(values[one], at), by_row(values[other], beside))], shape
+
+    def _end(self, chance: random.Random, shapes: list[Dims], place: int) -> Callable[[Values, Tensor], Tensor]:
+        if not any(has_samples for _, has_samples in shapes[place]):
+            return lambda values, words: values[place].square().mean()
+        other = chance.choice([k for k, each in enumerate(shapes) if each == shapes[place]])
+        loss = draw_loss(chance, shapes[place])
+        return lambda values, words: loss(values[place], values[other], words)
+
+    def forward(self, x: Tensor, words: Tensor, keep: Tensor) -> Tensor:
+        h = self.first(x)
+        values = [h, self.embedding(words) * keep.unsqueeze(1), self.lift(h)]
+        for act in self.acts:
+            values += act(values, self.layers)
+        return sum((end(values, words) for end in self.ends), values[0].square().mean())
+
+
 def batch(size: int, seed: int) -> Batch:
     g = generator(seed)
     kept = integers(2, size, of=g).bool()
@@ -192,3 +426,9 @@ def draw_case(seed: int, num_acts: int) -> Case:
         has_dropout=nn.Dropout in kinds,
         has_batch_norm=Smoothed in kinds,
     )
+
+
+def draw_mixed(seed: int) -> Case:
+    chance = random.Random(seed)
+    num_acts, start = chance.randint(4, 14), chance.random()
+    return Case(f"mixed_{seed}", lambda: Mixed(random.Random(start), num_acts), batch)

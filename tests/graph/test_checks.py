@@ -387,6 +387,8 @@ def test_the_batch_dimension_of_samples_is_said() -> None:
         (lambda out: out.t().reshape(4, -1), 1),
         (lambda out: out.t().reshape(-1).view(2, 2, -1).flatten(1).softmax(0), 2),
         (lambda out: out.t().reshape(-1, 1).repeat(1, 2).max(1)[0], 4),
+        (lambda out: torch.cat([out.t().reshape(-1)] * 2), 8),
+        (lambda out: out.repeat_interleave(2, 0).repeat(3, 1), 3),
     ],
 )
 def test_rows_say_how_often_the_samples_come(make: Any, outer: int) -> None:
@@ -397,9 +399,9 @@ def test_rows_say_how_often_the_samples_come(make: Any, outer: int) -> None:
 
 
 def test_rows_of_unknown_order_are_refused() -> None:
-    """Behind each other stand the rows of two values, each with all samples for each feature."""
+    """Behind each other stand the rows of two values, one of which has all samples for each feature."""
     with pytest.raises(TraceError, match="which samples the rows of output"):
-        returning(lambda out: torch.cat([out.t().reshape(-1)] * 2), loss_mode="outputs")
+        returning(lambda out: torch.cat([out.t().reshape(-1), out.reshape(-1)]), loss_mode="outputs")
 
 
 def test_paths_lead_to_the_outputs() -> None:

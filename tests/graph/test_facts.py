@@ -155,7 +155,7 @@ def shaped(self: nn.Module, x: Tensor) -> Tensor:
     """Makes values whose sizes depend on the batch in several ways."""
     out = self.layer(x)
     table = torch.arange(6, device=x.device).float()
-    pairs = torch.cat((out, out)).reshape(x.shape[0], 8)
+    pairs = torch.cat((out, out)).reshape(2, x.shape[0], 4)
     words = x.long()
     padded = torch.cat((words, words.new_zeros(2, 4)))
     return pairs.sum() + padded.sum() + table.sum()

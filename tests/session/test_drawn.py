@@ -2,7 +2,8 @@
 
 Calls take other paths through the model, of other sizes, with and without gradients; between them parameters are
 frozen and set free, gradients are added up, kept back and clipped, and the state leaves the model and comes back.
-``DRAWN_GRAPHS=1000 pytest tests/session/test_drawn.py`` draws as many, ``DRAWN_FROM=5000`` from that seed on.
+``DRAWN_GRAPHS=1000 pytest tests/session/test_drawn.py`` draws as many, ``DRAWN_FROM=5000`` from that seed on. Others
+are drawn in which samples may meet: each gives the numbers of plain PyTorch or is refused.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
-from autovaruna.errors import PlanError
+from autovaruna.errors import InputError, PlanError, TraceError
 from tests.catalogue import PLAIN
 from tests.catalogue.case import Batch, Case, batch_size
-from tests.catalogue.drawn import NUM_PATHS, draw_case
+from tests.catalogue.drawn import NUM_PATHS, draw_case, draw_mixed
 from tests.catalogue.small import WIDTH
 from tests.products import drawn_seeds, some
 from tests.reference import (
@@ -194,6 +195,18 @@ def test_any_calls_train_as_plain_pytorch(seed: int) -> None:
             return
         compare(got, plain(script, case, setup, make_optimizer))
         return
+
+
+@pytest.mark.parametrize("seed", drawn_seeds(200, times=100))
+def test_a_drawn_model_that_may_mix_samples_is_right_or_refused(seed: int) -> None:
+    """Micro-batches are of three, two and two samples."""
+    case = draw_mixed(seed)
+    batch, setup = case.batch(7, seed), Setup(num_micro_batches=3)
+    try:
+        got = train(case, setup, [batch])
+    except (TraceError, InputError):
+        return
+    compare(got, plain_steps(case, [batch]), rtol=2e-4)
 
 
 NUM_STEPS = 3

@@ -309,15 +309,15 @@ NO_NUMBER: list[tuple[str, Loss]] = [
         lambda m, x, y: (m.losses(m.layers[0](x), y).sum() + m.penalty()) / x.shape[0],
     ),
     (
-        "counts the samples, is computed with in mul",
+        "follow from their places in the batch, is computed with in mul",
         lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
     ),
     (
-        "counts the samples, is computed with in add",
+        "follow from their places in the batch, is computed with in add",
         lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
     ),
     (
-        "counts the samples, is computed with in index",
+        "follow from their places in the batch, is computed with in index",
         lambda m, x, y: m.losses(m.layers[0](x) + m.layers[0].weight.repeat(9, 1)[torch.arange(x.shape[0])], y).mean(),
     ),
 ]

@@ -2,13 +2,13 @@
 
 A sum over the samples is told from a mean by the last operations of a loss: from it back, through what scales, adds or
 reshapes, to where samples were reduced. What an operator that is not listed makes of several samples is shown by
-a batch of five and its micro-batches of three and two; so is whether rows picked by number are all samples' in turn.
+a batch of five and its micro-batches of three and two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -153,8 +153,9 @@ class Powers:
         return nearest if all(math.isclose(each, nearest, abs_tol=1e-6) for each in powers) else math.nan
 
 
-_PARTS = (3, 2)
-_ALL = sum(_PARTS)
+PARTS = (3, 2)
+ALL = sum(PARTS)
+SIZES = (ALL, *PARTS)
 _MOST_ELEMENTS = 1 << 22
 _ALLOWED = 1e-3
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -163,106 +164,70 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
     """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither."""
     made: Any = node.args[0] if node.target is getitem else node
-    if not isinstance(made.target, OpOverload) or _is_random(made):
+    if not isinstance(made.target, OpOverload) or is_random(made):
         return Reduction.UNKNOWN
     leaves = [each for each in made.all_input_nodes if isinstance(each.meta["val"], Tensor)]
     try:
-        whole, one, other = (each.double() for each in _computed(node, leaves, sizes, is_whole=False))
+        whole, one, other = (each.double() for each in computed(node, dict.fromkeys(leaves), sizes))
     except Exception:  # it takes numbers of its own kind, or sizes that only data decide
         return Reduction.UNKNOWN
-    if _are_close(whole, (_PARTS[0] * one + _PARTS[1] * other) / _ALL):
+    if _are_close(whole, (PARTS[0] * one + PARTS[1] * other) / ALL):
         return Reduction.MEAN
     return Reduction.SUM if _are_close(whole, one + other) else Reduction.OTHER
 
 
-def are_in_turn(index: fx.Node, length: Any, sizes: Sizes) -> bool:
-    """Whether each micro-batch picks, by numbers of its own, what the whole batch picks for its samples.
-
-    Nothing is said against numbers that a model finds itself (the places of what is largest): they name rows it has.
-    """
-
-    def is_found(node: fx.Node) -> bool:
-        return not _is_given(node) and (not isinstance(node.target, OpOverload) or has(node, Trait.FINDS_PLACES))
-
-    made_of = _sources(index)
-    is_free = index.meta["val"].dtype is torch.bool or any(map(is_found, made_of))
-    return is_free or _are_alike(index, made_of, length, sizes)
-
-
-def follows_place(numbers: fx.Node, sizes: Sizes) -> bool:
-    """Whether numbers for samples that follow from sizes alone are others in micro-batches: they count the samples."""
-    made_of = _sources(numbers)
-    counts = (each for each in made_of if has(each, Trait.COUNTS_ON))
-    return any(map(sizes.has_samples, counts)) and not _are_alike(numbers, made_of, 0, sizes)
-
-
-def _are_alike(index: fx.Node, made_of: Sequence[fx.Node], length: Any, sizes: Sizes) -> bool:
-    """Whether the numbers of two parts of a batch, one after the other, are those of all of it."""
-    try:
-        whole, one, other = _computed(index, filter(_is_given, made_of), sizes, is_whole=True)
-    except Exception:  # they may have to be other numbers
-        return True
-    moved = other + sizes.number(length, _PARTS[0])
-    grown = [dim for dim in range(whole.dim()) if whole.shape[dim] == one.shape[dim] + other.shape[dim]]
-    return not grown or torch.equal(whole, torch.cat([one, moved], grown[0]))
-
-
-def _sources(index: fx.Node) -> list[fx.Node]:
-    """Returns the tensors that numbers are made of, themselves among them."""
-
-    def sources(node: fx.Node) -> list[fx.Node]:
-        return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
-
-    return list(reached([index], lambda node: [] if _is_given(node) else sources(node)))
-
-
-def _is_given(node: fx.Node) -> bool:
-    """Whether a node is an input, or draws random numbers."""
-    return node.op == "placeholder" or _is_random(node)
-
-
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _computed(node: fx.Node, leaves: Iterable[fx.Node], sizes: Sizes, is_whole: bool) -> list[Tensor]:
-    """Computes what a node gives for the batch and its two parts from drawn `leaves`: zeros and ones if `is_whole`."""
+def places(rows: Tensor, part: int) -> Tensor:
+    """Returns the places of rows of the batch (0) or of one of its parts (1 and 2), by the sample of each row."""
+    return ((rows >= PARTS[0]) == (part == 2)).nonzero().flatten() if part else torch.arange(len(rows))
+
+
+def computed(node: fx.Node, leaves: Mapping[fx.Node, Tensor | None], sizes: Sizes) -> list[Tensor]:
+    """Computes what a node gives for the batch and its two parts from drawn `leaves`.
+
+    With each comes the sample of each of its rows; None: one sample comes after the other.
+    """
     generator = torch.Generator().manual_seed(0)
-    drawn = {leaf: _drawn(leaf.meta["val"], sizes, generator, is_whole) for leaf in leaves}
+    drawn = {leaf: _drawn(leaf.meta["val"], rows, sizes, generator) for leaf, rows in leaves.items()}
     return [
-        _run(node, num_samples, sizes, {leaf: each[part] for leaf, each in drawn.items()})
-        for part, num_samples in enumerate((_ALL, *_PARTS))
+        run(node, num_samples, sizes, {leaf: each[part] for leaf, each in drawn.items()})
+        for part, num_samples in enumerate(SIZES)
     ]
 
 
-def _drawn(value: Tensor, sizes: Sizes, generator: torch.Generator, is_whole: bool) -> list[Tensor]:
+def _drawn(value: Tensor, rows: Tensor | None, sizes: Sizes, generator: torch.Generator) -> list[Tensor]:
     """Draws the numbers of a tensor for the batch; returns them, and those of the two parts."""
-    shape = sizes.shape(value, _ALL)
+    shape = sizes.shape(value, ALL)
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError
-    if is_whole or not (value.is_floating_point() or value.is_complex()):
+    if not (value.is_floating_point() or value.is_complex()):
         drawn = torch.randint(2, shape, generator=generator).to(value.dtype)
     else:
         dtype = torch.float32 if value.dtype in _HALF else value.dtype
         drawn = torch.randn(shape, generator=generator, dtype=dtype)
     dimension = sizes.batch_dimension(value)
     if dimension is None:
-        return [drawn.clone() for _ in range(3)]
-    lengths = [shape[dimension] // _ALL * num for num in _PARTS]
-    return [drawn, *(part.clone() for part in drawn.split_with_sizes(lengths, dimension))]
+        return [drawn.clone() for _ in SIZES]
+    if rows is None:
+        rows = torch.arange(ALL).repeat_interleave(shape[dimension] // ALL)
+    return [drawn.index_select(dimension, places(rows, part)) for part in range(len(SIZES))]
 
 
-def _run(node: fx.Node, num_samples: int, sizes: Sizes, known: dict[fx.Node, Any]) -> Tensor:
+def run(node: fx.Node, num_samples: int, sizes: Sizes, known: dict[fx.Node, Any]) -> Tensor:
     """Computes what a node gives for a batch of some size; `known` has what is drawn."""
 
     def value_of(each: fx.Node) -> Any:
         if each not in known:
             value = each.meta.get("val")
             is_made = isinstance(value, Tensor | list | tuple)
-            known[each] = computed(each) if is_made else sizes.number(value, num_samples)
+            known[each] = result_of(each) if is_made else sizes.number(value, num_samples)
         return known[each]
 
-    def computed(each: fx.Node) -> Any:
+    def result_of(each: fx.Node) -> Any:
         target: Any = each.target
         args, kwargs = fx.map_arg((each.args, each.kwargs), value_of)
         return target(*args, **{name: "cpu" if name == "device" else given for name, given in kwargs.items()})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -59,8 +60,16 @@ class Values:
                     source = source.args[0]
                 self._becomes_state.add(source)
         self._of: dict[fx.Node, Value] = {}
+        in_memory: dict[int, list[fx.Node]] = {}
         for node in nodes.nodes:
-            self._of[node] = self._value(node)
+            self._of[node] = value = self._value(node)
+            fact = facts.get(node.name)
+            for storage in fact.writes - self._state if fact is not None else ():
+                for each in in_memory.get(storage, ()):  # it is read by this name later
+                    known, reach = self._of[each], self._of_numbers(each, value.reach)
+                    self._of[each] = replace(known, source=known.source | value.source, reach=max(known.reach, reach))
+            for storage in fact.makes if fact is not None else ():
+                in_memory.setdefault(storage, []).append(node)
 
     def __getitem__(self, node: fx.Node) -> Value:
         if node not in self._of:

@@ -212,7 +212,6 @@ class Trait(Flag):
     BY_INDEX = auto()  # it reads or writes at places along a dimension that its indices name
     FINDS_PLACES = auto()  # it finds places among the numbers that it is given
     NUMBERS_PLACES = auto()  # its numbers are lengths, as its result has them
-    COUNTS_ON = auto()  # it counts from place to place
     SHAPE_ALONE = auto()  # it takes nothing of its first argument but its shape
     FILLS = auto()  # it fills that shape with one number
     AS_ANOTHER = auto()  # it takes of its second argument the kind or shape alone
@@ -337,7 +336,7 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("empty_like new_empty", Operator(_LINEAR, Trait.SHAPE_ALONE)),
     ("rand_like randn_like randint_like", Operator(traits=Trait.SHAPE_ALONE)),
     ("scalar_tensor full", Operator(traits=Trait.SAME_NUMBER)),
-    ("arange range linspace logspace", Operator(traits=Trait.NUMBERS_PLACES | Trait.COUNTS_ON)),
+    ("arange range linspace logspace", Operator(traits=Trait.NUMBERS_PLACES)),
     # reductions
     ("sum nansum", Operator(_LINEAR, Trait.ADDS_UP, Merge.SUM)),
     ("trace", Operator(_LINEAR, Trait.ADDS_UP)),
@@ -356,13 +355,12 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     # along a dimension
     ("softmax log_softmax _softmax _log_softmax", Operator(_BREAK, along=_by_dimension)),
     ("kthvalue", Operator(_BREAK, counts_along=_by_dimension)),
-    ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES | Trait.COUNTS_ON, along=_by_dimension)),
-    ("cumprod", Operator(traits=Trait.COUNTS_ON, along=_by_dimension)),
+    ("cumsum", Operator(_LINEAR, Trait.FINDS_PLACES, along=_by_dimension)),
     ("cumsum_ sort logcumsumexp", Operator(traits=Trait.FINDS_PLACES, along=_by_dimension)),
     ("msort", Operator(traits=Trait.FINDS_PLACES, along=_first)),
     ("flip roll", Operator(_LINEAR, along=_by_dimension)),
     ("flipud", Operator(along=_first)),
-    ("cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
+    ("cumprod cumprod_ cummax cummin fft_*", Operator(along=_by_dimension)),
     ("diff", Operator(counts_along=_by_dimension)),
     ("argsort topk", Operator(traits=Trait.FINDS_PLACES, counts_along=_by_dimension)),
     ("bincount histc", Operator(counts_along=_all)),

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.batch.drawn import Powers, are_in_turn, follows_place, join_tried
+from autovaruna.graph.batch.drawn import Powers, join_tried
 from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
 from autovaruna.graph.batch.operators import (
     MEAN,
@@ -30,6 +30,7 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
+from autovaruna.graph.batch.order import Orders
 from autovaruna.graph.export.errors import advice, modules_of, origin
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
@@ -37,14 +38,14 @@ from autovaruna.graph.opaque.run import Reduction, opaque_module_of
 from autovaruna.graph.traced import OutputKind, TracedModel
 
 
-def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:
+def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: Orders) -> list[fx.Node]:
     """Makes sure that the numbers of samples go through a graph one by one; returns what joins counts of several.
 
     One that holds for one batch size alone is not looked at. Raises TraceError for an operation that mixes samples.
     """
     if graph.sizes.symbol is None:
         return []
-    meetings = _Meetings(graph)
+    meetings = _Meetings(graph, orders)
     for node in graph.module.graph.nodes:
         if words := meetings.words(node):
             kept = opaque_module_of(node.args[0]) if node.target is getitem else None
@@ -57,8 +58,8 @@ def refuse_mixing(model: nn.Module, graph: KnownGraph) -> list[fx.Node]:
 class _Meetings:
     """Tells how the operations of a graph have samples meet."""
 
-    def __init__(self, graph: KnownGraph) -> None:
-        self._values, self._facts, self._sizes = Values(graph), graph.facts, graph.sizes
+    def __init__(self, graph: KnownGraph, orders: Orders) -> None:
+        self._orders, self._values, self._facts, self._sizes = orders, orders.values, graph.facts, graph.sizes
 
     def joins_counts(self, node: fx.Node) -> bool:
         """Whether what was counted over the batch meets samples, or an operation along the batch makes counts."""
@@ -69,6 +70,8 @@ class _Meetings:
 
     def words(self, node: fx.Node) -> str:
         """Returns how a node mixes samples; empty if it does not."""
+        if node in self._orders.torn and (self._reach(node) >= Reach.SAMPLES or not has(node, Trait.BY_INDEX)):
+            return self._orders.torn[node]
         if not isinstance(node.target, OpOverload):
             return self._inside(node)
         value = node.meta.get("val")
@@ -91,8 +94,7 @@ class _Meetings:
         """Whether the operation of a node goes from sample to sample."""
         row = operator_of(node)
         if Trait.BY_INDEX in row.traits:
-            grown = [(index, length) for index, length in _picked(node) if self._sizes.grows(length)]
-            return not all(are_in_turn(index, length, self._sizes) for index, length in grown)
+            return node in self._orders.torn
         lengths = (is_count and row.counts_along) or row.along
         return lengths is not None and any(map(self._sizes.grows, lengths(node)))
 
@@ -111,13 +113,15 @@ class _Meetings:
 
     def _by_place(self, node: fx.Node) -> str:
         """Finds numbers for samples that follow from their places in the batch, and are computed with."""
-        is_of_samples = self._reach(node) is Reach.SAMPLES
-        if has(node, Trait.TAKES_ROWS) is is_of_samples or not any(map(has_numbers, _tensors_of(node))):
+        most = max((self._reach(each) for each in read(node)), default=Reach.NONE)
+        if has(node, Trait.TAKES_ROWS) is (most >= Reach.SAMPLES) or not any(map(has_numbers, _tensors_of(node))):
             return ""
         for source in read(node):
             is_of_sizes = self._reach(source) is Reach.NONE and self._sizes.has_samples(source)
-            if is_of_sizes and follows_place(source, self._sizes):
-                return f"{source.name}, which counts the samples, is computed with in {node.name}"
+            if is_of_sizes and not self._orders.fits(source, node):
+                return (
+                    f"{source.name}, whose rows follow from their places in the batch, is computed with in {node.name}"
+                )
         return ""
 
     def _by_count(self, node: fx.Node) -> str:
@@ -149,15 +153,6 @@ class _Meetings:
 
 def _tensors_of(node: fx.Node) -> list[Tensor]:
     return tensors_in(node.meta.get("val"))
-
-
-def _picked(node: fx.Node) -> list[tuple[fx.Node, Any]]:
-    """Returns the numbers by which a node picks, each with the length of the dimension."""
-    given = arguments(node)
-    indices = given.get("indices", given.get("index"))
-    pairs = enumerate(indices) if isinstance(indices, list | tuple) else [(given["dim"], indices)]
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    return [(index, shape[dim]) for dim, index in pairs if isinstance(index, fx.Node)]
 
 
 def _in_bags(node: fx.Node) -> str:
