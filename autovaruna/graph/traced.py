@@ -89,7 +89,7 @@ def classify(graph: KnownGraph, loss_mode: str) -> tuple[OutputSpec, ...]:
         TraceError: ``loss`` is asked for and no single output can be it.
     """
     nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
-    fed, outer = _fed_by_batch(graph.module.graph), _outer_lengths(graph.module.graph, graph.sizes)
+    fed, outer = _fed_by_batch(graph.module.graph), outer_lengths(graph.module.graph, graph.sizes)
     pairs = zip(nodes, graph.output_tree.tensor_paths(), strict=True)
     specs = [_classify_one(node, path, graph, fed, outer) for node, path in pairs]
     place = None if loss_mode == "outputs" else _find_loss(specs, graph.facts)
@@ -137,7 +137,7 @@ _RESHAPES = (
 )
 
 
-def _outer_lengths(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Any]:
+def outer_lengths(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Any]:
     """Returns, for values of samples, how often these come one after the other in their dimension; None: not known."""
     found: dict[fx.Node, Any] = {}
     lengths: dict[fx.Node, Any] = {}
