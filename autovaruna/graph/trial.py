@@ -490,7 +490,14 @@ def _with_layers_once(traced: TracedModel) -> fx.GraphModule:
     for node in traced.module.graph.nodes:
         place = stand_in.get(node.name)
         made[node] = made[traced.nodes[place]] if place else graph.node_copy(node, made.__getitem__)
-    return fx.GraphModule(traced.module, graph)
+    module = fx.GraphModule({}, fx.Graph())
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
+        elif (held := getattr(traced.module, str(node.target), None)) is not None:  # a region, or what is kept whole
+            setattr(module, str(node.target), held)
+    module.graph = graph
+    return module
 
 
 def _varied(tensor: Tensor) -> Tensor:
