@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +47,7 @@ _MOST_FLOPS = 5e9
 _SMALL = 0.01
 """What is less than this share of the largest gradient is compared with that share."""
 _NUMBERS, _SEED, _BACKWARD = 0.05, 0, 3.0
-_FLOAT, _TINY = 4, 1e-30
+_FLOAT, _TINY, _COPIES = 4, 1e-30, 4
 _MOST_NAMES = 3
 _GRADIENT = "the gradient of "
 _UNTRIED = "it has modules that are kept whole and draw numbers"
@@ -109,6 +110,9 @@ class Trial:
         if any(reduction_of(node) is Reduction.UNKNOWN for node in self.nodes.values() if node.op == "call_function"):
             self._note_untried(_UNTRIED)
             return None
+        if self._num_drawn_bytes() > _free_bytes(self.device):
+            self._note_untried("its weights, which are elsewhere, do not fit here")
+            return None
         varied = [
             _varied(tensor) if spec.is_batch else tensor
             for tensor, spec in zip(self._tensors, self.traced.call.inputs, strict=True)
@@ -124,14 +128,20 @@ class Trial:
         return None
 
     def _note_untried(self, reason: str) -> None:
-        if self.traced.joins_counts:
-            warn_untried(self.traced, self.model, reason)
-        logger.info("the trace was not compared with itself on parts of the batch: %s", reason)
+        """Says that nobody knows whether parts give the same, loud where counts may go into what is given for each."""
+        text = "the trace was not compared with itself on parts of the batch: it could not be tried out (%s)"
+        if not self.traced.joins_counts:
+            return logger.info(text, reason)
+        lines, name = _lines(self.traced), type(self.model).__qualname__
+        text += "; %s counts over the samples of a batch at %s, and micro-batches count over their own"
+        return logger.warning(text, reason, name, lines)
 
     def _compare(self, tensors: Sequence[Tensor]) -> AutoVarunaError | None:
         every, allowed = _Part(range(self.num_samples)), tolerance(self.traced)
         whole = self._run(tensors, every)
-        if tensors is not self._tensors and not all(each.isfinite().all() for each in whole.rows.values()):
+        if tensors is not self._tensors and not all(
+            each.isfinite().all() for each in (*whole.rows.values(), *whole.sums.values())
+        ):
             raise ArithmeticError("numbers that are not finite")
         for parts in self._cuts(tensors):
             runs = [self._run(tensors, part) for part in parts]
@@ -192,19 +202,9 @@ class Trial:
             wanted |= {
                 f"{_GRADIENT}{spec.name}": each for spec, each in zip(specs, inputs, strict=True) if each.requires_grad
             }
-            if roots and wanted:
-                found = torch.autograd.grad(
-                    list(roots), list(wanted.values()), list(roots.values()), True, allow_unused=True
-                )
-                results.sums |= {name: each for name, each in zip(wanted, found, strict=True) if each is not None}
-                if is_noting:
-                    noted = {node: each for node, each in results.values.items() if each.requires_grad}
-                    again = torch.autograd.grad(
-                        list(roots), list(noted.values()), list(roots.values()), allow_unused=True
-                    )
-                    results.gradients |= {
-                        node: each for node, each in zip(noted, again, strict=True) if each is not None
-                    }
+            noted = {node: each for node, each in results.values.items() if each.requires_grad}
+            results.sums |= _gradients(roots, wanted)
+            results.gradients |= _gradients(roots, noted)
         for spec in specs:
             if spec.is_batch and (name := f"{_GRADIENT}{spec.name}") in results.sums:
                 results.rows[name] = results.sums.pop(name)
@@ -327,6 +327,12 @@ class Trial:
             if isinstance(state, fx.Node) and isinstance(source, fx.Node) and str(state.target) in self.following:
                 found[source] = str(state.target)
         return found
+
+    def _num_drawn_bytes(self) -> int:
+        """Returns the bytes of weights that are drawn, and of their gradients for the whole and two parts."""
+        named = state_of(self.model)
+        names = {self._first(str(node.target)) for node in self.module.graph.find_nodes(op="get_attr")} & named.keys()
+        return _COPIES * sum(named[name].nbytes for name in names if named[name].device.type != self.device.type)
 
     def _is_quick(self) -> bool:
         """Whether the whole graph is tried: its numbers are here, and it does not take long."""
@@ -518,6 +524,15 @@ def _statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return by_channel.mean(1), by_channel.var(1, correction=0)
 
 
+def _gradients(roots: Mapping[Tensor, Tensor], values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """Returns the gradients of values that have one; a backward goes from each root with its own."""
+    if not roots or not values:
+        return {}
+    given = list(roots), list(values.values()), list(roots.values())
+    found = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
+    return {name: each for name, each in zip(values, found, strict=True) if each is not None}
+
+
 def _join(parts: Sequence[_Part], runs: Sequence[_Results]) -> _Results:
     """Returns what parts of the batch give together, as a step joins them."""
     order = torch.tensor([sample for part in parts for sample in part.samples]).argsort()
@@ -568,18 +583,14 @@ def _in_training(target: Any) -> bool:
     return any(argument.name in _AS_IN_EVALUATION for argument in target._schema.arguments)
 
 
+def _free_bytes(device: torch.device) -> float:
+    """Returns the memory that is left; a GPU says itself when there is none."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else math.inf
+
+
 def _layer_of(block: Block) -> str:
     match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
     return match[0] if match else ""
-
-
-def warn_untried(traced: TracedModel, model: nn.Module, reason: str) -> None:
-    """Says that nobody knows whether what a graph counts over its samples changes what it gives for each."""
-    logger.warning(
-        "%s counts over the samples of a batch at %s; whether what it gives for each depends on that could not be "
-        "tried out (%s). Micro-batches count over their own samples.",
-        *(type(model).__qualname__, _lines(traced), reason),
-    )
 
 
 def _lines(traced: TracedModel) -> str:

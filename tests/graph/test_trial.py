@@ -16,7 +16,7 @@ from autovaruna.graph import trial
 from autovaruna.graph.call import describe
 from autovaruna.graph.trial import Trial
 from autovaruna.session import traces
-from tests.session.training import QUIET
+from tests.session.training import QUIET, Setup, planned
 
 SAMPLES, ROWS, WIDTH, MARKS = 6, 3, 6, 4
 Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -118,7 +118,8 @@ def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(way: Way, **settings: Any) -> Any:
-    return AutoVaruna(Series(way), **{"num_micro_batches": 2, "profile_iterations": 1, **QUIET, **settings})(*batch())
+    with planned(Setup(num_micro_batches=2)):
+        return AutoVaruna(Series(way), **{"num_micro_batches": 2, **QUIET, **settings})(*batch())
 
 
 @pytest.mark.parametrize("name", MEETING)
