@@ -281,18 +281,18 @@ class Trial:
             name = self._first(str(node.target))
             if node.users and name in named and name not in first:
                 value: Tensor = self.traced.facts[node.name].value
-                first[name] = self._numbers(name, named[name]).requires_grad_(value.requires_grad)
+                first[name] = self._numbers(name, named[name], value).requires_grad_(value.requires_grad)
         names = {str(node.target) for node in self.module.graph.find_nodes(op="get_attr")}
         held = {name: each.to(self.device) for name, each in self.traced.constants.items()}
         return held | {name: first[self._first(name)] for name in names if self._first(name) in first}
 
-    def _numbers(self, name: str, tensor: Tensor) -> Tensor:
+    def _numbers(self, name: str, tensor: Tensor, like: Tensor) -> Tensor:
         """Returns a parameter or buffer; one whose numbers are elsewhere is drawn."""
         if tensor.device.type == self.device.type:
             return tensor.detach()
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
-        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.device)
-        if name not in self.traced.parameters.values() or not tensor.is_floating_point():
+        made = torch.ones(like.shape, dtype=like.dtype, device=self.device)
+        if name not in self.traced.parameters.values() or not like.is_floating_point():
             return made
         return made.normal_(0.0, _NUMBERS, generator=torch.Generator(self.device).manual_seed(seed))
 
@@ -330,9 +330,10 @@ class Trial:
 
     def _num_drawn_bytes(self) -> int:
         """Returns the bytes of weights that are drawn, and of their gradients for the whole and two parts."""
-        named = state_of(self.model)
-        names = {self._first(str(node.target)) for node in self.module.graph.find_nodes(op="get_attr")} & named.keys()
-        return _COPIES * sum(named[name].nbytes for name in names if named[name].device.type != self.device.type)
+        named, nodes = state_of(self.model), self.module.graph.find_nodes(op="get_attr")
+        first = {self._first(str(node.target)): self.traced.facts[node.name].value for node in nodes}
+        away = [name for name in first.keys() & named.keys() if named[name].device.type != self.device.type]
+        return _COPIES * sum(int(first[name].nbytes) for name in away)
 
     def _is_quick(self) -> bool:
         """Whether the whole graph is tried: its numbers are here, and it does not take long."""

@@ -16,7 +16,8 @@ from autovaruna.graph import trial
 from autovaruna.graph.call import describe
 from autovaruna.graph.trial import Trial
 from autovaruna.session import traces
-from tests.session.training import QUIET, Setup, planned
+from tests.reference import sgd
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned
 
 SAMPLES, ROWS, WIDTH, MARKS = 6, 3, 6, 4
 Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -176,3 +177,22 @@ def test_of_layers_that_are_alike_one_is_tried(place: str, monkeypatch: pytest.M
         names = [name for name in tries.state if name.endswith("weight")]
         assert names == ["0.inner.weight", "1.inner.weight"]  # the input of the first one needs no gradient
         assert (tries.refusal() is not None) is is_refused
+
+
+def test_a_later_kind_of_call_is_tried_with_drawn_weights(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank has all weights any more then."""
+    tried: list[Any] = []
+    refusal = Trial.refusal
+    monkeypatch.setattr(Trial, "refusal", lambda self: tried.append(refusal(self)))
+    args = batch()
+
+    def call(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        model(*args).backward()
+        model.eval()
+        model(*args)
+
+    with caplog.at_level("INFO", "autovaruna.graph.trial"):
+        on_ranks(pipeline(2, num_micro_batches=2), Series(ALONE["statistics"]), call, sgd)
+    assert tried == [None, None] and "not compared" not in caplog.text
