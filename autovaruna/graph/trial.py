@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -31,6 +31,7 @@ from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import Reduction
+from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
 from autovaruna.graph.random import own_cache, python_generators, untouched_generator
 from autovaruna.graph.records import Block
@@ -434,7 +435,7 @@ class _Pass(Run):
                 )
         elif is_of_batch(node) and self._part.of_batch is not None:
             value = self._part.of_batch[node.name]
-        elif _in_training(target):
+        elif target in NORMS or _in_training(target):
             value = self._evaluated(node)
         elif isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
             value = self._drawn(node)
@@ -457,12 +458,13 @@ class _Pass(Run):
     def _evaluated(self, node: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         target: Any = node.target
+        run = partial(normalize, target) if target in NORMS else target  # as a stage does
         if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
             statistics = self._trial.known.setdefault(node, _statistics(args[0]))
-            return target(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
+            return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
         names = [argument.name for argument in target._schema.arguments]
         args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
-        return target(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})
+        return run(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})
 
     def _drawn(self, node: fx.Node) -> Any:
         """Returns what the whole batch has drawn for the samples of the part; notes what it draws by."""
