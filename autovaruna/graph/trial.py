@@ -283,7 +283,7 @@ class Trial:
             if node.users and name in named and name not in first:
                 value: Tensor = self.traced.facts[node.name].value
                 first[name] = self._numbers(name, named[name], value).requires_grad_(value.requires_grad)
-        names = {str(node.target) for node in self.module.graph.find_nodes(op="get_attr")}
+        names = dict.fromkeys(str(node.target) for node in self.module.graph.find_nodes(op="get_attr"))
         held = {name: each.to(self.device) for name, each in self.traced.constants.items()}
         return held | {name: first[self._first(name)] for name in names if self._first(name) in first}
 

@@ -174,7 +174,7 @@ def test_of_layers_that_are_alike_one_is_tried(place: str, monkeypatch: pytest.M
         model, tensors = nn.Sequential(*(Layer(way) for _ in range(4))), (torch.randn(SAMPLES, WIDTH),)
         traced = tracing.trace(model, describe(model, tensors, {})[1], torch.device("cpu"))
         tries = Trial(traced, model.to(place), tensors, torch.device("cpu"), None, lambda *args: [])
-        names = [name for name in tries.state if name.endswith("weight")]
+        names = [name for name in sorted(tries.state) if name.endswith("weight")]
         assert names == ["0.inner.weight", "1.inner.weight"]  # the input of the first one needs no gradient
         assert (tries.refusal() is not None) is is_refused
 
