@@ -206,6 +206,7 @@ class Settings:
     dynamic_batch: bool = _setting(BOOLEAN, True)
     check_trace: bool = _setting(BOOLEAN, True)
     recheck_trace: bool = _setting(BOOLEAN, True)
+    check_parts: bool = _setting(BOOLEAN, True)
     reduction: Literal["mean", "sum"] = _setting(choice("mean", "sum"), "mean")
     batch_statistics: Literal["exact", "micro-batch"] = _setting(choice("exact", "micro-batch"), "exact")
     micro_batch_weight: Callable[..., float] | None = _setting(CALLABLE, None)

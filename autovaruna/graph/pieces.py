@@ -28,7 +28,7 @@ from autovaruna.graph.random import draw
 from autovaruna.graph.traced import TracedModel
 
 aten = torch.ops.aten
-_NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -157,7 +157,7 @@ class _Extraction:
             (node.args, node.kwargs), lambda source: self._kept(source, node, self._resolve(source, block))
         )
         operation: Any = node.target
-        if operation in _NORMS and self.traced.facts[node.name].needs_gradient:
+        if operation in NORMS and self.traced.facts[node.name].needs_gradient:
             return self.graph.create_node(node.op, normalize, (operation, *args), kwargs, node.name)
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)

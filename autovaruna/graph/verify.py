@@ -12,9 +12,9 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,18 +23,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autovaruna._torch import OpOverload, TorchDispatchMode, pytree
+from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.operators import is_of_batch
-from autovaruna.graph.export.errors import FOR_COUNTS, first_line, modules_of, origin
+from autovaruna.graph.export.errors import first_line, modules_of, origin
 from autovaruna.graph.export.fakes import changed_attributes, profiling_mode
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
-from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import OpaqueModule, Reduction, forgetting, run_opaque
+from autovaruna.graph.opaque.run import OpaqueModule, forgetting, run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, draw_from, own_cache, python_generators, untouched_generator
-from autovaruna.graph.traced import OutputKind, TracedModel, joined, opened
+from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import flatten
 
 _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "linear", "rnn")
@@ -117,7 +115,7 @@ class EagerVsGraph:
         own = self._copy()
         self._called(own)
         left = changed_attributes(self.model, own)
-        named, before = _state(own), _state(self.model)
+        named, before = state_of(own), state_of(self.model)
         with torch.no_grad():
             for name in self.state:
                 named[name].data = before[name].detach().clone()
@@ -135,20 +133,18 @@ class EagerVsGraph:
             own_cache(),
         ):
             outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
-        named = _state(own)
+        named = state_of(own)
         return [each.detach().clone() for each in (*outputs, *(named[name] for name in self.state))]
 
     def trace(
         self,
         nodes: dict[str, tuple[fx.Node, Any]] | None = None,
-        each: Callable[[Run, fx.Node], Any] | None = None,
-        around: AbstractContextManager[Any] | None = None,
     ) -> list[Tensor]:
         """Runs the graph; returns the same. `nodes` gets the last node of each module, by path, with its value."""
         clones = self._clones()
-        named = {name: clones.get(id(tensor), tensor) for name, tensor in _state(self.model).items()}
-        run = Run(self.traced.module, named | self.traced.constants, self.device, nodes, each)
-        with around or nullcontext(), self._alike(), without_autocast(), profiling_mode():
+        named = {name: clones.get(id(tensor), tensor) for name, tensor in state_of(self.model).items()}
+        run = Run(self.traced.module, named | self.traced.constants, self.device, nodes)
+        with self._alike(), without_autocast(), profiling_mode():
             outputs = run.run(*self._inputs(), enable_io_processing=False)
         return [each.detach() for each in (*outputs, *(named[name] for name in self.state))]
 
@@ -183,7 +179,7 @@ class EagerVsGraph:
 
     def _clones(self) -> dict[int, Tensor]:
         """Returns copies of what a call may change, by the identity of the tensor."""
-        named = _state(self.model)
+        named = state_of(self.model)
         return {id(named[name]): _copy_of(named[name]) for name in self.state}
 
     def _copy(self) -> nn.Module:
@@ -205,10 +201,8 @@ class Run(fx.Interpreter):
         attributes: dict[str, Tensor],
         device: torch.device,
         nodes: dict[str, tuple[fx.Node, Any]] | None,
-        each: Callable[[Run, fx.Node], Any] | None = None,
     ) -> None:
         super().__init__(module)
-        self._each = each or Run.plain
         self._attributes = attributes
         self._device = device
         self._nodes = nodes
@@ -217,7 +211,8 @@ class Run(fx.Interpreter):
         known = self._attributes.get(str(target))
         return super().get_attr(target, args, kwargs) if known is None else known
 
-    def plain(self, node: fx.Node) -> Any:
+    def value(self, node: fx.Node) -> Any:
+        """Returns what a node gives."""
         return super().run_node(node)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -225,13 +220,13 @@ class Run(fx.Interpreter):
             default_generator(self._device).manual_seed(_SEED)  # a module that is kept seeds Python's by it
         precision = precision_of(n)
         with in_precision(precision) if precision else nullcontext():
-            value = self._each(self, n)
+            value = self.value(n)
         if self._nodes is not None:
             self._nodes |= dict.fromkeys(modules_of(n), (n, value))
         return value
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
+def state_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
@@ -396,165 +391,3 @@ def _where(both: EagerVsGraph, allowed: float) -> str:
 
 def _kind(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-_MOST_LINES = 3
-_UNTRIED = "it changes buffers by its samples, or has modules that are kept whole and draw numbers"
-_PARTS = (2, 3, 5)
-"""The first part of the batch is its half, then its third and so on."""
-_AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "dropout_p": 0.0}
-"""Arguments of operations that draw numbers or have statistics of a batch, with which they do neither."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A graph, and a batch of two samples or more that goes through it whole and in two parts.
-
-    `share` returns the weight of a part's loss for its part of the samples; None: the loss does not count.
-    """
-
-    traced: TracedModel
-    model: nn.Module
-    tensors: Sequence[Tensor]
-    num_samples: int
-    device: torch.device
-    share: Callable[[float], float] | None
-    _known: dict[str, Any] = field(default_factory=dict)
-
-    def compare(self) -> None:
-        """Makes sure that parts of the batch give what all of it gives.
-
-        Raises:
-            TraceError: they do not; says which lines join counts.
-        """
-        if not self._can_run():
-            return warn_untried(self.traced, self.model, _UNTRIED)
-        try:
-            allowed = tolerance(self.traced)
-            whole = self._whole()
-            worst = max(self._off(whole, parts) for parts in self._cuts())
-            if worst <= allowed:
-                return None
-            noise = [_most_distant(self._whole(Rounded(self.device, seed)), whole) for seed in SEEDS]
-        except Exception as error:  # the step will say so, if it is one of the model
-            return warn_untried(self.traced, self.model, f"{type(error).__name__}: {first_line(error)}")
-        if worst > max(CLEAR * allowed, BY_ROUNDING * max(noise)):
-            raise TraceError(
-                f"{type(self.model).__qualname__} mixes the samples of a batch: what it counts over them at "
-                f"{_lines(self.traced)} goes into what it gives for each. Got other numbers for two parts of "
-                f"{self.num_samples} samples than for all of them (they differ by {worst:.1e} of the largest). "
-                f"{FOR_COUNTS}"
-            )
-        return None
-
-    def _off(self, whole: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> float:
-        """Returns how far what parts of the batch give is from what all of it gives."""
-        order = torch.tensor([sample for part in parts for sample in part]).argsort()
-        runs = [self._run(part) for part in parts]
-        shares = [1.0 if self.share is None else self.share(len(part) / self.num_samples) for part in parts]
-        joined = [self._joined(place, [run[place] for run in runs], shares, order) for place in self._counting]
-        return _most_distant(joined, whole)
-
-    def _whole(self, around: Rounded | None = None) -> list[Tensor]:
-        """Returns what counts of the outputs for the batch."""
-        outputs = self._run(range(self.num_samples), around)
-        return [outputs[place] for place in self._counting]
-
-    def _cuts(self) -> list[Sequence[Sequence[int]]]:
-        """Returns ways to cut the batch in two: one alone may give the same by chance."""
-        samples = range(self.num_samples)
-        places = {max(1, self.num_samples // part) for part in _PARTS}
-        cuts: list[Sequence[Sequence[int]]] = [(samples[:place], samples[place:]) for place in sorted(places)]
-        return [*cuts, (samples[::2], samples[1::2])]
-
-    @cached_property
-    def _counting(self) -> list[int]:
-        """Places of the outputs that say something: those of each sample, and a loss."""
-        kinds = (OutputKind.SAMPLES,) if self.share is None else (OutputKind.SAMPLES, OutputKind.LOSS)
-        return [place for place, spec in enumerate(self.traced.outputs) if spec.kind in kinds]
-
-    def _joined(self, place: int, parts: Sequence[Tensor], shares: Sequence[float], order: Tensor) -> Tensor:
-        spec = self.traced.outputs[place]
-        if spec.kind is OutputKind.SAMPLES:
-            assert spec.dimension is not None
-            outer = self.traced.outer(spec, self.traced.lengths_of(self.traced.call) or ())
-            whole = opened(joined(parts, spec.dimension, outer), spec.dimension, outer)
-            made = _of_samples(whole, spec.dimension + 1, self.num_samples, order)
-            return made.flatten(spec.dimension, spec.dimension + 1)
-        return sum((part * share for part, share in zip(parts[1:], shares[1:], strict=True)), parts[0] * shares[0])
-
-    def _run(self, samples: Sequence[int], around: Rounded | None = None) -> list[Tensor]:
-        pairs = zip(self.tensors, self.traced.call.inputs, strict=True)
-        tensors = [tensor[list(samples)] if spec.is_batch else tensor for tensor, spec in pairs]
-        both = EagerVsGraph(self.traced, self.model, tensors, self.device)
-        return both.trace(each=partial(self._run_node, samples), around=around)
-
-    def _run_node(self, samples: Sequence[int], run: Run, node: fx.Node) -> Any:
-        """Runs a node for a part of the batch, with what the whole batch has drawn and counted."""
-        is_drawn = node.name in self.traced.facts and self.traced.facts[node.name].is_random
-        if _in_training(node.target):
-            return _evaluated(run, node)
-        if is_of_batch(node):
-            (value, use, dtype), _ = run.fetch_args_kwargs_from_env(node)
-            value, part = self._known.setdefault(node.name, value), len(samples) / self.num_samples
-            return torch.as_tensor(use.of_share(value, part if self.share is None else self.share(part))).to(dtype)
-        if not is_drawn or not isinstance(node.target, OpOverload):
-            return run.plain(node)
-        if node.name not in self._known:
-            self._known[node.name] = run.plain(node)
-        drawn: Tensor = self._known[node.name]
-        dimension = self.traced.sizes.batch_dimension(node.meta["val"])
-        if dimension is None:
-            return drawn.clone()
-        return _of_samples(drawn, dimension, self.num_samples, torch.tensor(samples))
-
-    def _can_run(self) -> bool:
-        """Whether nothing but counts can make parts differ."""
-        nodes = list(self.traced.nodes.values())
-        if any(reduction_of(node) is Reduction.UNKNOWN for node in nodes if node.op == "call_function"):
-            return False
-        facts = self.traced.facts
-        names = {**self.traced.parameters, **self.traced.buffers}
-        follows = self.traced.changed_state - self.traced.steady_state
-        state = [node for node in nodes if node.op == "get_attr" and names.get(str(node.target)) in follows]
-        memory = {storage for node in state for storage in facts[node.name].makes}
-        return all(
-            _in_training(node.target) for node in nodes if node.name in facts and facts[node.name].writes & memory
-        )
-
-
-def warn_untried(traced: TracedModel, model: nn.Module, reason: str) -> None:
-    """Says that nobody knows whether what a graph counts over its samples changes what it gives for each."""
-    logger.warning(
-        "%s counts over the samples of a batch at %s; whether what it gives for each depends on that could not be "
-        "tried out (%s). Micro-batches count over their own samples.",
-        *(type(model).__qualname__, _lines(traced), reason),
-    )
-
-
-def _lines(traced: TracedModel) -> str:
-    nodes = [traced.nodes[name] for name in traced.joins_counts]
-    return ", ".join(list(dict.fromkeys(origin(node) or node.name for node in nodes))[:_MOST_LINES])
-
-
-def _evaluated(run: Run, node: fx.Node) -> Any:
-    args, kwargs = run.fetch_args_kwargs_from_env(node)
-    target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
-    args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
-    kwargs = {name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()}
-    return target(*args, **kwargs)
-
-
-def _of_samples(tensor: Tensor, dimension: int, num_samples: int, samples: Tensor) -> Tensor:
-    """Returns what a tensor has of some samples, each of which may have several places of a dimension."""
-    before, after = tensor.shape[:dimension], tensor.shape[dimension + 1 :]
-    by_sample = tensor.reshape(*before, num_samples, -1, *after).index_select(dimension, samples.to(tensor.device))
-    return by_sample.flatten(dimension, dimension + 1)
-
-
-def _in_training(target: Any) -> bool:
-    """Whether an operation does something else in training."""
-    if not isinstance(target, OpOverload):
-        return False
-    return any(argument.name in _AS_IN_EVALUATION for argument in target._schema.arguments)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,19 +22,21 @@ from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
-from autovaruna.graph.verify import Parts, compare, warn_untried
+from autovaruna.graph.trial import Trial
+from autovaruna.graph.verify import compare
 from autovaruna.log import phase
-from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.profiler.cache import keep_tried, trial_file
+from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.world import World, differences, on_all
-from autovaruna.session.calls import SharedCall
+from autovaruna.runtime.world import World, differences, gather_on_all, on_all
+from autovaruna.session.calls import BatchValues, SharedCall
 
 logger = logging.getLogger(__name__)
 _OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # what is put in the place of an attribute
 _MOST_SAMPLES = 4  # samples on which a graph is compared with its model
 _MOST_GRAPHS = 32  # graphs that are kept
 _MOST_TRIED = 2  # traces that try to leave a dimension free
-_MOST_IN_PARTS = 16  # samples of which two parts are compared with all of them
+_TRIED, _MOST_TRIED_COUNTS = 3, 16  # samples that are tried on parts of them, and where counts of several meet
 
 
 class Traces:
@@ -49,6 +50,7 @@ class Traces:
         self._known: OrderedDict[str, TracedModel] = OrderedDict()
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
         self._stuck: Counter[tuple[str, int, int]] = Counter()
+        self._unjoined: dict[str, str] = {}  # why losses of micro-batches do not make up that of the batch, by trial
         self.latest: TracedModel | None = None
         self.num_traced = 0
 
@@ -169,6 +171,8 @@ class Traces:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
         if not self._settings.micro_batch_weight:
             refuse_other_losses(traced, self._settings.reduction == "sum", is_exact)
+            if reason := self._unjoined.get(traced.key):
+                raise InputError(reason)
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
@@ -269,9 +273,12 @@ class Traces:
 
     def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         self._compare(traced)
-        if self._settings.check_trace:
-            with phase(logger, "comparing the trace with the model"):
-                self._check(traced, shared, micro_batch_size)
+        is_tried = (
+            self._settings.check_parts and self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
+        )
+        if self._settings.check_trace or is_tried:
+            with phase(logger, "comparing the trace with the model, and with itself on parts of a batch"):
+                self._check(traced, shared, micro_batch_size, is_tried)
         return traced
 
     def _is_dynamic(self, call: CallSpec) -> bool:
@@ -297,43 +304,65 @@ class Traces:
         )
         return partial(trace, self._model, call, self.device, options)
 
-    def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> None:
-        """Makes sure that the graph computes what the model does, on the first rank that has it whole. Collective.
+    def _check(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int, is_tried: bool) -> None:
+        """Makes sure that the graph computes what the model does, for a batch and for its micro-batches. Collective.
 
-        After the split no rank has, as a rule: the traces of later kinds of calls are not compared then.
+        The first rank that has the model whole compares it with the graph (after the split no rank has, as a rule);
+        meanwhile the last one tries the graph on parts of a batch, or another one does, with drawn weights.
         """
         size = micro_batch_size if traced.sizes.symbol is None else min(micro_batch_size, _MOST_SAMPLES)
-        can = shared.sizes[self._world.rank] >= size and self._is_whole()
-        able = self._world.gather_objects(can, "finding who has the whole model")
-        is_chosen = any(able) and able.index(True) == self._world.rank
+        own = shared.sizes[self._world.rank]
+        able = self._world.gather_objects((own >= size, self._is_whole()), "finding who has the whole model")
+        compares = [rank for rank, each in enumerate(able) if each == (True, True)]
+        passing = [rank for rank, num in enumerate(shared.sizes) if num]
+        tries = [rank for rank in passing if able[rank][1]] or passing
 
-        joins = bool(traced.joins_counts) and self._settings.num_micro_batches != 1
-
-        def compare_here() -> None:
-            if is_chosen:
+        def check_here() -> str:
+            if self._settings.check_trace and compares[:1] == [self._world.rank]:
                 samples = shared.samples(0, size) if not traced.asks_for_one else self._repeated(shared, max(2, size))
                 compare(traced, self._model, samples, self.device)
-                if joins:
-                    self._compare_parts(traced, shared)
-            elif joins and self._world.rank == 0 and not any(able):
-                warn_untried(traced, self._model, "no rank has all of the model and some samples")
+            return self._try(traced, shared) if is_tried and tries[-1] == self._world.rank else ""
 
-        on_all(self._world, compare_here, "comparing the trace with the model")
+        self._unjoined[traced.key] = "".join(
+            gather_on_all(self._world, check_here, "comparing the trace with the model")
+        )
 
-    def _compare_parts(self, traced: TracedModel, shared: SharedCall) -> None:
-        """Makes sure that counts of several samples do not go into what the graph gives for each.
+    def _try(self, traced: TracedModel, shared: SharedCall) -> str:
+        """Makes sure that parts of a batch give what all of it does; returns how the loss does not, where that counts.
 
-        This rank's samples are repeated until they are as many as the global batch has, which may be more than it has.
+        This rank's samples are repeated until there are enough; what holds of a graph is kept with what is measured.
         """
-        size = min(shared.global_batch_size, _MOST_IN_PARTS)
-        if size < 2:
-            return
-        share: Callable[[float], float] | None = None  # the weight of a loss by its part of the samples
-        if not self._settings.micro_batch_weight:
-            with suppress(InputError):  # there may turn out to be one micro-batch, or each has statistics of its own
-                self._check_parts(traced)
-                share = (lambda part: 1.0) if self._settings.reduction == "sum" else (lambda part: part)
-        Parts(traced, self._model, self._repeated(shared, size), size, self.device, share).compare()
+        settings = self._settings
+        is_free = settings.micro_batch_weight is not None or settings.batch_statistics != "exact"
+        known = trial_file(settings, traced, f"{settings.reduction} {is_free}")
+        if known is not None and known.exists():
+            return ""
+        size = min(shared.global_batch_size, _MOST_TRIED_COUNTS) if traced.joins_counts else _TRIED
+        tensors = self._repeated(shared, max(2, min(size, traced.greatest or size)))
+        weigh = (lambda part: 1.0) if settings.reduction == "sum" else (lambda part: part)
+        trial = Trial(
+            traced, self._model, tensors, self.device, None if is_free else weigh, partial(self._given, traced)
+        )
+        error = trial.refusal()
+        if isinstance(error, InputError):
+            return str(error)
+        if error is not None:
+            raise error
+        keep_tried(known)
+        return ""
+
+    def _given(
+        self, traced: TracedModel, parts: Sequence[Sequence[Tensor]], shares: Sequence[float]
+    ) -> list[Mapping[str, Tensor]]:
+        """Returns what micro-batches are given of the whole batch, each of which is a rank's mini-batch."""
+        values = BatchValues(traced, lambda: dict(self._model.named_buffers()), self.device)
+        place = next(place for place, spec in enumerate(traced.call.inputs) if spec.is_batch)
+        sizes, lengths = [len(part[place]) for part in parts], traced.lengths_of(traced.call) or ()
+        pairs = enumerate(zip(sizes, shares, strict=True))
+        batch = GlobalBatch({m: MicroBatch(m, m, 0, size, share) for m, (size, share) in pairs}, ())
+        totals = [values.of_samples(part, size, lengths) for part, size in zip(parts, sizes, strict=True)]
+        made = values.of_batch(totals, sizes, parts[0], batch, lengths)
+        return [made[share] for share in shares]
 
     def _repeated(self, shared: SharedCall, size: int) -> list[Tensor]:
         """Returns this rank's tensors with its first samples, repeated until they are `size`."""

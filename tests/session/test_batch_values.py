@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
+from autovaruna.graph.trial import Trial
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import Written
@@ -274,11 +275,23 @@ def test_one_micro_batch_may_count_as_it_likes() -> None:
     assert AutoVaruna(model, num_micro_batches=1, **QUIET)(*batch()).item() == expected
 
 
-def test_what_cannot_be_tried_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_tried_out_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(Trial, "_run", fail)
+    with caplog.at_level(logging.WARNING, "autovaruna"):
+        AutoVaruna(counting_by(roomy_experts), num_micro_batches=2, **QUIET)(*batch())
+    assert "could not be tried out (MemoryError: too much)" in caplog.text
+
+
+def test_state_of_samples_hides_no_counts() -> None:
     def follows(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
         self.seen.mul_(0.5).add_(F.one_hot(n, 40).sum(0))
         return x[n.argsort()] * self.seen.sum()
 
-    with caplog.at_level(logging.WARNING, "autovaruna"):
-        AutoVaruna(counting_by(follows), num_micro_batches=2, **QUIET)(*batch())
-    assert "could not be tried out (it changes buffers by its samples" in caplog.text
+    refuse(
+        counting_by(follows),
+        r"(?s)what it counts over them at .*test_batch_values.py",
+        dict(zip("xny", batch(), strict=True)),
+    )

@@ -1,0 +1,600 @@
+"""Tries a graph on a small batch and on its parts, whatever the analysis believes: both must give the same numbers.
+
+The parts go through as micro-batches do: outputs of samples are put together, losses and gradients weighted and added
+up. Chance and statistics of the batch are taken out: what the whole batch draws is cut with its samples, dropout is
+off, normalisations take the statistics of the whole, and state that follows from samples stays as it is. Where that
+takes long, layers like the one before are left out; where a rank has no numbers of a weight, they are drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autovaruna._torch import OpOverload, preserve_version_counter
+from autovaruna.errors import AutoVarunaError, InputError, TraceError
+from autovaruna.graph.batch.operators import is_of_batch, reached
+from autovaruna.graph.batch.order import Orders
+from autovaruna.graph.export.errors import FOR_COUNTS, advice, first_line, modules_of, origin
+from autovaruna.graph.export.fakes import profiling_mode
+from autovaruna.graph.grouping import signature
+from autovaruna.graph.opaque.infer import reduction_of
+from autovaruna.graph.opaque.run import Reduction
+from autovaruna.graph.pieces import NORMS, normalize
+from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
+from autovaruna.graph.random import own_cache, python_generators, untouched_generator
+from autovaruna.graph.records import Block
+from autovaruna.graph.traced import OutputKind, TracedModel, joined, opened
+from autovaruna.graph.verify import BY_ROUNDING, CLEAR, SEEDS, Rounded, Run, distance, state_of, tolerance
+
+logger = logging.getLogger(__name__)
+_AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "dropout_p": 0.0}
+"""Arguments of operations that draw numbers or have statistics of a batch, with which they do neither."""
+_TRAINING, _STATISTICS = 5, slice(3, 5)
+"""Places among the arguments of ``aten.batch_norm``."""
+_MOST_FLOPS = 5e9
+"""Floating-point operations of a trial from which on layers that are alike are tried once."""
+_SMALL = 0.01
+"""What is less than this share of the largest gradient is compared with that share."""
+_NUMBERS, _SEED, _BACKWARD = 0.05, 0, 3.0
+_FLOAT, _TINY, _COPIES = 4, 1e-30, 4
+_MOST_NAMES = 3
+_GRADIENT = "the gradient of "
+_UNTRIED = "it has modules that are kept whole and draw numbers"
+
+Weigh = Callable[[float], float]
+"""Returns the weight of a part's loss by its part of the samples."""
+Values = Callable[[Sequence[list[Tensor]], Sequence[float]], Sequence[Mapping[str, Tensor]]]
+"""Returns what each part is given of the whole batch, as a step does, by the tensors of parts and their weights."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some samples of the batch, the weight of their loss, and what they are given of the whole (None: they are it)."""
+
+    samples: Sequence[int]
+    share: float = 1.0
+    of_batch: Mapping[str, Tensor] | None = None
+
+
+@dataclass
+class _Results:
+    """What a part gives: numbers of each sample, shape ``(samples, ...)``, those to be added up, and those alike."""
+
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    same: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[fx.Node, Tensor] = field(default_factory=dict)
+    gradients: dict[fx.Node, Tensor] = field(default_factory=dict)
+
+
+class Trial:
+    """A batch that goes through a graph whole and in parts.
+
+    Args:
+        tensors: Those of two samples or more.
+        weigh: None: the loss does not count.
+        values: What parts are given of the whole batch.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        model: nn.Module,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        weigh: Weigh | None,
+        values: Values,
+    ) -> None:
+        self.traced, self.model, self.device = traced, model, device
+        self._tensors, self._weigh, self._values = tensors, weigh, values
+        self.num_samples = next(
+            len(each) for each, spec in zip(tensors, traced.call.inputs, strict=True) if spec.is_batch
+        )
+        self.known: dict[Any, Any] = {}  # what the whole batch has drawn and counted, by node
+        self.module = traced.module if self._is_quick() else _with_layers_once(traced)
+        self.nodes = {node.name: node for node in self.module.graph.nodes}
+
+    def refusal(self) -> AutoVarunaError | None:
+        """Returns why the graph cannot run in micro-batches: they make other numbers; None: nothing is known of it."""
+        if any(reduction_of(node) is Reduction.UNKNOWN for node in self.nodes.values() if node.op == "call_function"):
+            self._note_untried(_UNTRIED)
+            return None
+        if self._num_drawn_bytes() > _free_bytes(self.device):
+            self._note_untried("its weights, which are elsewhere, do not fit here")
+            return None
+        varied = [
+            _varied(tensor) if spec.is_batch else tensor
+            for tensor, spec in zip(self._tensors, self.traced.call.inputs, strict=True)
+        ]
+        reason = ""
+        for tensors in (varied, self._tensors):
+            self.known.clear()
+            try:
+                return self._compare(tensors)
+            except Exception as error:  # the step will say so, if it is one of the model
+                reason = f"{type(error).__name__}: {first_line(error)}"
+        self._note_untried(reason)
+        return None
+
+    def _note_untried(self, reason: str) -> None:
+        """Says that nobody knows whether parts give the same, loud where counts may go into what is given for each."""
+        text = "the trace was not compared with itself on parts of the batch: it could not be tried out (%s)"
+        if not self.traced.joins_counts:
+            return logger.info(text, reason)
+        lines, name = _lines(self.traced), type(self.model).__qualname__
+        text += "; %s counts over the samples of a batch at %s, and micro-batches count over their own"
+        return logger.warning(text, reason, name, lines)
+
+    def _compare(self, tensors: Sequence[Tensor]) -> AutoVarunaError | None:
+        every, allowed = _Part(range(self.num_samples)), tolerance(self.traced)
+        whole = self._run(tensors, every)
+        if tensors is not self._tensors and not all(
+            each.isfinite().all() for each in (*whole.rows.values(), *whole.sums.values())
+        ):
+            raise ArithmeticError("numbers that are not finite")
+        for parts in self._cuts(tensors):
+            runs = [self._run(tensors, part) for part in parts]
+            off = _distances(whole, _join(parts, runs), runs)
+            off = {name: each for name, each in off.items() if each > CLEAR * allowed}
+            again = [self._run(tensors, every, Rounded(self.device, seed)) for seed in SEEDS if off]
+            noise = [_distances(whole, run, [run]) for run in again]
+            wrong = {k: far for k, far in off.items() if far > BY_ROUNDING * max(each[k] for each in noise)}
+            if wrong:
+                return self._explained(tensors, parts, wrong)
+        return None
+
+    def _cuts(self, tensors: Sequence[Tensor]) -> Iterator[Sequence[_Part]]:
+        """Yields ways to cut the batch in two; several where counts of samples meet: one may do by chance."""
+        samples, every = range(self.num_samples), range(1, self.num_samples)
+        places = {max(1, self.num_samples // part) for part in (2, 3, 5)} if self.traced.joins_counts else every[:1]
+        cuts: list[tuple[Sequence[int], ...]] = [(samples[:place], samples[place:]) for place in sorted(places)]
+        for cut in [*cuts, (samples[::2], samples[1::2])] if self.traced.joins_counts else cuts:
+            sizes = [len(part) / self.num_samples for part in cut]
+            shares = list(map(self._weigh, sizes)) if self._weigh else sizes
+            values = self._values([self._of(tensors, part) for part in cut], shares) if self.traced.totals else None
+            yield [
+                _Part(part, share, {} if values is None else values[place])
+                for place, (part, share) in enumerate(zip(cut, shares, strict=True))
+            ]
+
+    def _of(self, tensors: Sequence[Tensor], samples: Sequence[int]) -> list[Tensor]:
+        pairs = zip(tensors, self.traced.call.inputs, strict=True)
+        return [tensor[list(samples)] if spec.is_batch else tensor for tensor, spec in pairs]
+
+    def _run(
+        self,
+        tensors: Sequence[Tensor],
+        part: _Part,
+        around: AbstractContextManager[Any] | None = None,
+        is_noting: bool = False,
+    ) -> _Results:
+        specs, results = self.traced.call.inputs, _Results()
+        inputs = [
+            each.detach().to(self.device, copy=True).requires_grad_(spec.needs_gradient)
+            for each, spec in zip(self._of(tensors, part.samples), specs, strict=True)
+        ]
+        state = {name: self.started(name) if name in self._changed else each for name, each in self.state.items()}
+        run = _Pass(self, self.module, state, part, results, is_noting)
+        with (
+            around or nullcontext(),
+            untouched_generator(self.device),
+            python_generators(_SEED),
+            own_cache(),
+            compiling_nothing(),
+            without_autocast(),
+            profiling_mode(),
+            torch.set_grad_enabled(self.traced.needs_gradient),
+        ):
+            outputs = run.run(*inputs, enable_io_processing=False)
+            roots = dict(self._taken(outputs, part, results))
+            wanted = {f"{_GRADIENT}{name}": each for name, each in self._weights.items()}
+            wanted |= {
+                f"{_GRADIENT}{spec.name}": each for spec, each in zip(specs, inputs, strict=True) if each.requires_grad
+            }
+            noted = {node: each for node, each in results.values.items() if each.requires_grad}
+            results.sums |= _gradients(roots, wanted)
+            results.gradients |= _gradients(roots, noted)
+        for spec in specs:
+            if spec.is_batch and (name := f"{_GRADIENT}{spec.name}") in results.sums:
+                results.rows[name] = results.sums.pop(name)
+        results.same |= {name: state[name] for name in state if self._first(name) in self.traced.steady_state}
+        return results
+
+    def started(self, name: str) -> Tensor:
+        """Returns a copy of state that forward changes; what follows from samples is not zero, as later in training."""
+        tensor = self.state[name]
+        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made.fill_(1) if name in self.following and _has_numbers(made) and not made.any() else made
+
+    def _taken(self, outputs: Sequence[Tensor], part: _Part, results: _Results) -> Iterator[tuple[Tensor, Tensor]]:
+        """Puts what counts of the outputs to the results; yields where a backward begins, and from what."""
+        loss = self.traced.loss if self._weigh else None
+        for spec, output in zip(self.traced.outputs, outputs, strict=True):
+            if spec.kind is OutputKind.SAMPLES:
+                rows = self._rows(output, spec.dimension, spec.outer, len(part.samples))
+                results.rows[spec.path] = rows.detach()
+                if loss is None and rows.requires_grad and len(rows) == len(part.samples):
+                    seed = self.known.setdefault(spec.path, torch.randn_like(rows.detach()))
+                    yield rows, seed[list(part.samples)]
+            elif spec is loss:
+                results.sums[spec.path] = output.detach() * part.share
+                yield output, torch.full_like(output, part.share)
+
+    def _rows(self, tensor: Tensor, dimension: int, outer: Any, num_samples: int) -> Tensor:
+        """Returns a value of samples with these first; if their number does not divide it, as it is."""
+        times = 1 if outer in (1, None) else int(self.traced.sizes.in_call(outer, 1, self._lengths))
+        if tensor.shape[dimension] % (times * num_samples):
+            return tensor.movedim(dimension, 0)
+        by_sample = opened(tensor, dimension, times).movedim(dimension + 1, 0)
+        return by_sample.reshape(num_samples, -1, *by_sample.shape[1:])
+
+    def rows(self, node: fx.Node, value: Tensor, num_samples: int) -> Tensor | None:
+        """Returns a node's value of some samples with these first; None: it is none of samples."""
+        dimension = self.traced.sizes.batch_dimension(node.meta["val"])
+        return None if dimension is None else self._rows(value, dimension, self._outer(node), num_samples)
+
+    def rows_of(self, node: fx.Node, whole: Tensor, samples: Sequence[int]) -> Tensor:
+        """Returns what a value of the whole batch has of some samples."""
+        dimension = self.traced.sizes.batch_dimension(node.meta["val"])
+        if dimension is None:
+            return whole.clone()
+        per_sample = whole.shape[dimension] // self.num_samples
+        if per_sample > 1 and not any(isinstance(each.meta["val"], Tensor) for each in node.all_input_nodes):
+            first = whole.narrow(dimension, 0, 1)  # nothing says in which order the samples are
+            return first.repeat_interleave(per_sample * len(samples), dimension)
+        rows = self._rows(whole, dimension, self._outer(node), self.num_samples)[list(samples)]
+        before, after = whole.shape[:dimension], whole.shape[dimension + 1 :]
+        return rows.flatten(0, 1).movedim(0, dimension + 1).reshape(*before, -1, *after)
+
+    @cached_property
+    def _orders(self) -> Orders:
+        return Orders(self.traced)
+
+    def _outer(self, node: fx.Node) -> Any:
+        known = self.traced.nodes.get(node.name)
+        return 1 if known is None else self._orders.outer(known)
+
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return self.traced.lengths_of(self.traced.call) or ()
+
+    # state
+
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        """The tensors of the model that the graph reads, by attribute; one of several names is one tensor."""
+        named, first = state_of(self.model), dict[str, Tensor]()
+        for node in self.module.graph.find_nodes(op="get_attr"):
+            name = self._first(str(node.target))
+            if node.users and name in named and name not in first:
+                value: Tensor = self.traced.facts[node.name].value
+                first[name] = self._numbers(name, named[name], value).requires_grad_(value.requires_grad)
+        names = dict.fromkeys(str(node.target) for node in self.module.graph.find_nodes(op="get_attr"))
+        held = {name: each.to(self.device) for name, each in self.traced.constants.items()}
+        return held | {name: first[self._first(name)] for name in names if self._first(name) in first}
+
+    def _numbers(self, name: str, tensor: Tensor, like: Tensor) -> Tensor:
+        """Returns a parameter or buffer; one whose numbers are elsewhere is drawn."""
+        if tensor.device.type == self.device.type:
+            return tensor.detach()
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
+        made = torch.ones(like.shape, dtype=like.dtype, device=self.device)
+        if name not in self.traced.parameters.values() or not like.is_floating_point():
+            return made
+        return made.normal_(0.0, _NUMBERS, generator=torch.Generator(self.device).manual_seed(seed))
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        return {self._first(name): each for name, each in self.state.items() if each.requires_grad}
+
+    def _first(self, name: str) -> str:
+        return self.traced.parameters.get(name) or self.traced.buffers.get(name) or name
+
+    @cached_property
+    def _changed(self) -> set[str]:
+        return {name for name in self.state if self._first(name) in self.traced.changed_state}
+
+    @cached_property
+    def following(self) -> dict[str, frozenset[int]]:
+        """The memory of state that follows from samples, or from chance: each micro-batch changes it in turn."""
+        nodes = self.traced.module.graph.find_nodes(op="get_attr")
+        names = self._changed - {name for name in self._changed if self._first(name) in self.traced.steady_state}
+        return {str(node.target): self.traced.facts[node.name].makes for node in nodes if str(node.target) in names}
+
+    @cached_property
+    def becoming(self) -> dict[fx.Node, str]:
+        """What is written into such state as a whole, and the state that it becomes."""
+        found: dict[fx.Node, str] = {}
+        for node in self.module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            state, source = node.args[0], node.args[1]
+            while (
+                isinstance(source, fx.Node) and source.op == "call_function" and self.traced.facts[source.name].is_view
+            ):
+                source = source.args[0]
+            if isinstance(state, fx.Node) and isinstance(source, fx.Node) and str(state.target) in self.following:
+                found[source] = str(state.target)
+        return found
+
+    def _num_drawn_bytes(self) -> int:
+        """Returns the bytes of weights that are drawn, and of their gradients for the whole and two parts."""
+        named, nodes = state_of(self.model), self.module.graph.find_nodes(op="get_attr")
+        first = {self._first(str(node.target)): self.traced.facts[node.name].value for node in nodes}
+        away = [name for name in first.keys() & named.keys() if named[name].device.type != self.device.type]
+        return _COPIES * sum(int(first[name].nbytes) for name in away)
+
+    def _is_quick(self) -> bool:
+        """Whether the whole graph is tried: its numbers are here, and it does not take long."""
+        blocks, state = self.traced.graph.blocks, state_of(self.model).values()
+        num_flops = sum(block.num_flops_per_sample for block in blocks) * 2 * self.num_samples * _BACKWARD
+        return num_flops <= _MOST_FLOPS and all(each.device.type == self.device.type for each in state)
+
+    # what differs
+
+    def _explained(
+        self, tensors: Sequence[Tensor], parts: Sequence[_Part], wrong: Mapping[str, float]
+    ) -> AutoVarunaError:
+        """Says where parts of the batch begin to give something else than all of it does."""
+        every = _Part([sample for part in parts for sample in part.samples])
+        runs = [self._run(tensors, part, is_noting=True) for part in (every, *parts)]
+        outputs: Any = self.module.graph.output_node().args[0]
+        made = {spec.path: node for spec, node in zip(self.traced.outputs, outputs, strict=True)}
+        ends = [made[name] for name in wrong if name in made] or list(outputs)
+        leading = set(reached(ends, lambda node: node.all_input_nodes))
+        bad = [node for node in runs[0].values if node in leading and not self._fits(node, "values", parts, runs)]
+        back = [node for node in reversed(runs[0].gradients) if not self._fits(node, "gradients", parts, runs)]
+        far = f"they differ by {max(wrong.values()):.1e} of the largest"
+        name, first = type(self.model).__qualname__, [*bad, *(next(iter(node.users)) for node in back), *ends][0]
+        place, loss = origin(first) or first.name, self.traced.loss
+        counts = {self.nodes.get(each) for each in self.traced.joins_counts}
+        if bad and not counts.isdisjoint(reached([first], lambda node: node.all_input_nodes)):
+            return TraceError(
+                f"{name} mixes the samples of a batch: what it counts over them at {_lines(self.traced)} goes into "
+                f"what it gives for each. Got other numbers for parts of {self.num_samples} samples than for all of "
+                f"them ({far}). {FOR_COUNTS}"
+            )
+        is_of_loss = self._weigh is not None and (bad or (loss is not None and loss.path in wrong))
+        if loss is not None and is_of_loss and not any(self.traced.sizes.has_samples(node) for node in bad):
+            first = [*bad, made[loss.path]][0]
+            kind = "sum" if self._weigh and self._weigh(0.5) == 1.0 else "mean"
+            return InputError(
+                f"The loss of the model is no {kind} over its samples: {first.name}, at {place}, makes it another for "
+                f"{self.num_samples} samples than parts of them, joined by reduction={kind!r}, have ({far}). Expected "
+                f"a {kind}; return what the loss is computed from, and compute it outside of the model, from the "
+                "outputs of the whole batch; or pass num_micro_batches=1, with inputs='replicated' on several ranks."
+            )
+        what = first.name if bad or not back else f"the gradient that goes back through {first.name}"
+        return TraceError(
+            f"{name} mixes the samples of a batch: {what} is another for {self.num_samples} samples together than for "
+            f"parts of them, at {place} ({', '.join(list(wrong)[:_MOST_NAMES])}: {far}). "
+            f"{advice(self.model, self.traced.call, modules_of(first))}"
+        )
+
+    def _fits(self, node: fx.Node, kind: str, parts: Sequence[_Part], runs: Sequence[_Results]) -> bool:
+        """Whether what parts have of a value makes up that of the batch, in whatever order its samples are."""
+        found = [getattr(run, kind).get(node) for run in runs]
+        if any(each is None for each in found):
+            return True
+        (whole, *others), allowed = [each.detach() for each in found], CLEAR * tolerance(self.traced)
+        shares, dimension = [part.share for part in parts], self.traced.sizes.batch_dimension(node.meta["val"])
+        if dimension is None:
+            added = sum(others), sum(each * share for each, share in zip(others, shares, strict=True))
+            return any(_off(made, whole) <= allowed for made in added) or all(
+                _off(each, whole) <= allowed for each in others
+            )
+        rows = whole.shape[dimension] // self.num_samples
+        shapes = [list(whole.shape) for _ in others]
+        for shape, part in zip(shapes, parts, strict=True):
+            shape[dimension] = rows * len(part.samples)
+        if [list(each.shape) for each in others] != shapes:
+            return False
+        powers = (0, 1, -1) if kind == "values" else (0,)  # by the size of the batch, or by what is counted over it
+        scaled = [[each * share**power for each, share in zip(others, shares, strict=True)] for power in powers]
+        ways = [outer for outer in range(1, rows + 1) if rows % outer == 0]
+        return any(_off(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in ways)
+
+
+class _Pass(Run):
+    """Runs a graph for a part of the batch, with what the whole has drawn and counted."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        module: fx.GraphModule,
+        state: dict[str, Tensor],
+        part: _Part,
+        results: _Results,
+        notes: bool,
+    ) -> None:
+        super().__init__(module, state, trial.device, None)
+        self._trial, self._state, self._part, self._results, self._notes = trial, state, part, results, notes
+        self._is_region = module is not trial.module
+
+    def value(self, node: fx.Node) -> Any:
+        trial, target = self._trial, node.target
+        if node in trial.becoming:
+            value: Any = self._state[trial.becoming[node]].clone()
+        elif target is REGION:
+            (is_on, inner, *given), _ = self.fetch_args_kwargs_from_env(node)
+            with torch.set_grad_enabled(is_on):
+                value = _Pass(trial, inner, {}, self._part, self._results, False).run(
+                    *given, enable_io_processing=False
+                )
+        elif is_of_batch(node) and self._part.of_batch is not None:
+            value = self._part.of_batch[node.name]
+        elif target in NORMS or _in_training(target):
+            value = self._evaluated(node)
+        elif isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+            value = self._drawn(node)
+        else:
+            value = super().value(node)
+        if not self._is_region:
+            self._hold(node)
+        if self._notes and isinstance(value, Tensor) and _has_numbers(value):
+            self._results.values[node] = value
+        return value
+
+    def _hold(self, node: fx.Node) -> None:
+        """Puts state that follows from samples back after a node that has changed it."""
+        writes = self._trial.traced.facts[node.name].writes if node.op == "call_function" else frozenset()
+        for name, memory in self._trial.following.items() if writes else ():
+            if memory & writes:
+                with torch.no_grad(), preserve_version_counter(self._state[name]):
+                    self._state[name].copy_(self._trial.started(name))
+
+    def _evaluated(self, node: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        target: Any = node.target
+        run = partial(normalize, target) if target in NORMS else target  # as a stage does
+        if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
+            statistics = self._trial.known.setdefault(node, _statistics(args[0]))
+            return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
+        names = [argument.name for argument in target._schema.arguments]
+        args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
+        return run(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})
+
+    def _drawn(self, node: fx.Node) -> Any:
+        """Returns what the whole batch has drawn for the samples of the part; notes what it draws by."""
+        trial, num_samples = self._trial, len(self._part.samples)
+        for source in node.all_input_nodes if not self._is_region else ():
+            if isinstance(value := self.env[source], Tensor) and _has_numbers(value):
+                rows = trial.rows(source, value.detach().clone(), num_samples)
+                self._results.rows |= {} if rows is None else {f"what {node.name} draws by": rows}
+        made = super().value(node)
+        if not isinstance(made, Tensor):
+            return made
+        whole = trial.known.setdefault(node, made.detach().clone())
+        with torch.no_grad():
+            own = trial.rows_of(node, whole, self._part.samples)
+            return made.copy_(own) if node.target._schema.is_mutable else own  # type: ignore[union-attr]
+
+
+def _with_layers_once(traced: TracedModel) -> fx.GraphModule:
+    """Returns the graph without layers that are like the one before, whose values stand for theirs."""
+    facts, made = traced.facts, dict[fx.Node, fx.Node]()
+    stand_in: dict[str, str] = {}
+    first: list[str] = []
+    known = ""
+    for layer, blocks in groupby(traced.graph.blocks, key=_layer_of):
+        names = [name for block in blocks for name in block.nodes]
+        mark = signature([traced.nodes[name] for name in names], facts, traced.sizes) if layer else ""
+        if mark and mark == known:
+            stand_in |= dict(zip(names, first, strict=True))
+        else:
+            first, known = names, mark
+    graph = fx.Graph()
+    for node in traced.module.graph.nodes:
+        place = stand_in.get(node.name)
+        made[node] = made[traced.nodes[place]] if place else graph.node_copy(node, made.__getitem__)
+    module = fx.GraphModule({}, fx.Graph())
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
+        elif (held := getattr(traced.module, str(node.target), None)) is not None:  # a region, or what is kept whole
+            setattr(module, str(node.target), held)
+    module.graph = graph
+    return module
+
+
+def _varied(tensor: Tensor) -> Tensor:
+    """Returns samples of which no two are alike: one like an earlier one has its numbers in another order."""
+    rows, generator = list(tensor.detach().clone()), torch.Generator().manual_seed(_SEED)
+    for place, row in enumerate(rows):
+        if not any(torch.equal(row, other) for other in rows[:place]):
+            continue
+        if len(row.unique()) > 1:
+            row.copy_(row.flatten()[torch.randperm(row.numel(), generator=generator).to(row.device)].view(row.shape))
+        elif _has_numbers(row):
+            row.add_(torch.randn(row.shape, generator=generator).to(row) * _NUMBERS)
+    return torch.stack(rows)
+
+
+def _statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    by_channel = tensor.detach().float().transpose(0, 1).flatten(1)
+    return by_channel.mean(1), by_channel.var(1, correction=0)
+
+
+def _gradients(roots: Mapping[Tensor, Tensor], values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """Returns the gradients of values that have one; a backward goes from each root with its own."""
+    if not roots or not values:
+        return {}
+    given = list(roots), list(values.values()), list(roots.values())
+    found = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
+    return {name: each for name, each in zip(values, found, strict=True) if each is not None}
+
+
+def _join(parts: Sequence[_Part], runs: Sequence[_Results]) -> _Results:
+    """Returns what parts of the batch give together, as a step joins them."""
+    order = torch.tensor([sample for part in parts for sample in part.samples]).argsort()
+    made = _Results()
+    for name in {name for run in runs for name in run.rows}:
+        rows = [run.rows[name] for run in runs]
+        if len({each.shape[1:] for each in rows}) > 1:
+            made.rows[name] = rows[0]
+        else:
+            whole = torch.cat(rows)
+            made.rows[name] = whole[order.to(whole.device)] if len(whole) == len(order) else whole
+    for name in {name for run in runs for name in run.sums}:
+        made.sums[name] = torch.stack([run.sums[name] for run in runs if name in run.sums]).sum(0)
+    return made
+
+
+def _distances(whole: _Results, joined: _Results, runs: Sequence[_Results]) -> dict[str, float]:
+    """Returns how far what parts give is from what the whole gives, by the largest number there."""
+    gradients = [each for name, each in whole.sums.items() if name.startswith(_GRADIENT)]
+    least = _SMALL * max((float(each.abs().max()) for each in gradients if each.numel()), default=0.0)
+    off = {name: _off(joined.rows[name], each) for name, each in whole.rows.items()}
+    for name in whole.sums.keys() | joined.sums.keys():
+        pair = [each.sums.get(name) for each in (joined, whole)]
+        found = next(each for each in pair if each is not None)
+        one, other = (torch.zeros_like(found) if each is None else each for each in pair)
+        off[name] = _off(one, other, least if name.startswith(_GRADIENT) else 0.0)
+    return off | {name: max(_off(run.same[name], each) for run in runs) for name, each in whole.same.items()}
+
+
+def _off(one: Tensor, other: Tensor, least: float = 0.0) -> float:
+    """Returns the greatest difference of two tensors over the greatest number in the second, or `least`."""
+    if one.shape == other.shape and _has_numbers(other) and other.numel():
+        first, second = (each.float() if each.itemsize < _FLOAT else each for each in (one, other))
+        off, largest = float((first - second).abs().max()), float(second.abs().max())
+        if math.isfinite(off) and math.isfinite(largest):
+            return off / max(largest, least, _TINY)
+    return distance(one, other)
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _in_training(target: Any) -> bool:
+    """Whether an operation does something else in training."""
+    if not isinstance(target, OpOverload):
+        return False
+    return any(argument.name in _AS_IN_EVALUATION for argument in target._schema.arguments)
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Returns the memory that is left; a GPU says itself when there is none."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else math.inf
+
+
+def _layer_of(block: Block) -> str:
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", block.module)
+    return match[0] if match else ""
+
+
+def _lines(traced: TracedModel) -> str:
+    nodes = [traced.nodes[name] for name in traced.joins_counts]
+    return ", ".join(list(dict.fromkeys(origin(node) or node.name for node in nodes))[:_MOST_NAMES])

@@ -1,0 +1,198 @@
+"""Tries graphs on a batch and on its parts where the analysis sees nothing: what is refused, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna, AutoVarunaError, TraceError
+from autovaruna.graph import trace as tracing
+from autovaruna.graph import trial
+from autovaruna.graph.call import describe
+from autovaruna.graph.trial import Trial
+from autovaruna.session import traces
+from tests.reference import sgd
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned
+
+SAMPLES, ROWS, WIDTH, MARKS = 6, 3, 6, 4
+Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+class Series(nn.Module):
+    """Returns what a function makes of itself, `x` (batch, ROWS, WIDTH), `mark` (batch, MARKS), `y` (batch, ROWS)."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.way, self.norm = way, nn.BatchNorm1d(WIDTH)
+        self.value, self.mark, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(MARKS, WIDTH), nn.Linear(WIDTH, 1)
+        self.zero = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.zero.weight)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:
+        return self.way(self, x, mark, y)
+
+    def loss(self, hidden: Tensor, y: Tensor) -> Tensor:
+        return (self.last(torch.tanh(hidden)).reshape(-1) - y.reshape(-1)).square().mean()
+
+
+class Layer(nn.Module):
+    def __init__(self, way: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.way = nn.Linear(WIDTH, WIDTH), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.way(x)))
+
+
+class DividedBackward(torch.autograd.Function):
+    """Is the identity, whose gradient goes by the size of the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.shape[0]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / ctx.size
+
+
+def followed(m: Any, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:
+    hidden = m.value(x) - m.seen
+    m.seen.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+    return m.loss(hidden, y)  # type: ignore[no-any-return]
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(SAMPLES, ROWS, WIDTH), torch.randn(SAMPLES, MARKS), torch.randn(SAMPLES, ROWS)
+
+
+MEETING: dict[str, Way] = {
+    "repeat": lambda m, x, mark, y: m.loss(m.value(x.reshape(-1, WIDTH)) + m.mark(mark.repeat(ROWS, 1)), y),
+    "expand": lambda m, x, mark, y: m.loss(m.value(x.flatten(0, 1)) + m.mark(mark.expand(3, -1, -1).flatten(0, 1)), y),
+    "stack": lambda m, x, mark, y: m.loss(m.value(torch.stack(x.unbind(1)).flatten(0, 1)), y),
+    "labels": lambda m, x, mark, y: m.loss(m.value(x), y.t()),
+    "roll": lambda m, x, mark, y: m.loss(m.value(x.roll(1, 0)), y),
+    "cumsum": lambda m, x, mark, y: m.loss(m.value(x.flatten(0, 1)).cumsum(0), y),
+    "softmax": lambda m, x, mark, y: m.loss(m.value(x).softmax(0), y),
+    "detached": lambda m, x, mark, y: m.loss(m.value(x) - m.value(x).mean(0).detach(), y),
+    "greatest": lambda m, x, mark, y: m.loss(m.value(x) / m.value(x).abs().max(), y),
+    "sorted": lambda m, x, mark, y: m.loss(m.value(x).sort(0)[0], y),
+    "chance": lambda m, x, mark, y: m.loss(x + torch.bernoulli(m.value(x).softmax(0).detach()), y),
+    "behind zeros": lambda m, x, mark, y: m.loss(x + m.zero(m.value(x).roll(1, 0)), y),
+    "backward": lambda m, x, mark, y: m.loss(DividedBackward.apply(m.value(x)), y),
+    "outputs": lambda m, x, mark, y: (m.value(x.reshape(-1, WIDTH)) + m.mark(mark.repeat(ROWS, 1))).view(x.shape),
+    "root": lambda m, x, mark, y: m.loss(m.value(x), y).sqrt(),
+    "sum": lambda m, x, mark, y: m.loss(m.value(x), y) * x.shape[0],
+    "logsumexp": lambda m, x, mark, y: m.last(m.value(x)).sum((1, 2)).logsumexp(0),
+}
+ALONE: dict[str, Way] = {
+    "repeat_interleave": lambda m, x, mark, y: m.loss(
+        m.value(x.reshape(-1, WIDTH)) + m.mark(mark.repeat_interleave(ROWS, 0)), y
+    ),
+    "statistics": lambda m, x, mark, y: m.loss(m.norm(m.value(x).flatten(0, 1)), y),
+    "dropout": lambda m, x, mark, y: m.loss(F.dropout(m.value(x), 0.5) + torch.randn_like(x), y),
+    "steps": lambda m, x, mark, y: m.loss(m.value(x) * torch.randint(9, (x.shape[0],))[:, None, None], y),
+    "followed": followed,
+    "counted": lambda m, x, mark, y: (m.value(x).square().sum(2) * (y > 0)).sum() / (y > 0).sum(),
+    "greatest input": lambda m, x, mark, y: m.loss(m.value(x) / x.max(), y),
+    "outputs": lambda m, x, mark, y: m.value(x) + m.mark(mark)[:, None],
+}
+ALONE["time first"] = lambda m, x, mark, y: m.loss(
+    m.value(x.transpose(0, 1).reshape(-1, WIDTH)) + m.mark(mark.repeat(ROWS, 1)) + torch.rand(ROWS * x.shape[0], WIDTH),
+    y.t(),
+)
+
+
+@pytest.fixture(autouse=True)
+def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the analysis find nothing."""
+    monkeypatch.setattr(tracing, "refuse_mixing", lambda *args: [])
+    monkeypatch.setattr(traces, "refuse_other_losses", lambda *args: None)
+
+
+def run(way: Way, **settings: Any) -> Any:
+    with planned(Setup(num_micro_batches=2)):
+        return AutoVaruna(Series(way), **{"num_micro_batches": 2, **QUIET, **settings})(*batch())
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_samples_that_meet_are_found(name: str) -> None:
+    with pytest.raises(AutoVarunaError, match=r"(mixes the samples|no mean over).* at .*test_trial.py:\d+"):
+        run(MEETING[name])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_samples_that_go_alone_are_not_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "autovaruna.graph.trial"):
+        run(ALONE[name])
+    assert "not compared" not in caplog.text
+
+
+def test_a_sum_is_one_where_that_is_asked_for() -> None:
+    run(MEETING["sum"], reduction="sum")
+    with pytest.raises(AutoVarunaError, match=r"no sum over its samples: .*test_trial.py"):
+        run(ALONE["dropout"], reduction="sum")
+
+
+def test_one_sample_is_repeated_with_other_numbers() -> None:
+    """All samples alike would hide that they meet."""
+    model = AutoVaruna(Series(MEETING["repeat"]), num_micro_batches=2, **QUIET)
+    with pytest.raises(TraceError, match="mixes the samples of a batch: add"):
+        model(*(each[:1] for each in batch()))
+
+
+def test_one_micro_batch_has_plain_numbers() -> None:
+    tensors, model = batch(), Series(MEETING["repeat"])
+    expected = model(*tensors).item()
+    assert AutoVaruna(model, num_micro_batches=1, **QUIET)(*tensors).item() == expected
+
+
+def test_it_can_be_turned_off_and_what_holds_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(MEETING["repeat"], check_parts=False)
+    tried: list[Trial] = []
+    refusal = Trial.refusal
+    monkeypatch.setattr(Trial, "refusal", lambda self: (tried.append(self), refusal(self))[1])
+    for settings, num_tried in (({}, 1), ({}, 1), ({"reduction": "sum", "check_parts": False}, 1)):
+        run(ALONE["statistics"], **settings)
+        assert len(tried) == num_tried
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_of_layers_that_are_alike_one_is_tried(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that takes long, or of which a rank has no numbers, is tried with fewer layers and drawn weights."""
+
+    monkeypatch.setattr(trial, "_MOST_FLOPS", 0.0)
+    for way, is_refused in ((lambda x: x, False), (lambda x: x.flip(0), True)):
+        model, tensors = nn.Sequential(*(Layer(way) for _ in range(4))), (torch.randn(SAMPLES, WIDTH),)
+        traced = tracing.trace(model, describe(model, tensors, {})[1], torch.device("cpu"))
+        tries = Trial(traced, model.to(place), tensors, torch.device("cpu"), None, lambda *args: [])
+        names = [name for name in sorted(tries.state) if name.endswith("weight")]
+        assert names == ["0.inner.weight", "1.inner.weight"]  # the input of the first one needs no gradient
+        assert (tries.refusal() is not None) is is_refused
+
+
+def test_a_later_kind_of_call_is_tried_with_drawn_weights(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank has all weights any more then."""
+    tried: list[Any] = []
+    refusal = Trial.refusal
+    monkeypatch.setattr(Trial, "refusal", lambda self: tried.append(refusal(self)))
+    args = batch()
+
+    def call(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        model(*args).backward()
+        model.eval()
+        model(*args)
+
+    with caplog.at_level("INFO", "autovaruna.graph.trial"):
+        on_ranks(pipeline(2, num_micro_batches=2), Series(ALONE["statistics"]), call, sgd)
+    assert tried == [None, None] and "not compared" not in caplog.text
