@@ -32,11 +32,13 @@ from autovaruna.checkpoint.host_memory import (
     HOLD,
     LEAVE,
     MOST_BYTES,
+    PINNED,
     RECORD,
     TOKEN,
     Pointer,
     RankPart,
     Server,
+    clear_slot,
     connect,
     copy_synced,
     read_part,
@@ -118,9 +120,26 @@ class Keeper:
         """Has the ranks end at the next border between two steps."""
         (self.folder / LEAVE).touch()
 
-    def hold(self, on: bool) -> None:
-        """Keeps the ranks from writing snapshots, or no longer."""
-        (self.folder / HOLD).touch() if on else (self.folder / HOLD).unlink(missing_ok=True)
+    def hold(self) -> None:
+        """Keeps the ranks from writing snapshots, until `pin` or `unpin`, so that all hosts pin some same step."""
+        (self.folder / HOLD).touch()
+
+    def pin(self) -> None:
+        """Keeps what is whole as it is, by links to its files: the ranks write new ones from now on."""
+        self.unpin()
+        for slot in self._slots(""):
+            if (part := read_part(slot)) is not None:
+                place = self.folder / PINNED / slot.relative_to(self.folder)
+                place.mkdir(parents=True, mode=0o700)
+                with suppress(OSError):  # it is written to just now
+                    for name in (*part.files, RECORD):  # with a record at last, nobody has begun to write
+                        os.link(slot / name, place / name)
+        (self.folder / HOLD).unlink(missing_ok=True)
+
+    def unpin(self) -> None:
+        """Ends what `hold` and `pin` began."""
+        (self.folder / HOLD).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / PINNED, ignore_errors=True)
 
     def end(self, number: int, namespace: str) -> int:
         """Kills what there is of an attempt on this host and removes what Open MPI leaves; returns how many it was.
@@ -138,12 +157,14 @@ class Keeper:
         remove_leftovers(least_seconds=0.0)
         return num_ended
 
-    def inventory(self) -> list[dict[str, Any]]:
+    def inventory(self, within: str = "") -> list[dict[str, Any]]:
         """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
-        ranks = [rank for attempt in folders_in(self.folder, "attempt-") for rank in folders_in(attempt, "")]
-        slots = [slot for rank in ranks for slot in slots_of(rank)]
         with ThreadPoolExecutor(8) as pool:
-            return [each for each in pool.map(self._found, slots) if each is not None]
+            return [each for each in pool.map(self._found, self._slots(within)) if each is not None]
+
+    def _slots(self, within: str) -> list[Path]:
+        attempts = folders_in(self.folder / within, "attempt-")
+        return [slot for attempt in attempts for rank in folders_in(attempt, "") for slot in slots_of(rank)]
 
     def _found(self, slot: Path) -> dict[str, Any] | None:
         part = read_part(slot)
@@ -193,7 +214,10 @@ class Keeper:
             threading.Thread(target=process.wait, daemon=True).start()
 
     def save(self, places: list[str], partial: str) -> None:
-        """Writes parts of this host to a checkpoint's folder on disk."""
+        """Writes parts of this host to a checkpoint's folder on disk; no others stay pinned."""
+        for slot in self._slots(PINNED):
+            if str(slot.relative_to(self.folder)) not in places:
+                shutil.rmtree(slot, ignore_errors=True)
         for place in places:
             slot = self._inside(place)
             part = read_part(slot)
@@ -256,8 +280,7 @@ class Keeper:
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._place_of_copy(folder)
-        slot.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (slot / RECORD).unlink(missing_ok=True)
+        clear_slot(slot, part.files)
         for name, record in part.files.items():
             if name != os.path.basename(name):
                 raise ValueError(f"{name!r} is no name of a file")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import Pointer, RankPart, small_files
+from autovaruna.checkpoint.host_memory import PINNED, Pointer, RankPart, small_files
 from autovaruna.config.files import read_record
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
@@ -46,9 +46,9 @@ class State:
         return sorted({held[0].host for held in self.held.values()})
 
 
-def find_state(links: Sequence[Link]) -> State | None:
+def find_state(links: Sequence[Link], within: str = "") -> State | None:
     """Returns the newest state of which every part is on a host that answers, intact; None: there is none."""
-    asked = {link.host: link.ask("inventory") for link in links}
+    asked = {link.host: link.ask("inventory", within=within) for link in links}
     found: dict[tuple[int, int, int], dict[int, list[Held]]] = {}
     for host, entries in answers(asked, _INVENTORY_SECONDS).items():
         for entry in entries:
@@ -115,8 +115,9 @@ class Checkpoints:
         self.wait()
         assert self._folder is not None
         try:
-            answers({link.host: link.ask("hold", on=True) for link in links}, _HOLD_SECONDS)
-            state = find_state(links)
+            for do in ("hold", "pin"):
+                answers({link.host: link.ask(do) for link in links}, _HOLD_SECONDS)
+            state = find_state(links, PINNED)
             if state is not None and state.step != self._step:
                 path = self._write(state, {link.host: link for link in links}, self._folder)
                 self._step = state.step
@@ -124,10 +125,10 @@ class Checkpoints:
         except Exception as error:
             self._log.note("checkpoint", f"no checkpoint could be written: {error}")
         finally:
-            answers({link.host: link.ask("hold", on=False) for link in links}, _HOLD_SECONDS)
+            answers({link.host: link.ask("unpin") for link in links}, _HOLD_SECONDS)
 
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
-        """Has hosts write a state that nobody changes meanwhile; returns the checkpoint's folder."""
+        """Has hosts write a state that they have pinned; returns the checkpoint's folder."""
         from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
         from autovaruna.checkpoint.save import Report, commit
 
