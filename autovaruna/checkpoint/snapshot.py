@@ -77,7 +77,7 @@ class Snapshots:
 
     @property
     def _has_room(self) -> bool:
-        """Whether the host has memory for new files of all its ranks, where a checkpoint is written from the old ones."""
+        """Whether the host has memory for new files of all its ranks where a checkpoint is written from the old."""
         old = [path.stat() for path in self._slots[self._next].glob("*")]
         num_bytes = sum(each.st_size for each in old if each.st_nlink > 1)
         if not num_bytes:

@@ -4,7 +4,8 @@ The manager starts it, over ssh on other hosts, and speaks with it over its stan
 and one an answer. The first line is the job's settings and its token, so that neither shows in any list of processes.
 Keepers, and new ranks, read each other's snapshots over connections that only those can open who know the token.
 
-A keeper whose manager has gone ends all that is the job's on its host.
+A keeper whose manager does not speak to it any more ends the ranks of its host, and holds what they have written for
+`keep_seconds`: the same manager, or the next one of this job, starts another keeper meanwhile, which takes over.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ from autovaruna.runtime.progress import Progress, attempt_folder, folders_in, re
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
+_ALONE_SECONDS = 2.0  # after so long without one, another keeper may take over
+_KEEP_SECONDS = 60.0
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
@@ -83,7 +86,10 @@ class Keeper:
     # what the manager asks for
 
     def begin(self, number: int, buddy: list[Any] | None) -> None:
-        """Gets ready for an attempt."""
+        """Gets ready for an attempt, and ends what is left here of earlier ones."""
+        for folder in folders_in(self.folder, "attempt-") if self._attempt is None else ():  # of a keeper before
+            if _number_of(folder) < number:
+                end_all(self._words_of(_number_of(folder)))
         attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
         for name in (LEAVE, HOLD):
             (self.folder / name).unlink(missing_ok=True)
@@ -101,7 +107,7 @@ class Keeper:
         for folder in self._rank_folders():
             progress = Progress.read(folder)
             if progress is not None:
-                rank = int(folder.name.partition("-")[2])
+                rank = _number_of(folder)
                 gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
                 more = {"state": state_of(progress.process), "gone_seconds": gone}
                 found[str(rank)] = {**asdict(progress), **more, "work": read_work(folder)}
@@ -148,7 +154,7 @@ class Keeper:
         """
         ranks = [progress.process for folder in self._rank_folders() if (progress := Progress.read(folder))]
         self._attempt = None
-        num_ended = end_all(f'{json.dumps(str(self.folder))}, "attempt": {number},'.encode())
+        num_ended = end_all(self._words_of(number))
         if namespace:
             num_ended += end_all(namespace.encode())
         deadline = time.monotonic() + _PATIENCE_SECONDS  # the standby process ends those that it has forked
@@ -156,6 +162,10 @@ class Keeper:
             time.sleep(0.01)
         remove_leftovers(least_seconds=0.0)
         return num_ended
+
+    def _words_of(self, number: int) -> bytes:
+        """Returns what ranks of an attempt have in their variables."""
+        return f'{json.dumps(str(self.folder))}, "attempt": {number},'.encode()
 
     def inventory(self, within: str = "") -> list[dict[str, Any]]:
         """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
@@ -170,13 +180,14 @@ class Keeper:
         part = read_part(slot)
         if part is None or not part.is_intact(slot):
             return None
-        attempt = int(slot.parent.parent.name.partition("-")[2])
-        return {"attempt": attempt, "place": str(slot.relative_to(self.folder)), "part": asdict(part)}
+        return {
+            "attempt": _number_of(slot.parent.parent),
+            "place": str(slot.relative_to(self.folder)),
+            "part": asdict(part),
+        }
 
-    def restore(
-        self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
-    ) -> None:
-        """Puts a state of an attempt together for the next ranks; what is older than that is forgotten.
+    def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
+        """Puts a state together for the next ranks.
 
         All by name: `texts` are small files, `own` tells where files of this host are in its folder, `others` has what
         is in a `Pointer`.
@@ -190,18 +201,14 @@ class Keeper:
             os.link(self._inside(where), place / name)
         for name, pointer in others.items():
             read_record(pointer, Pointer).write(place / name)
-        self._forget(attempt)
 
     def drop(self, before: int) -> None:
-        """Forgets earlier attempts and what was put together from them."""
-        self._forget(before)
+        """Forgets earlier attempts and what was put together from them, for a newer step is whole."""
+        for folder in folders_in(self.folder, "attempt-"):
+            if _number_of(folder) < before:
+                shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(self.folder / "restore", ignore_errors=True)
         self._plan_ahead()
-
-    def _forget(self, before: int) -> None:
-        for folder in folders_in(self.folder, "attempt-"):
-            if int(folder.name.partition("-")[2]) < before:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _plan_ahead(self) -> None:
         """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
@@ -226,11 +233,15 @@ class Keeper:
             for name in part.files:
                 copy_synced(slot / name, Path(partial, name))
 
-    def quit(self) -> None:
-        """Removes all that is the job's on this host."""
+    def end_ranks(self) -> None:
+        """Ends the ranks of this host."""
         attempt = self._attempt
         if attempt is not None:
             self.end(attempt.number, "")
+
+    def quit(self) -> None:
+        """Removes all that is the job's on this host."""
+        self.end_ranks()
         for file in (SOCKET, f"taken-{ahead.FILE}"):  # which the job's other processes have in their command lines
             end_all(str(self.folder / file).encode())
         if self._file:
@@ -322,6 +333,10 @@ class Keeper:
         return [] if attempt is None else folders_in(attempt_folder(self.folder, attempt.number), "rank-")
 
 
+def _number_of(folder: Path) -> int:
+    return int(folder.name.partition("-")[2])
+
+
 def _newest_of(held: Collection[Sequence[int]]) -> int | None:
     """Returns the newest step that each of some ranks has; None: there is none."""
     return max((step for step in set.intersection(*map(set, held)) if step >= 0), default=None) if held else None
@@ -384,12 +399,13 @@ def is_alive(process: int) -> bool:
 
 
 class Line:
-    """The standard streams: requests in, answers out."""
+    """The standard streams: requests in, answers out; `lock` is a file whose time is that of the last request."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, lock: int) -> None:
         self._keeper = keeper
+        self._file = lock
         self._lock = threading.Lock()
-        self.last_word = time.monotonic()
+        self._last_word = time.monotonic()
 
     def write(self, answer: Mapping[str, Any]) -> None:
         """Writes a line."""
@@ -397,18 +413,20 @@ class Line:
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 
-    def follow(self) -> None:
-        """Answers requests until the manager has gone."""
+    def follow(self) -> bool:
+        """Answers requests until the manager has gone; says whether it has asked to remove all."""
         with ThreadPoolExecutor(4) as pool:
             for text in sys.stdin:
-                self.last_word = time.monotonic()
+                self._last_word = time.monotonic()
+                os.utime(self._file)
                 request = json.loads(text)
                 if request["do"] == "quit":
-                    return
+                    return True
                 if request["do"] == "ping":  # never behind what takes long
                     self._answer(request)
                 else:
                     pool.submit(self._answer, request)
+        return False
 
     def _answer(self, request: dict[str, Any]) -> None:
         number, do = request.pop("id"), request.pop("do")
@@ -417,15 +435,31 @@ class Line:
         except Exception as error:
             self.write({"id": number, "error": f"{type(error).__name__}: {error}"})
 
-    def end_if_silent(self) -> None:
-        """Ends all if the manager does not speak any more, as where the network is cut; a pause is none."""
+    def end_if_silent(self, keep_seconds: float) -> None:
+        """Ends the ranks, and later all, if the manager is silent, as where the network is cut; a pause is none."""
         num_silent = 0
-        while num_silent < _SILENT_SECONDS:
-            before = self.last_word
+        while num_silent < _SILENT_SECONDS + keep_seconds:
+            before = self._last_word
             time.sleep(1.0)
-            num_silent = num_silent + 1 if self.last_word == before else 0
+            num_silent = num_silent + 1 if self._last_word == before else 0
+            if num_silent == _SILENT_SECONDS:
+                self._keeper.end_ranks()
         self._keeper.quit()
         os._exit(1)
+
+
+def _take_over(lock: Path) -> int | None:
+    """Takes a lock as `_take_lock`, also from a keeper whose manager has not spoken to it for a while: it is killed."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (file := _take_lock(lock)) is None and time.monotonic() < deadline:
+        with suppress(OSError, ValueError):
+            holder, is_alone = int(lock.read_text()), time.time() - lock.stat().st_mtime > _ALONE_SECONDS
+            if is_alone and b"autovaruna.elastic.keeper" in Path(f"/proc/{holder}/cmdline").read_bytes():
+                os.kill(holder, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
+    if file is not None:
+        os.pwrite(file, f"{os.getpid():10}".encode(), 0)  # as long as before: memory may be full by now
+    return file
 
 
 def _take_lock(lock: Path) -> int | None:
@@ -461,18 +495,22 @@ def main() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         sys.exit(f"keeper: {folder} is somebody else's")
-    (folder / TOKEN).write_bytes(token)
-    lock = _take_lock(folder / LOCK)
+    lock = _take_over(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
+    with open(folder / TOKEN, "r+b" if (folder / TOKEN).exists() else "wb") as file:
+        file.write(token)
     _remove_abandoned(folder)
     if settings["standby"]:
         StandbyProcess(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
-    line = Line(keeper)
+    line = Line(keeper, lock)
     line.write({"port": keeper.port, "host": socket.gethostname()})
-    threading.Thread(target=line.end_if_silent, daemon=True).start()
-    line.follow()
+    keep_seconds = settings.get("keep_seconds", _KEEP_SECONDS)
+    threading.Thread(target=line.end_if_silent, args=(keep_seconds,), daemon=True).start()
+    if not line.follow():
+        keeper.end_ranks()
+        time.sleep(keep_seconds)
     keeper.quit()
     os._exit(0)
 

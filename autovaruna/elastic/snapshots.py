@@ -80,7 +80,7 @@ def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> 
                 else:
                     keeper = ports[chosen.host]
                     others[name] = asdict(Pointer(keeper.address, keeper.port, where))
-        asked.append(link.ask("restore", texts=texts, own=own, others=others, attempt=state.attempt))
+        asked.append(link.ask("restore", texts=texts, own=own, others=others))
     for answer in asked:
         answer.result(_INVENTORY_SECONDS)
 
