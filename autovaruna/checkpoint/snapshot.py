@@ -22,7 +22,7 @@ from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RankPart, cle
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.progress import JobPlace, Reporter, folders_in
+from autovaruna.runtime.progress import JobPlace, Reporter, folders_in, note_if_full
 
 _SHARE = 0.01  # of a step's seconds that snapshots may take
 _FIRST_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them
@@ -109,6 +109,7 @@ class Snapshots:
             self._write(subject, content)
         except (OSError, CheckpointError) as error:
             self._is_broken = True
+            note_if_full(Path(self._place.folder), error)
             logger.warning("no more snapshots in memory of this host: %s", error)
             return
         self._reporter.note_snapshot(self._next, content.step)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,9 @@ LOOK_SECONDS = 0.05
 END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
 _START_SECONDS = 60.0
 _REOPEN_SECONDS = 6.0
-_AGAIN_SECONDS = 5.0  # how long after a keeper has gone it is tried again, doubled each time up to a minute
+_AGAIN_SECONDS = 5.0
+"""How long after a keeper has gone it is tried again, doubled each time up to a minute, unless that is urgent."""
+_FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled each time
 SLOW_FILE = "slow_machines.out"  # gets the hosts that are left out, a name a line, as Varuna writes it
 _BETWEEN_SECONDS = 120.0  # the least time between two plans that are made anew for the sake of speeds
 _LASTING_SECONDS = 10.0  # what is slow for less than a restart takes is not worth one
@@ -60,6 +62,7 @@ class Hosts:
         self._own_file = own_file
         self._log = log
         self._delays: dict[str, float] = {}
+        self._failed: dict[str, tuple[float, float]] = {}  # until when hosts are left out, and for how long
         self._begun: list[Link] = []
         self._machine_time = _time_of(ways.machine_list)
         self._times_of_notices: dict[str, int] = {}
@@ -98,18 +101,31 @@ class Hosts:
             host: count
             for host, count in self.listed.items()
             if host in up and host not in self.noticed and not self.slow.leaves_out(host)
+            if time.monotonic() > self._failed.get(host, (0.0, 0.0))[0]
         }
 
     @property
     def has_enough(self) -> bool:
         """Whether the job can run on the hosts that are there."""
-        return sum(self.usable().values()) >= self._ways.min_ranks
+        return self.can_do_without(())
+
+    def can_do_without(self, hosts: Collection[str]) -> bool:
+        """Says whether the job can run on the hosts that are there, but for some."""
+        usable = self.usable()
+        return sum(usable[host] for host in usable.keys() - set(hosts)) >= self._ways.min_ranks
+
+    def leave_out(self, host: str, why: str) -> None:
+        """Leaves a host out that cannot do its part, for a while that doubles each time; it is told the first time."""
+        seconds = min(_LEFT_OUT_SECONDS, 2 * self._failed.get(host, (0.0, _FAILED_SECONDS / 2))[1])
+        text = f"host {host} is left out, for {seconds:g} s at first: {why}"
+        self._log.note("left_out", text, is_shown=host not in self._failed, host=host, seconds=seconds)
+        self._failed[host] = time.monotonic() + seconds, seconds
 
     def up(self) -> dict[str, Link]:
         """Returns the keepers that answer, by host."""
         return {host: link for host, link in self.links.items() if link.is_up and not link.is_silent}
 
-    def look_around(self) -> None:
+    def look_around(self, is_urgent: bool = False) -> None:
         """Reads the machine list if it has changed, and tries hosts again whose keepers have gone. Never waits."""
         now = time.monotonic()
         if self._reading is not None and self._reading.done():
@@ -125,7 +141,7 @@ class Hosts:
                 self._open(host)
             elif link.is_gone:
                 delay = self._delays.get(host, 0.0)
-                if now - link.began > delay:
+                if now - link.began > (min(delay, _AGAIN_SECONDS) if is_urgent else delay):
                     self._delays[host] = min(60.0, max(_AGAIN_SECONDS, 2 * delay))
                     self._open(host)
             elif link.is_up:
@@ -155,6 +171,7 @@ class Hosts:
             if self._is_wanted_back(host):
                 self.noticed.pop(host, None)
                 self.slow.forgive(host)
+                self._failed.pop(host, None)
         for host in sorted(listed.keys() ^ self.listed.keys()):
             was = "added to" if host in listed else "taken from"
             self._log.note("list", f"host {host} was {was} the machine list", host=host)

@@ -50,7 +50,15 @@ from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.progress import Progress, attempt_folder, folders_in, read_predicted, read_work
+from autovaruna.runtime.progress import (
+    FULL,
+    Progress,
+    attempt_folder,
+    folders_in,
+    note_if_full,
+    read_predicted,
+    read_work,
+)
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
@@ -91,7 +99,7 @@ class Keeper:
             if _number_of(folder) < number:
                 end_all(self._words_of(_number_of(folder)))
         attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
-        for name in (LEAVE, HOLD):
+        for name in (LEAVE, HOLD, FULL):
             (self.folder / name).unlink(missing_ok=True)
         self._copied = None
         self._gone = {}
@@ -119,6 +127,7 @@ class Keeper:
             "predicted": predicted,
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
+            "is_full": (self.folder / FULL).exists(),
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
         }
 
@@ -202,10 +211,10 @@ class Keeper:
         for name, pointer in others.items():
             read_record(pointer, Pointer).write(place / name)
 
-    def drop(self, before: int) -> None:
-        """Forgets earlier attempts and what was put together from them, for a newer step is whole."""
+    def drop(self, before: int, but: int = 0) -> None:
+        """Forgets earlier attempts, but for one, and what was put together from them."""
         for folder in folders_in(self.folder, "attempt-"):
-            if _number_of(folder) < before:
+            if _number_of(folder) < before and _number_of(folder) != but:
                 shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(self.folder / "restore", ignore_errors=True)
         self._plan_ahead()
@@ -268,7 +277,12 @@ class Keeper:
                     while self._attempt is attempt:
                         self._copy_newest(attempt, connection)
                         time.sleep(_LOOK_SECONDS)
-            except (OSError, EOFError, ValueError):  # the other host is gone, or too slow: the manager knows by itself
+            except (
+                OSError,
+                EOFError,
+                ValueError,
+            ) as error:  # the other host is gone, or slow: the manager knows itself
+                note_if_full(self.folder, error)
                 time.sleep(10 * _LOOK_SECONDS)
 
     def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
@@ -316,7 +330,11 @@ class Keeper:
 
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         if "part" in request:
-            self._take(connection, request)
+            try:
+                self._take(connection, request)
+            except OSError as error:
+                note_if_full(self.folder, error)
+                raise
             return
         with open(self._inside(request["read"]), "rb") as file:
             file.seek(int(request["offset"]))

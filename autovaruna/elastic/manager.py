@@ -14,7 +14,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -56,6 +55,8 @@ class Manager:
         self._checkpoints = Checkpoints(ways.checkpoints, ways.checkpoint_seconds, self._log)
         self._run: Run | None = None
         self._watch = Watch(0)
+        self._held = -1, 0  # the newest step that was whole, and of which run
+        self._expected_step = -1  # the newest that should be whole now
         self._began = time.monotonic()
         self._restarts = Restarts(self._ways.max_restarts)
         self._signals: list[signal.Signals] = []
@@ -82,12 +83,9 @@ class Manager:
 
     def _run_once(self) -> Outcome:
         """Starts the job on what is there, and returns how it ended."""
-        names = self._wait_for_hosts()
+        self._wait_for_hosts()
         began = time.monotonic()
-        try:
-            state = self._put_state(names)
-        except (OSError, FutureTimeoutError) as error:  # a host was lost meanwhile
-            return Outcome(f"no state could be handed out: {error}")
+        names, state = self._put_state()
         seconds = {"state": time.monotonic() - began}
         options, grid = self._choose(replace(self._options, hosts=names))
         deployment = self._deployment(names)
@@ -103,7 +101,9 @@ class Manager:
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
         self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log)
         self._note_start(names, state, run.job.num_ranks)
-        outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
+        outcome = run.follow(self._began, seconds, self._held, self._checkpoints, self._signals)
+        self._held = max(self._held, (run.held_step, number))
+        self._expected_step = max(self._expected_step, run.held_step)
         run.end([host for host in names if host not in outcome.lost])
         return outcome
 
@@ -120,14 +120,36 @@ class Manager:
             time.sleep(LOOK_SECONDS)
         return names
 
-    def _put_state(self, names: Mapping[str, int]) -> State | None:
-        """Gives hosts the newest state that there is; None: there is none in memory."""
-        if not self._watch.attempt:
-            return None
-        up = self._hosts.up()
-        state = find_state(list(up.values()))
-        if state is not None:
-            hand_out(state, [self._hosts.links[host] for host in names], up)
+    def _put_state(self) -> tuple[dict[str, int], State | None]:
+        """Returns hosts to run on that have got the newest state that there is; None: there is none in memory."""
+        while True:
+            state = self._find_state() if self._watch.attempt else None
+            names = self._wait_for_hosts()
+            failed = {} if state is None else hand_out(state, names, self._hosts.links)
+            if not failed:
+                return names, state
+            for host in failed.keys() & self._hosts.up().keys():
+                self._hosts.leave_out(host, f"it cannot take a state: {failed[host]}")
+
+    def _find_state(self) -> State | None:
+        """Returns the newest state that there is; hosts that may have a newer one are waited for, for a while."""
+        deadline, has_told = time.monotonic() + self._ways.state_wait_seconds, False
+        while True:
+            up = self._hosts.up()
+            state = find_state(list(up.values()))
+            step, missing = -1 if state is None else state.step, sorted(self._hosts.links.keys() - up.keys())
+            if step >= self._expected_step or not missing or time.monotonic() > deadline:
+                break
+            if not has_told:
+                has_told = True
+                words = f"step {self._expected_step} is not whole without {', '.join(missing)}: asking again for"
+                self._log.note("waiting", f"{words} {self._ways.state_wait_seconds:g} s", hosts=missing)
+            self._end_if_asked()
+            self._hosts.look_around(is_urgent=True)
+            time.sleep(BEAT_SECONDS)
+        if step < self._expected_step:
+            self._log.note("back", f"step {self._expected_step} is in memory of no hosts as a whole", step=step)
+        self._expected_step = step
         return state
 
     def _deployment(self, names: Mapping[str, int]) -> str:

@@ -38,6 +38,7 @@ class Morphing:
     max_restarts: int = 30
     checkpoints: str | None = None
     checkpoint_seconds: float = 600.0
+    state_wait_seconds: float = 30.0
     events: str | None = None
     slow_factor: float = 1.5
     memory: str = "/dev/shm"
@@ -136,6 +137,8 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("--max_restarts", type=int, default=30, metavar="N", help="most starts again within an hour (30)")
     add_path("--checkpoints", metavar="DIR", help="write what hosts have in memory there, from time to time")
     add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
+    wait = "how long hosts are waited for that may have a newer state in memory than the others (30)"
+    add("--state_wait_seconds", type=float, default=30.0, metavar="S", help=wait)
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
     add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
     add_path("--memory_folder", dest="memory", default="/dev/shm", metavar="DIR", help="in a host's memory (/dev/shm)")

@@ -51,7 +51,7 @@ class Outcome:
 class Run:
     """One run of a job, which has begun when it is made, on `options.hosts`; `watch` gets what the ranks report.
 
-    The other arguments are those of `Job`.
+    The other arguments are those of `Job`. `held_step` is the newest that was whole whatever host is lost; -1: none.
     """
 
     def __init__(
@@ -65,12 +65,14 @@ class Run:
         log: EventLog,
     ) -> None:
         self.watch = watch
+        self.held_step = -1
         self._hosts = hosts
         self._own = options.hosts
         self._number = place.attempt
         self._first_step = options.resume_step or 0
         self._has_state = place.step is not None
         self._last_end = 0.0
+        self._has_told = False
         self._log = log
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
@@ -79,15 +81,21 @@ class Run:
         self.job.start()
 
     def follow(
-        self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: Sequence[signal.Signals]
+        self,
+        since: float,
+        seconds: dict[str, float],
+        known: tuple[int, int],
+        checkpoints: Checkpoints,
+        signals: Sequence[signal.Signals],
     ) -> Outcome:
         """Returns how the run ends, as soon as that is known.
 
         `since` is when the run before ended, on the monotonic clock, `seconds` what the start has taken so far, by
-        phase. States are written to `checkpoints` from time to time. `signals` are those of now and later.
+        phase. `known` is the newest step that was ever held, and of which run: hosts keep that until this one has come
+        as far. States are written to `checkpoints` from time to time. `signals` are those of now and later.
         """
         hosts, started = self._hosts, time.monotonic()
-        has_dropped = has_stepped = False
+        has_stepped, kept = False, -1
         leaving: Outcome | None = None
         deadline = 0.0
         while True:
@@ -100,10 +108,12 @@ class Run:
                 has_stepped = True
                 seconds["first_step"] = time.monotonic() - started
                 self._log.note("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
-            if self.watch.holds_state(self._own):
-                if not has_dropped:
-                    has_dropped = True
-                    hosts.ask(self._own, "drop", before=self._number)
+            self.held_step = max(self.held_step, self.watch.held_step(self._own))
+            if self.held_step >= 0:
+                now_kept = known[1] if self.held_step < known[0] else 0
+                if now_kept != kept:
+                    kept = now_kept
+                    hosts.ask(hosts.links, "drop", before=self._number, but=kept)
                 hosts.release(self._own)
                 checkpoints.save_if_due([hosts.links[host] for host in self._own if host in hosts.links])
             if leaving is None and (leaving := self._reason_to_leave(signals)) is not None:
@@ -214,6 +224,15 @@ class Run:
         hosts = self._hosts
         if gone := [host for host in self._own if host in hosts.noticed or host not in hosts.listed]:
             return f"host {', '.join(gone)} is to be left"
+        if full := self.watch.full_hosts:
+            why = f"host {', '.join(full)} has no room for snapshots in memory"
+            if hosts.can_do_without(full):
+                for host in full:
+                    hosts.leave_out(host, "it has no room for snapshots in memory")
+                return why
+            if not self._has_told:
+                self._has_told = True
+                self._log.note("full", f"{why}, and the job cannot do without: there are none from now on")
         slow = [host for host in self._own if hosts.slow.leaves_out(host)]
         if slow and any(host not in slow for host in hosts.usable()):
             return f"host {', '.join(slow)} is slow"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,10 +35,9 @@ class Held:
 
 @dataclass(frozen=True)
 class State:
-    """A state that is whole, and the run that wrote it; `held` has the parts of each rank, those of its host first."""
+    """A state that is whole; `held` has the parts of each rank, those of its host first."""
 
     step: int
-    attempt: int
     held: Mapping[int, Sequence[Held]]
 
     @property
@@ -57,32 +57,32 @@ def find_state(links: Sequence[Link], within: str = "") -> State | None:
             places = found.setdefault((part.step, held.attempt, part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
-    return State(*max(whole)[:2], found[max(whole)]) if whole else None
+    return State(max(whole)[0], found[max(whole)]) if whole else None
 
 
-def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> None:
+def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
     """Puts a state together on each host of the next run: files that it has itself, and where the others are.
 
-    `ports` has every host that answers, by name. Raises OSError if a host cannot.
+    Returns the hosts that cannot, with why; their keepers answer.
     """
     texts = small_files([held[0].part for _, held in sorted(state.held.items())])
-    asked: list[Any] = []
-    for link in links:
+    asked: dict[str, Future[Any]] = {}
+    for host in hosts:
         own: dict[str, str] = {}
         others: dict[str, Any] = {}
         for held in state.held.values():
-            here = next((each for each in held if each.host == link.host), None)
+            here = next((each for each in held if each.host == host), None)
             chosen = here or held[0]
             for name in chosen.part.files:
                 where = f"{chosen.place}/{name}"
                 if here is not None:
                     own[name] = where
                 else:
-                    keeper = ports[chosen.host]
+                    keeper = links[chosen.host]
                     others[name] = asdict(Pointer(keeper.address, keeper.port, where))
-        asked.append(link.ask("restore", texts=texts, own=own, others=others))
-    for answer in asked:
-        answer.result(_INVENTORY_SECONDS)
+        asked[host] = links[host].ask("restore", texts=texts, own=own, others=others)
+    done = answers(asked, _INVENTORY_SECONDS)
+    return {host: str(answer.done() and answer.exception()) for host, answer in asked.items() if host not in done}
 
 
 class Checkpoints:

@@ -289,18 +289,21 @@ class Watch:
         return any(state["newest"] is not None for state in self._states.values())
 
     @property
+    def full_hosts(self) -> list[str]:
+        """The hosts that have no room for what their ranks, or others, keep in memory."""
+        return sorted(host for host, state in self._states.items() if state["is_full"])
+
+    @property
     def can_leave(self) -> bool:
         """Whether the ranks of this run have trained and can end at the next border with all that they have done."""
         reports = [seen.report for seen in self._ranks.values()]
-        return any(its["is_kept"] and its["calls"] > its["is_inside"] for its in reports)
+        return not self.full_hosts and any(its["is_kept"] and its["calls"] > its["is_inside"] for its in reports)
 
-    def holds_state(self, hosts: Iterable[str]) -> bool:
-        """Says whether hosts have a whole state of this run, and each of several a copy of another's."""
-        states = [self._states.get(host) for host in hosts]
-        return all(
-            state is not None and (state["copied"] if len(states) > 1 else state["newest"]) is not None
-            for state in states
-        )
+    def held_step(self, hosts: Collection[str]) -> int:
+        """Returns the newest step that hosts have whole, each of several with a copy of another's; -1: none."""
+        states = [self._states.get(host, {"newest": None, "copied": None}) for host in hosts]
+        steps = [its["newest"] if len(states) == 1 else its["copied"] and its["copied"][1] for its in states]
+        return min((-1 if step is None else int(step) for step in steps), default=-1)
 
     def hang(self) -> Hang | None:
         """Returns which ranks hang; None: none does."""
