@@ -51,7 +51,8 @@ class Outcome:
 class Run:
     """One run of a job, which has begun when it is made, on `options.hosts`; `watch` gets what the ranks report.
 
-    The other arguments are those of `Job`. `held_step` is the newest that was whole whatever host is lost; -1: none.
+    The other arguments are those of `Job`. `held` is the newest step that was whole whatever host is lost, and of which
+    run; at first that of earlier ones, which hosts keep until this one has come as far.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Run:
         standby: str,
         watch: Watch,
         log: EventLog,
+        held: tuple[int, int],
     ) -> None:
         self.watch = watch
-        self.held_step = -1
+        self.held = held
         self._hosts = hosts
         self._own = options.hosts
         self._number = place.attempt
@@ -81,21 +83,15 @@ class Run:
         self.job.start()
 
     def follow(
-        self,
-        since: float,
-        seconds: dict[str, float],
-        known: tuple[int, int],
-        checkpoints: Checkpoints,
-        signals: Sequence[signal.Signals],
+        self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: Sequence[signal.Signals]
     ) -> Outcome:
         """Returns how the run ends, as soon as that is known.
 
         `since` is when the run before ended, on the monotonic clock, `seconds` what the start has taken so far, by
-        phase. `known` is the newest step that was ever held, and of which run: hosts keep that until this one has come
-        as far. States are written to `checkpoints` from time to time. `signals` are those of now and later.
+        phase. States are written to `checkpoints` from time to time. `signals` are those of now and later.
         """
         hosts, started = self._hosts, time.monotonic()
-        has_stepped, kept = False, -1
+        has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
         leaving: Outcome | None = None
         deadline = 0.0
         while True:
@@ -108,11 +104,10 @@ class Run:
                 has_stepped = True
                 seconds["first_step"] = time.monotonic() - started
                 self._log.note("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
-            self.held_step = max(self.held_step, self.watch.held_step(self._own))
-            if self.held_step >= 0:
-                now_kept = known[1] if self.held_step < known[0] else 0
-                if now_kept != kept:
-                    kept = now_kept
+            if (step := self.watch.held_step(self._own)) >= 0:
+                self.held = max(self.held, (step, self._number))
+                if kept != self.held[1]:
+                    kept = self.held[1]
                     hosts.ask(hosts.links, "drop", before=self._number, but=kept)
                 hosts.release(self._own)
                 checkpoints.save_if_due([hosts.links[host] for host in self._own if host in hosts.links])
