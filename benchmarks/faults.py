@@ -10,6 +10,7 @@ python benchmarks/faults.py [--faults N] [--seed S] [--faults-per-job K] [--only
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import signal
@@ -27,13 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
 from tests.hosts.emulation import Hosts, reason_to_skip
 
-KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice")
-ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice")
+MEMORY = ("checkpoint", "keepers", "cut", "full")
+"""A rank dies while a checkpoint is written, or on a host where memory is full; all keepers stop for a while; two hosts
+are cut off for a while."""
+KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice", *MEMORY)
+ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice", *MEMORY)
 """Those that always end a run of the job."""
 STEP_SECONDS = 0.05
 NUM_STEPS = 100_000
 NOTICED_SECONDS = CLEAN_SECONDS = 10.0
+STOPPED_SECONDS, CUT_SECONDS = 6.0, 15.0
 LONGEST_SECONDS = 30.0
+MOST_LOST = 40
+FILLING = "/dev/shm/filling"
 BLAMED = re.compile(r"rank (\d+)(?: on (\S+?))? (?:was ended|ended|is gone|is stopped)")
 
 
@@ -86,7 +93,10 @@ class Striker:
             return None  # the first host has the manager, and its copy may be on the other one
         host = self.draw.choice(others if is_of_host else ["h1", *others])
         fault = Fault(kind, time.monotonic(), time.time(), in_recovery=in_recovery)
-        if kind in ("rank", "rank 0", "stop"):
+        if kind in MEMORY:
+            if in_recovery or not self._strike_memory(fault, others):
+                return None
+        elif kind in ("rank", "rank 0", "stop"):
             ranks = run.ranks()
             chosen = [rank for rank in ranks if (rank == 0) == (kind == "rank 0")] or list(ranks)
             if not chosen:
@@ -115,6 +125,37 @@ class Striker:
             run.strike(process)
         return fault
 
+    def _strike_memory(self, fault: Fault, others: list[str]) -> bool:
+        """Strikes what holds the state; returns False if there is nothing to strike."""
+        run, hosts = self.run, self.run.hosts
+        if fault.kind == "keepers":
+            keepers = [run.process(host, "elastic.keeper") for host in ["h1", *others]]
+            for number, seconds in ((signal.SIGSTOP, STOPPED_SECONDS), (signal.SIGCONT, 0.0)):
+                for process in keepers:
+                    run.strike(process, number)
+                time.sleep(seconds)
+            return True
+        if fault.kind == "cut":
+            for host in others:
+                hosts.cut(host)
+            time.sleep(CUT_SECONDS)
+            for host in others:
+                hosts.mend(host)
+            return bool(others)
+        if fault.kind == "full" and others:
+            fault.host = self.draw.choice(others)
+            self.missing.add(fault.host)
+            with open(hosts.path(fault.host, FILLING), "wb") as file:
+                room = os.statvfs(file.fileno())
+                os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+        elif fault.kind == "checkpoint":
+            run.wait(lambda: any((hosts.shared / "checkpoints").glob(".step-*")), "a checkpoint", 60.0)
+        ranks = run.ranks()
+        fault.at, fault.time = time.monotonic(), time.time()
+        fault.rank = 0
+        run.strike(ranks[0][1])
+        return fault.kind == "checkpoint" or bool(others)
+
     def watch(self, fault: Fault, newest: int) -> None:
         """Waits until the job has come further than before a fault, and notes what that took."""
         run = self.run
@@ -140,7 +181,9 @@ class Striker:
         run.wait(lambda: bool(found()), f"a step after {fault}", 120.0)
         events = after()
         fault.seconds = found()[0][0] - fault.at
-        fault.lost = sum(when > fault.at and step <= newest for when, step, _ in run.steps)
+        begin = max(fault.at, *(event["time"] - clock for event in run.events if event["event"] == "start"))
+        newest = max(step for when, step, _ in run.steps if when <= begin)
+        fault.lost = sum(when > begin and step <= newest for when, step, _ in run.steps)
         ended = next((event for event in events if event["event"] == "ended"), None)
         if ended is not None:
             fault.noticed = ended["time"] - fault.time
@@ -153,11 +196,13 @@ class Striker:
     def _judge(self, fault: Fault, ended: dict[str, object] | None) -> None:
         words = "" if ended is None else str(ended["text"])
         complain = lambda text: self.violations.append(f"{fault}: {text}: {words}\n{self.run.text}")  # noqa: E731
-        if fault.seconds > LONGEST_SECONDS:
+        if fault.lost > MOST_LOST:
+            complain(f"{fault.lost} steps were lost")
+        if fault.seconds > LONGEST_SECONDS + CUT_SECONDS * (fault.kind == "cut"):
             complain(f"{fault.seconds:.1f} s to the next step")
         if ended is not None and fault.noticed > NOTICED_SECONDS and fault.kind != "notice":
             complain(f"noticed after {fault.noticed:.1f} s")
-        if fault.in_recovery:
+        if fault.in_recovery or fault.kind in MEMORY:
             return
         if fault.kind == "keeper" and ended is not None:
             complain("the run ended")
@@ -182,6 +227,7 @@ class Striker:
         for host in sorted(self.missing):
             if not run.hosts.is_up(host):
                 run.hosts.boot(host)
+            run.hosts.path(host, FILLING).unlink(missing_ok=True)
         run.list_hosts(run.hosts.names)
         self.missing.clear()
 
@@ -226,9 +272,9 @@ def strike_job(
     hosts: Hosts, draw: random.Random, count: int, kinds: list[str], log: Path | None, faults: list[Fault]
 ) -> list[str]:
     """Strikes one job so many times, ends it, and compares it with one process."""
-    run = ElasticRun(
-        hosts, [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS), str(hosts.shared / "last")], ["--max_restarts", "1000"]
-    )
+    options = ["--max_restarts", "1000", "--checkpoints", str(hosts.shared / "checkpoints")]
+    script = [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS), str(hosts.shared / "last")]
+    run = ElasticRun(hosts, script, [*options, "--checkpoint_seconds", "2"])
     striker = Striker(run, draw, kinds, faults)
     try:
         striker.strike_all(count)

@@ -13,6 +13,7 @@ from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing
 from tests.elastic.keepers import TOKEN
+from tests.hosts.emulation import wait_for
 
 HOST, OTHER = "localhost", "elsewhere.invalid"
 
@@ -83,6 +84,21 @@ def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_lis
         assert hosts.links[HOST].is_up and (tmp_path / "own").exists()
         machines.write_text("127.0.0.1\n")
         assert look(hosts) == {HOST}, "another name of the same machine"
+
+
+def test_a_host_that_fails_is_left_out_for_longer_each_time_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autovaruna.elastic.hosts._FAILED_SECONDS", 0.2)
+    with job_hosts(tmp_path, Morphing(None, 1)) as hosts:
+        assert hosts.can_do_without([OTHER]) and not hosts.can_do_without([HOST])
+        for seconds in (0.2, 0.4):
+            begin = time.monotonic()
+            hosts.leave_out(HOST, "its memory is full")
+            assert not hosts.usable()
+            wait_for(lambda: bool(hosts.usable()), "the host")
+            assert seconds <= time.monotonic() - begin < 3 * seconds
+    assert capsys.readouterr().err.count("its memory is full") == 1
 
 
 @pytest.mark.parametrize(("min_ranks", "left"), [(1, {HOST}), (2, set())])
