@@ -10,6 +10,7 @@ python benchmarks/faults.py [--faults N] [--seed S] [--faults-per-job K] [--only
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import signal
@@ -27,12 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
 from tests.hosts.emulation import Hosts, reason_to_skip
 
-KINDS = (
-    *("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice"),
-    *("half there", "deaths", "manager"),
-)
-SLOW = "slow"  # on request: its model is larger
-ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice", "half there", "deaths", "slow")
+MEMORY = ("checkpoint", "keepers", "cut", "full")
+"""A rank dies while a checkpoint is written, or on a host where memory is full; all keepers stop for a while; two hosts
+are cut off for a while."""
+ALONE = ("half there", "deaths", "slow", "manager")
+"""Those that take several events, and strike no recovery: mpirun is killed while a host's sshd is stopped; a rank dies
+twice at one step; a host is lost while both others are left out as slow; the manager is killed and started again."""
+KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice", *MEMORY, *ALONE)
+ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice", *MEMORY, *ALONE[:-1])
 """Those that always end a run of the job."""
 ALONE = ("half there", "deaths", "slow", "manager")
 """Those that take several events, and strike no recovery."""
@@ -40,8 +43,11 @@ WIDTH = 1024  # of the model's layers: of steps that take less than 5 ms, no ran
 STEP_SECONDS = 0.05
 NUM_STEPS = 100_000
 NOTICED_SECONDS = CLEAN_SECONDS = 10.0
+STOPPED_SECONDS, CUT_SECONDS = 6.0, 15.0
 LONGEST_SECONDS = 30.0
 SLOW_SECONDS = 90.0
+MOST_LOST = 40
+FILLING = "/dev/shm/filling"
 BLAMED = re.compile(r"rank (\d+)(?: on (\S+?))? (?:was ended|ended|is gone|is stopped)")
 
 
@@ -96,7 +102,10 @@ class Striker:
             return None  # the first host has the manager, and its copy may be on the other one
         host = self.draw.choice(others if is_of_host else ["h1", *others])
         fault = Fault(kind, time.monotonic(), time.time(), in_recovery=in_recovery)
-        if kind in ("rank", "rank 0", "stop"):
+        if kind in MEMORY:
+            if in_recovery or not self._strike_memory(fault, others):
+                return None
+        elif kind in ("rank", "rank 0", "stop"):
             ranks = run.ranks()
             chosen = [rank for rank in ranks if (rank == 0) == (kind == "rank 0")] or list(ranks)
             if not chosen:
@@ -157,6 +166,37 @@ class Striker:
         if slow:
             self.violations.append(f"not left out, though slow: {slow}\n{run.text}")
 
+    def _strike_memory(self, fault: Fault, others: list[str]) -> bool:
+        """Strikes what holds the state; returns False if there is nothing to strike."""
+        run, hosts = self.run, self.run.hosts
+        if fault.kind == "keepers":
+            keepers = [run.process(host, "elastic.keeper") for host in ["h1", *others]]
+            for number, seconds in ((signal.SIGSTOP, STOPPED_SECONDS), (signal.SIGCONT, 0.0)):
+                for process in keepers:
+                    run.strike(process, number)
+                time.sleep(seconds)
+            return True
+        if fault.kind == "cut":
+            for host in others:
+                hosts.cut(host)
+            time.sleep(CUT_SECONDS)
+            for host in others:
+                hosts.mend(host)
+            return bool(others)
+        if fault.kind == "full" and others:
+            fault.host = self.draw.choice(others)
+            self.missing.add(fault.host)
+            with open(hosts.path(fault.host, FILLING), "wb") as file:
+                room = os.statvfs(file.fileno())
+                os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+        elif fault.kind == "checkpoint":
+            run.wait(lambda: any((hosts.shared / "checkpoints").glob(".step-*")), "a checkpoint", 60.0)
+        ranks = run.ranks()
+        fault.at, fault.time = time.monotonic(), time.time()
+        fault.rank = 0
+        run.strike(ranks[0][1])
+        return fault.kind == "checkpoint" or bool(others)
+
     def watch(self, fault: Fault, newest: int) -> None:
         """Waits until the job has come further than before a fault, and notes what that took."""
         run = self.run
@@ -182,7 +222,9 @@ class Striker:
         run.wait(lambda: bool(found()), f"a step after {fault}", 120.0)
         events = after()
         fault.seconds = found()[0][0] - fault.at
-        fault.lost = sum(when > fault.at and step <= newest for when, step, _ in run.steps)
+        begin = max(fault.at, *(event["time"] - clock for event in run.events if event["event"] == "start"))
+        newest = max(step for when, step, _ in run.steps if when <= begin)
+        fault.lost = sum(when > begin and step <= newest for when, step, _ in run.steps)
         ended = next((event for event in events if event["event"] == "ended"), None)
         if ended is not None:
             fault.noticed = ended["time"] - fault.time
@@ -195,11 +237,15 @@ class Striker:
     def _judge(self, fault: Fault, ended: dict[str, object] | None) -> None:
         words = "" if ended is None else str(ended["text"])
         complain = lambda text: self.violations.append(f"{fault}: {text}: {words}\n{self.run.text}")  # noqa: E731
-        if fault.seconds > (2 * LONGEST_SECONDS if fault.kind in ALONE else LONGEST_SECONDS):
+        if fault.lost > MOST_LOST:
+            complain(f"{fault.lost} steps were lost")
+        if fault.seconds > LONGEST_SECONDS + CUT_SECONDS * (fault.kind == "cut") + LONGEST_SECONDS * (
+            fault.kind in ALONE
+        ):
             complain(f"{fault.seconds:.1f} s to the next step")
         if ended is not None and fault.noticed > NOTICED_SECONDS and fault.kind != "notice":
             complain(f"noticed after {fault.noticed:.1f} s")
-        if fault.in_recovery or fault.kind == "deaths":
+        if fault.in_recovery or fault.kind in (*MEMORY, "deaths"):
             return
         if fault.kind == "half there" and not any(
             event["event"] == "left_out" and event["host"] == fault.host for event in self.run.events
@@ -229,6 +275,7 @@ class Striker:
             if not run.hosts.is_up(host):
                 run.hosts.boot(host)
             run.hosts.continue_sshd(host)
+            run.hosts.path(host, FILLING).unlink(missing_ok=True)
         run.list_hosts(run.hosts.names)
         self.missing.clear()
 
@@ -273,9 +320,10 @@ def strike_job(
     hosts: Hosts, draw: random.Random, count: int, kinds: list[str], log: Path | None, faults: list[Fault]
 ) -> list[str]:
     """Strikes one job so many times, ends it, and compares it with one process."""
+    options = ["--max_restarts", "1000", "--checkpoints", str(hosts.shared / "checkpoints")]
     script = [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS), str(hosts.shared / "last")]
     script += [str(WIDTH)] if "slow" in kinds else []
-    run = ElasticRun(hosts, script, ["--max_restarts", "1000"])
+    run = ElasticRun(hosts, script, [*options, "--checkpoint_seconds", "2"])
     striker = Striker(run, draw, kinds, faults)
     try:
         striker.strike_all(count)
@@ -304,7 +352,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--faults-per-job", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=list(KINDS), choices=[*KINDS, SLOW])
+    parser.add_argument("--only", nargs="*", default=[kind for kind in KINDS if kind != "slow"], choices=KINDS)
     parser.add_argument("--log", type=Path, help="a file that gets what jobs print")
     options = parser.parse_args()
     if reason_to_skip():

@@ -22,7 +22,7 @@ from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RankPart, cle
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.progress import JobPlace, Reporter, folders_in, note_if_full
+from autovaruna.runtime.progress import JobPlace, Reporter, folders_in, note_full
 
 _SHARE = 0.01  # of a step's seconds that snapshots may take
 _FIRST_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them
@@ -79,11 +79,8 @@ class Snapshots:
     def _has_room(self) -> bool:
         """Whether the host has memory for new files of all its ranks where a checkpoint is written from the old."""
         old = [path.stat() for path in self._slots[self._next].glob("*")]
-        num_bytes = sum(each.st_size for each in old if each.st_nlink > 1)
-        if not num_bytes:
-            return True
-        room = os.statvfs(self._folder)
-        return room.f_bavail * room.f_frsize > num_bytes * len(folders_in(self._folder.parent, "rank-"))
+        num_bytes, room = sum(each.st_size for each in old if each.st_nlink > 1), os.statvfs(self._folder)
+        return room.f_bavail * room.f_frsize >= num_bytes * len(folders_in(self._folder.parent, "rank-"))
 
     @property
     def _is_copied(self) -> bool:
@@ -109,7 +106,7 @@ class Snapshots:
             self._write(subject, content)
         except (OSError, CheckpointError) as error:
             self._is_broken = True
-            note_if_full(Path(self._place.folder), error)
+            note_full(Path(self._place.folder), error)
             logger.warning("no more snapshots in memory of this host: %s", error)
             return
         self._reporter.note_snapshot(self._next, content.step)

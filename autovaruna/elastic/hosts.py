@@ -27,8 +27,7 @@ BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
 END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
 _REOPEN_SECONDS = 6.0
-_AGAIN_SECONDS = 5.0
-"""How long after a keeper has gone it is tried again, doubled each time up to a minute, unless that is urgent."""
+_AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 5.0, 10.0  # how long after a keeper has gone it is tried again
 _FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled each time
 SLOW_FILE = "slow_machines.out"  # gets the hosts that are left out, a name a line, as Varuna writes it
 _BETWEEN_SECONDS = 120.0  # the least time between two plans that are made anew for the sake of speeds
@@ -83,7 +82,7 @@ class Hosts:
                 break
             time.sleep(LOOK_SECONDS)
         failed = {host: link.words or "it does not answer" for host, link in self.links.items() if not link.is_up}
-        if failed and not self.has_enough:
+        if failed and not self.can_do_without(failed):
             words = "; ".join(f"{host}: {text}" for host, text in failed.items())
             raise ConfigError(
                 f"no keeper can be started on {', '.join(failed)} ({words}). Expected machines that ssh reaches "
@@ -109,11 +108,6 @@ class Hosts:
             self.slow.forgive(host)
         return fit
 
-    @property
-    def has_enough(self) -> bool:
-        """Whether the job can run on the hosts that are there."""
-        return self.can_do_without(())
-
     def can_do_without(self, hosts: Collection[str]) -> bool:
         """Says whether the job can run on the hosts that are there, but for some."""
         usable = self.usable()
@@ -130,7 +124,7 @@ class Hosts:
         """Returns the keepers that answer, by host."""
         return {host: link for host, link in self.links.items() if link.is_up and not link.is_silent}
 
-    def look_around(self, is_urgent: bool = False) -> None:
+    def look_around(self) -> None:
         """Reads the machine list if it has changed, and tries hosts again whose keepers have gone. Never waits."""
         now = time.monotonic()
         if self._reading is not None and self._reading.done():
@@ -146,8 +140,8 @@ class Hosts:
                 self._open(host)
             elif link.is_gone:
                 delay = self._delays.get(host, 0.0)
-                if now - link.began > (min(delay, _AGAIN_SECONDS) if is_urgent else delay):
-                    self._delays[host] = min(60.0, max(_AGAIN_SECONDS, 2 * delay))
+                if now - link.began > delay:
+                    self._delays[host] = min(_MOST_AGAIN_SECONDS, max(_AGAIN_SECONDS, 2 * delay))
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
@@ -230,10 +224,8 @@ class Hosts:
     def leave_if_others_suffice(self, hosts: Iterable[str]) -> None:
         """Leaves hosts whose ranks were asked to end; without others the job goes on there, as long as it may."""
         new = [host for host in hosts if host not in self.noticed]
-        self.noticed |= dict.fromkeys(new, math.inf)
-        if not self.has_enough:
-            for host in new:
-                del self.noticed[host]
+        if self.can_do_without(new):
+            self.noticed |= dict.fromkeys(new, math.inf)
 
     # those of a run
 

@@ -50,15 +50,7 @@ from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.progress import (
-    FULL,
-    Progress,
-    attempt_folder,
-    folders_in,
-    note_if_full,
-    read_predicted,
-    read_work,
-)
+from autovaruna.runtime.progress import FULL, Progress, attempt_folder, folders_in, note_full, read_predicted, read_work
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
@@ -97,7 +89,7 @@ class Keeper:
         """Gets ready for an attempt, and ends what is left here of earlier ones."""
         for folder in folders_in(self.folder, "attempt-") if self._attempt is None else ():  # of a keeper before
             if _number_of(folder) < number:
-                end_all(self._words_of(_number_of(folder)))
+                self.end(_number_of(folder), "")
         attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
         for name in (LEAVE, HOLD, FULL):
             (self.folder / name).unlink(missing_ok=True)
@@ -164,7 +156,7 @@ class Keeper:
         """
         ranks = [progress.process for folder in self._rank_folders() if (progress := Progress.read(folder))]
         self._attempt = None
-        num_ended = end_all(self._words_of(number))
+        num_ended = end_all(f'{json.dumps(str(self.folder))}, "attempt": {number},'.encode())
         if namespace:
             num_ended += end_all(namespace.encode())
         deadline = time.monotonic() + _PATIENCE_SECONDS  # the standby process ends those that it has forked
@@ -172,10 +164,6 @@ class Keeper:
             time.sleep(0.01)
         remove_leftovers(least_seconds=0.0)
         return num_ended
-
-    def _words_of(self, number: int) -> bytes:
-        """Returns what ranks of an attempt have in their variables."""
-        return f'{json.dumps(str(self.folder))}, "attempt": {number},'.encode()
 
     def inventory(self, within: str = "") -> list[dict[str, Any]]:
         """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
@@ -190,11 +178,8 @@ class Keeper:
         part = read_part(slot)
         if part is None or not part.is_intact(slot):
             return None
-        return {
-            "attempt": _number_of(slot.parent.parent),
-            "place": str(slot.relative_to(self.folder)),
-            "part": asdict(part),
-        }
+        attempt, place = _number_of(slot.parent.parent), str(slot.relative_to(self.folder))
+        return {"attempt": attempt, "place": place, "part": asdict(part)}
 
     def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
         """Puts a state together for the next ranks.
@@ -278,12 +263,8 @@ class Keeper:
                     while self._attempt is attempt:
                         self._copy_newest(attempt, connection)
                         time.sleep(_LOOK_SECONDS)
-            except (
-                OSError,
-                EOFError,
-                ValueError,
-            ) as error:  # the other host is gone, or slow: the manager knows itself
-                note_if_full(self.folder, error)
+            except (OSError, EOFError, ValueError) as error:  # the other host is gone, or slow: the manager knows
+                note_full(self.folder, error)
                 time.sleep(10 * _LOOK_SECONDS)
 
     def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
@@ -334,7 +315,7 @@ class Keeper:
             try:
                 self._take(connection, request)
             except OSError as error:
-                note_if_full(self.folder, error)
+                note_full(self.folder, error)
                 raise
             return
         with open(self._inside(request["read"]), "rb") as file:

@@ -60,8 +60,7 @@ class Manager:
         self._checkpoints = Checkpoints(ways.checkpoints, ways.checkpoint_seconds, self._log)
         self._run: Run | None = None
         self._watch = Watch(0)
-        self._held = -1, 0  # the newest step that was whole, and of which run
-        self._expected_step = -1  # the newest that should be whole now
+        self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
         self._began = time.monotonic()
         self._restarts = Restarts(self._ways.max_restarts)
         self._has_told_of_resume = False
@@ -108,12 +107,10 @@ class Manager:
         number, checkpoints = self._watch.attempt, self._ways.checkpoints
         place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
-        limit = self._ways.start_seconds
-        self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log, limit)
+        self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
         self._note_start(names, state, run.job.num_ranks)
-        outcome = run.follow(self._began, seconds, self._held, self._checkpoints, self._signals)
-        self._held = max(self._held, (run.held_step, number))
-        self._expected_step = max(self._expected_step, run.held_step)
+        outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
+        self._held = run.held
         run.end([host for host in names if host not in outcome.lost])
         return outcome
 
@@ -145,21 +142,18 @@ class Manager:
         deadline, has_told = time.monotonic() + self._ways.state_wait_seconds, False
         while True:
             up = self._hosts.up()
-            state = find_state(list(up.values()))
-            step, missing = -1 if state is None else state.step, sorted(self._hosts.links.keys() - up.keys())
-            if step >= self._expected_step or not missing or time.monotonic() > deadline:
-                break
-            if not has_told:
-                has_told = True
-                words = f"step {self._expected_step} is not whole without {', '.join(missing)}: asking again for"
-                self._log.note("waiting", f"{words} {self._ways.state_wait_seconds:g} s", hosts=missing)
+            state, missing = find_state(list(up.values())), sorted(self._hosts.links.keys() - up.keys())
+            if self._gone == self._held or (state is not None and state.step >= self._held[0]):
+                return state
+            if is_over := not missing or time.monotonic() > deadline:
+                self._gone = self._held
+            if is_over or not has_told:
+                has_told, seconds = True, self._ways.state_wait_seconds
+                what = "going back" if is_over else f"waiting for {', '.join(missing)}, {seconds:g} s at most"
+                self._log.note("waiting", f"step {self._held[0]} is not whole on the hosts that answer: {what}")
             self._end_if_asked()
-            self._hosts.look_around(is_urgent=True)
+            self._hosts.look_around()
             time.sleep(BEAT_SECONDS)
-        if step < self._expected_step:
-            self._log.note("back", f"step {self._expected_step} is in memory of no hosts as a whole", step=step)
-        self._expected_step = step
-        return state
 
     def _deployment(self, names: Mapping[str, int]) -> str:
         """Returns the file of the plan for some hosts; empty: the user has named one, whatever the hosts are."""

@@ -139,8 +139,7 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("--max_restarts", type=int, default=30, metavar="N", help="most starts again within an hour (30)")
     add_path("--checkpoints", metavar="DIR", help="write what hosts have in memory there, from time to time")
     add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
-    wait = "how long hosts are waited for that may have a newer state in memory than the others (30)"
-    add("--state_wait_seconds", type=float, default=30.0, metavar="S", help=wait)
+    add("--state_wait_seconds", type=float, default=30.0, metavar="S", help="wait for hosts with a newer state (30)")
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
     add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
     add_path("--memory_folder", dest="memory", default="/dev/shm", metavar="DIR", help="in a host's memory (/dev/shm)")

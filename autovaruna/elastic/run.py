@@ -53,7 +53,8 @@ class Outcome:
 class Run:
     """One run of a job, which has begun when it is made, on `options.hosts`; `watch` gets what the ranks report.
 
-    The other arguments are those of `Job`. `held_step` is the newest that was whole whatever host is lost; -1: none.
+    The other arguments are those of `Job`. `held` is the newest step that was whole whatever host is lost, and of which
+    run; at first that of earlier ones, which hosts keep until this one has come as far.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Run:
         standby: str,
         watch: Watch,
         log: EventLog,
-        start_seconds: float,
+        held: tuple[int, int],
     ) -> None:
         self.watch = watch
-        self.held_step = -1
+        self.held = held
         self._hosts = hosts
         self._own = options.hosts
         self._number = place.attempt
@@ -83,26 +84,21 @@ class Run:
         hosts.begin(self._own, self._number)
         self.job = Job(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
         self.job.start()
-        self._start_seconds, self._start_ends = start_seconds, time.monotonic() + start_seconds
+        assert options.morphing is not None
+        self._start_seconds = options.morphing.start_seconds
+        self._deadline = time.monotonic() + self._start_seconds  # of the start, and later of what ranks are asked for
 
     def follow(
-        self,
-        since: float,
-        seconds: dict[str, float],
-        known: tuple[int, int],
-        checkpoints: Checkpoints,
-        signals: list[signal.Signals],
+        self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: list[signal.Signals]
     ) -> Outcome:
         """Returns how the run ends, as soon as that is known.
 
         `since` is when the run before ended, on the monotonic clock, `seconds` what the start has taken so far, by
-        phase. `known` is the newest step that was ever held, and of which run: hosts keep that until this one has come
-        as far. States are written to `checkpoints` from time to time. `signals` are those of now and later.
+        phase. States are written to `checkpoints` from time to time. `signals` are those of now and later.
         """
         hosts, started = self._hosts, time.monotonic()
-        has_stepped, kept = False, -1
+        has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
         leaving: Outcome | None = None
-        deadline = 0.0
         while True:
             hosts.look_around()
             hosts.take_reports(self._own, self.watch)
@@ -113,26 +109,27 @@ class Run:
                 has_stepped = True
                 seconds["first_step"] = time.monotonic() - started
                 self._log.note("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
-            self.held_step = max(self.held_step, self.watch.held_step(self._own))
-            if self.held_step >= 0:
-                now_kept = known[1] if self.held_step < known[0] else 0
-                if now_kept != kept:
-                    kept = now_kept
+            if (step := self.watch.held_step(self._own)) >= 0:
+                self.held = max(self.held, (step, self._number))
+                if kept != self.held[1]:
+                    kept = self.held[1]
                     hosts.ask(hosts.links, "drop", before=self._number, but=kept)
                 hosts.release(self._own)
                 checkpoints.save_if_due([hosts.links[host] for host in self._own if host in hosts.links])
             if signals and self._asked != signal.SIGTERM:
                 self._pass_on(signals)
             if leaving is None and (leaving := self._reason_to_leave()) is not None:
-                deadline = time.monotonic() + self._patience()
+                self._deadline = time.monotonic() + self._patience()
                 hosts.take_now(self._own, self.watch)
                 is_script_asked = self._asked is not None and self.job.output.has_started and not self.watch.is_kept
                 if not self.watch.can_leave and not is_script_asked:
                     return leaving
                 if self._asked is None:
                     hosts.ask(self._own, "leave")
-            if leaving is not None and time.monotonic() > deadline:
-                return leaving
+            if time.monotonic() > self._deadline:
+                if leaving is not None:
+                    return leaving
+                self._asked = None  # the script has done what it does, and goes on
             time.sleep(LOOK_SECONDS)
 
     def end(self, hosts: Sequence[str]) -> None:
@@ -154,7 +151,10 @@ class Run:
                 self._last_end = time.monotonic()
                 continue
             lost = self._hosts.take_now(self._own, self.watch)
-            if self._asked is not None and (leaving is not None or self.watch.hosts_that_hear):
+            is_answer = (
+                leaving is not None or self.watch.hosts_that_hear or status not in (-signal.SIGKILL, LOST_OTHERS)
+            )
+            if self._asked is not None and is_answer:
                 return self._as_asked(status)
             if leaving is not None or (status in (LEFT, HELD) and self.watch.hosts_that_hear):
                 return leaving or self._left_by_itself()
@@ -165,7 +165,7 @@ class Run:
             return self._by_mpirun(status_of_all, leaving)
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
-        if len(self.job.output.started) < self.job.num_ranks and time.monotonic() > self._start_ends:
+        if len(self.job.output.started) < self.job.num_ranks and time.monotonic() > self._deadline:
             return self._not_started(f"not every rank has started within {self._start_seconds:g} s", 1)
         if (hang := self.watch.hang()) is not None:
             return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
@@ -245,6 +245,7 @@ class Run:
         self._asked = max(signals)  # SIGTERM rather than SIGUSR1
         if self._asked == signal.SIGUSR1:
             signals.clear()
+        self._deadline = time.monotonic() + self._patience()
         self.job.pass_on(self._asked)
 
     def _as_asked(self, status: int) -> Outcome:

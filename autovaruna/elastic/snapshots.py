@@ -25,10 +25,9 @@ _NUM_KEPT = 2  # checkpoints that stay in the folder
 
 @dataclass(frozen=True)
 class Held:
-    """A part that a host has: the run of the job that wrote it, and where it is in the job's folder there."""
+    """A part that a host has, and where it is in the job's folder there."""
 
     host: str
-    attempt: int
     place: str
     part: RankPart
 
@@ -53,8 +52,8 @@ def find_state(links: Sequence[Link], within: str = "") -> State | None:
     for host, entries in answers(asked, _INVENTORY_SECONDS).items():
         for entry in entries:
             part = read_record(entry["part"], RankPart)
-            held = Held(host, entry["attempt"], entry["place"], part)
-            places = found.setdefault((part.step, held.attempt, part.num_ranks), {}).setdefault(part.rank, [])
+            held = Held(host, entry["place"], part)
+            places = found.setdefault((part.step, entry["attempt"], part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
     return State(max(whole)[0], found[max(whole)]) if whole else None

@@ -71,7 +71,7 @@ def attempt_folder(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt:05d}"
 
 
-def note_if_full(folder: Path, error: BaseException) -> None:
+def note_full(folder: Path, error: BaseException) -> None:
     """Notes in a job's folder that this host has no room, if that is what an error says."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         (folder / FULL).touch()  # an empty file needs none

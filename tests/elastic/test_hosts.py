@@ -99,20 +99,26 @@ def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.Mon
         assert hosts.slow.leaves_out(HOST) and set(hosts.usable()) == {HOST} and not hosts.slow.leaves_out(HOST)
 
 
-def test_a_host_that_failed_is_used_again_once_mpirun_can_start_something_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_host_that_fails_is_left_out_for_longer_each_time_until_mpirun_can_start_something_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It is told once."""
     find_mpirun()
     probe = module.Probe
     with job_hosts(tmp_path, Morphing(None, 1, start_seconds=15.0)) as hosts:
         assert hosts.find_unfit([HOST, OTHER]) == [OTHER]
-        monkeypatch.setattr(module, "_FAILED_SECONDS", 0.1)
+        assert hosts.can_do_without([OTHER]) and not hosts.can_do_without([HOST])
+        monkeypatch.setattr(module, "_FAILED_SECONDS", 0.5)
         monkeypatch.setattr(module, "Probe", lambda host, seconds: probe(OTHER, seconds))
-        hosts.leave_out(HOST, "no rank can be started on it")
-        for _ in range(3):
-            assert not look(hosts), "it cannot"
+        begin = time.monotonic()
+        hosts.leave_out(HOST, "its memory is full")
+        for _ in range(2):
+            assert not look(hosts), "nothing can be started there"
         monkeypatch.setattr(module, "Probe", probe)
-        wait_for(lambda: look(hosts) == {HOST}, "a host that can be used again")
+        wait_for(lambda: look(hosts) == {HOST}, "the host")
+        assert time.monotonic() - begin > 1.5
+    said = capsys.readouterr().err
+    assert said.count("is left out") == said.count("its memory is full") == 1
 
 
 @pytest.mark.parametrize(("min_ranks", "left"), [(1, {HOST}), (2, set())])

@@ -128,8 +128,24 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
     assert json.loads((place / "others.elsewhere").read_text()) == pointer
     with pytest.raises(OSError, match="not in the job's folder"):
         link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
+    link.ask("drop", before=3, but=1).result(10.0)
+    assert (tmp_path / "job" / "attempt-00001").exists(), "it has the newest step"
     link.ask("drop", before=2).result(10.0)
     assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
+
+
+def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, tmp_path: Path) -> None:
+    """Once, nobody heard of it, and there were no more snapshots."""
+    for number in range(2):
+        slot = tmp_path / "job" / "attempt-00004" / "copy-00001" / f"slot-{number}"
+        slot.mkdir(parents=True)
+        (slot / "weights").symlink_to("/dev/full")
+    assert not link.ask("ping").result(10.0)["is_full"]
+    with pytest.raises(REFUSED):
+        send(link, asdict(part_in(tmp_path / "slot")), [b"weights"])
+    wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
+    link.ask("begin", number=5, buddy=None).result(10.0)
+    assert not link.ask("ping").result(10.0)["is_full"]
 
 
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:

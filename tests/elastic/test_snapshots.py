@@ -9,16 +9,18 @@ import sys
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autovaruna.checkpoint.host_memory import PINNED
 from autovaruna.checkpoint.manifest import read_manifest
+from autovaruna.checkpoint.snapshot import Snapshots
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.snapshots import Checkpoints, find_state, hand_out
-from autovaruna.runtime.progress import VARIABLE, JobPlace
+from autovaruna.runtime.progress import VARIABLE, JobPlace, Reporter
 from tests.elastic.keepers import keeper
 from tests.hosts.emulation import wait_for
 
@@ -101,6 +103,38 @@ def test_snapshots_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         assert not read_manifest(written).damages(written) and not (folder / PINNED).exists()
         files = [path for path in folder.rglob("slot-*/*") if path.is_file()]
         assert files and all(path.stat().st_nlink == 1 for path in files)
+
+
+def test_a_run_whose_host_has_no_room_trains_on_and_the_keeper_hears_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    with keeper(folder) as link:
+        link.ask("begin", number=1, buddy=None).result(10.0)
+        train(JobPlace(str(folder), 1), NUM_STEPS, 1)
+        (file,) = folder.rglob("slot-0/model-*")
+        link.ask("begin", number=2, buddy=None).result(10.0)
+        full = JobPlace(str(folder), 2).of_rank(0) / "slot-0"
+        full.mkdir(parents=True)
+        (full / file.name).symlink_to("/dev/full")
+        assert train(JobPlace(str(folder), 2), NUM_STEPS) == train(None, NUM_STEPS)
+        said = link.ask("ping").result(10.0)
+        assert said["is_full"] and said["newest"] is None
+
+
+def test_no_snapshot_is_begun_that_has_no_room_beside_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = JobPlace(str(tmp_path), 1)
+    snapshots = Snapshots(place, 0, Reporter(place.of_rank(0)))
+    slot = place.of_rank(0) / "slot-0"
+    slot.mkdir()
+    (slot / "weights").write_bytes(b"12345678")
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_bavail=7, f_frsize=1))
+    snapshots.begin_border(1)
+    assert snapshots.is_ready, "it is overwritten"
+    os.link(slot / "weights", tmp_path / "pinned")
+    assert not snapshots.is_ready
+    (tmp_path / "pinned").unlink()
+    assert snapshots.is_ready
 
 
 ENDS = """
