@@ -239,9 +239,8 @@ class Striker:
         complain = lambda text: self.violations.append(f"{fault}: {text}: {words}\n{self.run.text}")  # noqa: E731
         if fault.lost > MOST_LOST:
             complain(f"{fault.lost} steps were lost")
-        if fault.seconds > LONGEST_SECONDS + CUT_SECONDS * (fault.kind == "cut") + LONGEST_SECONDS * (
-            fault.kind in ALONE
-        ):
+        longest = 2 * LONGEST_SECONDS if fault.kind in ALONE else LONGEST_SECONDS
+        if fault.seconds > longest + CUT_SECONDS * (fault.kind == "cut"):
             complain(f"{fault.seconds:.1f} s to the next step")
         if ended is not None and fault.noticed > NOTICED_SECONDS and fault.kind != "notice":
             complain(f"noticed after {fault.noticed:.1f} s")

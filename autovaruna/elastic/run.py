@@ -151,10 +151,8 @@ class Run:
                 self._last_end = time.monotonic()
                 continue
             lost = self._hosts.take_now(self._own, self.watch)
-            is_answer = (
-                leaving is not None or self.watch.hosts_that_hear or status not in (-signal.SIGKILL, LOST_OTHERS)
-            )
-            if self._asked is not None and is_answer:
+            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_that_hear
+            if self._asked is not None and (leaving is not None or not is_struck):
                 return self._as_asked(status)
             if leaving is not None or (status in (LEFT, HELD) and self.watch.hosts_that_hear):
                 return leaving or self._left_by_itself()
