@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autovaruna.elastic.job import Probe
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing, is_this_machine, list_hosts
@@ -25,7 +26,6 @@ from autovaruna.errors import ConfigError
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
 END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
-_START_SECONDS = 60.0
 _REOPEN_SECONDS = 6.0
 _AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 5.0, 10.0  # how long after a keeper has gone it is tried again
 _FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled each time
@@ -61,7 +61,9 @@ class Hosts:
         self._own_file = own_file
         self._log = log
         self._delays: dict[str, float] = {}
-        self._failed: dict[str, tuple[float, float]] = {}  # until when hosts are left out, and for how long
+        self._left_out: dict[str, float] = {}  # until when hosts are, that have failed
+        self._failed: dict[str, float] = {}  # for how long each was left out last
+        self._probes: dict[str, Probe] = {}
         self._begun: list[Link] = []
         self._machine_time = _time_of(ways.machine_list)
         self._times_of_notices: dict[str, int] = {}
@@ -73,7 +75,7 @@ class Hosts:
         """Starts the keepers and calls `check` until each is up, or has failed; ConfigError if too few can start."""
         for host in self.listed:
             self._open(host)
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + self._ways.start_seconds
         while any(not link.is_ready and not link.is_gone for link in self.links.values()):
             check()
             if time.monotonic() > deadline:
@@ -95,13 +97,16 @@ class Hosts:
 
     def usable(self) -> dict[str, int]:
         """Returns the hosts that the job can run on now, with their ranks."""
-        up = self.up()
-        return {
-            host: count
-            for host, count in self.listed.items()
-            if host in up and host not in self.noticed and not self.slow.leaves_out(host)
-            if time.monotonic() > self._failed.get(host, (0.0, 0.0))[0]
-        }
+        left = self.up().keys() - self.noticed.keys() - self._left_out.keys()
+        fit = {host: count for host, count in self.listed.items() if host in left}
+        quick = {host: count for host, count in fit.items() if not self.slow.leaves_out(host)}
+        if len(quick) == len(fit) or sum(quick.values()) >= max(1, self._ways.min_ranks):
+            return quick
+        slow = ", ".join(fit.keys() - quick.keys())
+        self._log.note("slow", f"host {slow} is used all the same: a slow host is better than none")
+        for host in fit:
+            self.slow.forgive(host)
+        return fit
 
     def can_do_without(self, hosts: Collection[str]) -> bool:
         """Says whether the job can run on the hosts that are there, but for some."""
@@ -110,10 +115,10 @@ class Hosts:
 
     def leave_out(self, host: str, why: str) -> None:
         """Leaves a host out that cannot do its part, for a while that doubles each time; it is told the first time."""
-        seconds = min(_LEFT_OUT_SECONDS, 2 * self._failed.get(host, (0.0, _FAILED_SECONDS / 2))[1])
+        seconds = min(_LEFT_OUT_SECONDS, 2 * self._failed.get(host, _FAILED_SECONDS / 2))
         text = f"host {host} is left out, for {seconds:g} s at first: {why}"
         self._log.note("left_out", text, is_shown=host not in self._failed, host=host, seconds=seconds)
-        self._failed[host] = time.monotonic() + seconds, seconds
+        self._failed[host], self._left_out[host] = seconds, time.monotonic() + seconds
 
     def up(self) -> dict[str, Link]:
         """Returns the keepers that answer, by host."""
@@ -140,8 +145,28 @@ class Hosts:
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
-            elif now - link.began > _START_SECONDS:
+            elif now - link.began > self._ways.start_seconds:
                 link.cut()
+        self._try_left_out(now)
+
+    def find_unfit(self, hosts: Iterable[str]) -> list[str]:
+        """Returns the hosts on which mpirun can start nothing, each tried by itself."""
+        probes = {host: Probe(host, self._ways.start_seconds / 3) for host in hosts}
+        while any(probe.worked is None for probe in probes.values()):
+            time.sleep(LOOK_SECONDS)
+        return [host for host, probe in probes.items() if not probe.worked]
+
+    def _try_left_out(self, now: float) -> None:
+        """Uses hosts again that were left out for long enough, and on which mpirun can start something."""
+        for host, until in list(self._left_out.items()):
+            if host not in self._probes and now > until:
+                self._probes[host] = Probe(host, self._ways.start_seconds / 3)
+            elif host in self._probes and (worked := self._probes[host].worked) is not None:
+                del self._probes[host]
+                if worked:
+                    del self._left_out[host]
+                else:
+                    self.leave_out(host, "no rank can be started on it")
 
     def _read_list(self) -> None:
         """Reads the list in a thread: a command, or whoever knows addresses, may take long to answer."""
@@ -166,6 +191,7 @@ class Hosts:
                 self.noticed.pop(host, None)
                 self.slow.forgive(host)
                 self._failed.pop(host, None)
+                self._left_out.pop(host, None)
         for host in sorted(listed.keys() ^ self.listed.keys()):
             was = "added to" if host in listed else "taken from"
             self._log.note("list", f"host {host} was {was} the machine list", host=host)
@@ -273,6 +299,8 @@ class Hosts:
 
     def close(self) -> None:
         """Ends all keepers, which remove what is the job's."""
+        for probe in self._probes.values():
+            probe.end()
         for link in self.links.values():
             link.quit()
         for link in self.links.values():

@@ -121,6 +121,7 @@ class Keeper:
             "copied": self._copied,
             "is_full": (self.folder / FULL).exists(),
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
+            "memory_kills": memory_kills(),
         }
 
     def leave(self) -> None:
@@ -392,6 +393,13 @@ def state_of(process: int) -> str:
         return ""
 
 
+def memory_kills() -> int:
+    """Returns how many processes the kernel has ended because memory was short, as far as it says so."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
+    return 0
+
+
 def is_alive(process: int) -> bool:
     """Says whether a process is there and has not ended."""
     return state_of(process) not in ("", "Z")
@@ -504,7 +512,8 @@ def main() -> None:
         StandbyProcess(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
     line = Line(keeper, lock)
-    line.write({"port": keeper.port, "host": socket.gethostname()})
+    newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
+    line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})
     keep_seconds = settings.get("keep_seconds", _KEEP_SECONDS)
     threading.Thread(target=line.end_if_silent, args=(keep_seconds,), daemon=True).start()
     if not line.follow():

@@ -43,6 +43,8 @@ class Morphing:
     slow_factor: float = 1.5
     memory: str = "/dev/shm"
     has_standby: bool = True
+    start_seconds: float = 30.0
+    keep_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
     add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
     add_path("--memory_folder", dest="memory", default="/dev/shm", metavar="DIR", help="in a host's memory (/dev/shm)")
+    add("--start_seconds", type=float, default=30.0, metavar="S", help="most that ranks take to start on a host (30)")
+    add("--keep_seconds", type=float, default=60.0, metavar="S", help="hosts keep states without a manager (60)")
     add("--no_standby", dest="has_standby", action="store_false", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")

@@ -109,22 +109,26 @@ class Checkpoints:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def save(self, links: Sequence[Link]) -> None:
-        """Writes the newest state that some hosts have; why it cannot be is noted."""
+    def save(self, links: Sequence[Link]) -> str:
+        """Writes the newest state that some hosts have; returns, and notes, why it cannot be, empty if it is there."""
         self.wait()
         assert self._folder is not None
         try:
             for do in ("hold", "pin"):
                 answers({link.host: link.ask(do) for link in links}, _HOLD_SECONDS)
             state = find_state(links, PINNED)
-            if state is not None and state.step != self._step:
+            if state is None:
+                return "no state of the hosts is whole"
+            if state.step != self._step:
                 path = self._write(state, {link.host: link for link in links}, self._folder)
                 self._step = state.step
                 self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
         except Exception as error:
             self._log.note("checkpoint", f"no checkpoint could be written: {error}")
+            return str(error)
         finally:
             answers({link.host: link.ask("unpin") for link in links}, _HOLD_SECONDS)
+        return ""
 
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
         """Has hosts write a state that they have pinned; returns the checkpoint's folder."""

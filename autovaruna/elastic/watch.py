@@ -229,6 +229,7 @@ class Watch:
         self._speeds: Speeds | None = None
         self._ranks: dict[int, _Seen] = {}
         self._states: dict[str, Mapping[str, Any]] = {}
+        self._first_kills: dict[str, int] = {}
         self._num_calls = 0
         self._last_change = time.monotonic()
 
@@ -238,6 +239,7 @@ class Watch:
             return
         now = time.monotonic()
         self._states[host] = report
+        self._first_kills.setdefault(host, report.get("memory_kills", 0))
         for name, its in report["ranks"].items():
             seen = self._ranks.setdefault(int(name), _Seen(host, its))
             seen.host, seen.report = host, its
@@ -268,6 +270,15 @@ class Watch:
         host = self._ranks[rank].host
         return host, sorted(other for other, seen in self._ranks.items() if seen.host == host).index(rank)
 
+    def step_of(self, rank: int) -> int:
+        """Returns the number of the newest step that a rank has come to; 0: none in this run."""
+        return self._ranks[rank].report["steps"] if rank in self._ranks else 0
+
+    def is_out_of_memory(self, rank: int) -> bool:
+        """Says whether the kernel of a rank's host has ended processes in this run because memory was short."""
+        host = self._ranks[rank].host if rank in self._ranks else ""
+        return host in self._states and self._states[host].get("memory_kills", 0) > self._first_kills[host]
+
     @property
     def num_steps(self) -> int:
         """The number of the newest step that any rank has come to; 0: none."""
@@ -292,6 +303,11 @@ class Watch:
     def full_hosts(self) -> list[str]:
         """The hosts that have no room for what their ranks, or others, keep in memory."""
         return sorted(host for host, state in self._states.items() if state["is_full"])
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether ranks of this run keep their states, or will once they train."""
+        return any(seen.report["is_kept"] for seen in self._ranks.values())
 
     @property
     def can_leave(self) -> bool:

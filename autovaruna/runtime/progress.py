@@ -20,6 +20,7 @@ from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
+HELD = 76  # what a rank ends with whose state is in memory of its host, and nowhere else yet
 _FORMAT = struct.Struct("<QQ?Q?d?2q")
 _NUM_KEPT = 64
 _WORK = struct.Struct("<Qd")

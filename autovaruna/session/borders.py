@@ -23,7 +23,7 @@ from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, Subject, generator_states
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.progress import JobPlace, Reporter
+from autovaruna.runtime.progress import HELD, JobPlace, Reporter
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,12 @@ def _note(number: int, frame: FrameType | None) -> None:
     _heard.add(signal.Signals(number))
     if callable(_before[number]):
         _before[number](number, frame)
+
+
+def script_handler(number: signal.Signals) -> Any:
+    """Returns what the script does with a signal, as `signal.getsignal` does."""
+    handler = signal.getsignal(number)
+    return _before.get(number) if handler is _note else handler
 
 
 def has_heard() -> bool:
@@ -172,20 +178,22 @@ class Morphing:
         self._reporter.end_call()
 
     def at_border(self, subject: Callable[[], Subject], num_steps: int, step: int) -> None:
-        """Takes a snapshot and ends this rank, if all ranks have agreed to; the optimizer has stepped. Collective.
+        """Takes a snapshot, if all ranks have agreed to; the optimizer has stepped. Collective.
 
         `step` is the number that the script gives the state after `num_steps` steps of the optimizer.
         """
-        if self._snapshots is None:
-            return
-        self._snapshots.begin_border(num_steps)
-        if self._takes or self._leaves:
-            self._snapshots.take(subject(), self._content(step))
-        if self._leaves:
+        if self._snapshots is not None:
+            self._snapshots.begin_border(num_steps)
+            if self._takes or self._leaves:
+                self._snapshots.take(subject(), self._content(step))
+
+    def end_if_agreed(self, step: int) -> None:
+        """Ends this rank, if all ranks have agreed to, once others have its snapshot of a step. Collective."""
+        if self._snapshots is not None and self._leaves:
             self._snapshots.wait_for_copy()
             self._world.barrier("leaving together")
             logger.info("step %d is in memory of the hosts: this rank leaves, to be started again", step)
-            raise SystemExit(STATUS)
+            raise SystemExit(HELD)
 
 
 def refuse_several(num_models: int) -> None:

@@ -18,6 +18,7 @@ from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
 from autovaruna.runtime.world import World, on_all
+from autovaruna.session.borders import script_handler
 from autovaruna.session.session import all_in_mode
 
 Inputs = dict[str, Any]
@@ -99,7 +100,7 @@ class Requests:
         """Puts the script's handler aside, if it has one."""
         if threading.current_thread() is not threading.main_thread():
             return
-        handler = signal.getsignal(signal.SIGUSR1)
+        handler = script_handler(signal.SIGUSR1)
         if callable(handler) and handler != self._note:
             self._handler = handler
             signal.signal(signal.SIGUSR1, self._note)
