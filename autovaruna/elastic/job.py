@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import pairwise
@@ -102,12 +102,13 @@ class Output:
         text = line[tag.end() :]
         if text == "\0":  # mpirun ends its words about an abort with it
             return None
-        if text.rstrip("\r\n") == STARTED:
+        before, mark, _ = text.partition(STARTED)  # whatever Python itself has written before it
+        if mark:
             is_first = not self.started
             self.started.add(int(tag[1]))
             if is_first:
                 self._on_start()
-            return None
+            return f"[{tag[1]}] {before}\n" if before else None
         return f"[{tag[1]}] {text}"
 
 
@@ -152,6 +153,7 @@ _GRACE_SECONDS = 30.0
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 """After how many seconds a connection between mpirun's daemons is tried, how often, and how often again: a host that
 loses its power says nothing."""
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
@@ -212,7 +214,9 @@ class Job:
         if self._place is not None:
             found[PLACE] = json.dumps(asdict(self._place))
             found[stub.SOCKET] = self._standby
-        found |= _own_variables(found)
+        for name, seconds in _KEEP_ALIVE.items():
+            found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
+        found |= _AS_ROOT
         if max(self.options.hosts.values()) > (os.cpu_count() or 1):
             found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         return found
@@ -284,10 +288,12 @@ class Job:
         if self._process is not None:
             _kill_session(self._process.pid)
 
-    def hosts_of(self, ranks: Iterable[int]) -> set[str]:
-        """Returns the hosts of some ranks, which are host by host."""
+    @property
+    def unstarted_hosts(self) -> set[str]:
+        """The hosts with ranks that have not run; ranks are host by host."""
         hosts = [host for host, count in self.options.hosts.items() for _ in range(count)]
-        return {hosts[rank] for rank in ranks}
+        run = self.output.started | self.output.ended.keys()
+        return {host for rank, host in enumerate(hosts[: self.num_ranks]) if rank not in run}
 
     @property
     def is_running(self) -> bool:
@@ -336,7 +342,7 @@ class Probe:
 
     def __init__(self, host: str, seconds: float) -> None:
         words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
-        mpirun, variables = find_mpirun(), {**os.environ, **_own_variables(os.environ)}
+        mpirun, variables = find_mpirun(), {**os.environ, **_AS_ROOT}
         self._deadline = time.monotonic() + seconds
         self._process = _mpirun(
             mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL
@@ -376,15 +382,6 @@ def _mpirun(
         raise ConfigError(f"{mpirun} cannot be started: {error.strerror}") from error
     finally:
         os.close(file)
-
-
-def _own_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of an mpirun that the user has not set otherwise."""
-    found = {f"PRTE_MCA_oob_tcp_keepalive_{name}": seconds for name, seconds in _KEEP_ALIVE.items()}
-    found = {name: value for name, value in found.items() if name not in given}
-    if os.geteuid() == 0:  # mpirun asks whoever is root to say so
-        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return found
 
 
 def _kill_session(leader: int) -> None:

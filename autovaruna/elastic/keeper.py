@@ -76,6 +76,7 @@ class Keeper:
         self.token = token
         self._file = file
         self._is_ready = not has_standby
+        self._first_kills = memory_kills()
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
@@ -93,6 +94,7 @@ class Keeper:
         attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
         for name in (LEAVE, HOLD, FULL):
             (self.folder / name).unlink(missing_ok=True)
+        self._first_kills = memory_kills()
         self._copied = None
         self._gone = {}
         self._taken.clear()
@@ -121,7 +123,7 @@ class Keeper:
             "copied": self._copied,
             "is_full": (self.folder / FULL).exists(),
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
-            "memory_kills": memory_kills(),
+            "memory_kills": memory_kills() - self._first_kills,
         }
 
     def leave(self) -> None:

@@ -199,7 +199,11 @@ class Manager:
             status = 1 if fault else LEFT
             if fault:
                 text = f"step {self._watch.num_steps} is gone with this job: {fault}"
-                self._log.note("unsaved", f"{text}. {_newest_in(folder)}" if folder else text)
+                if folder is not None:
+                    from autovaruna.checkpoint.source import words_of_newest  # with torch, as above
+
+                    text += f". {words_of_newest(folder)}"
+                self._log.note("unsaved", text)
         self._checkpoints.wait()
         self._log.note("end", f"{outcome.why}: status {status}", status=status)
         return status
@@ -279,12 +283,6 @@ def _name_of(options: Options) -> str:
     script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
     words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
-
-
-def _newest_in(folder: str) -> str:
-    from autovaruna.checkpoint.source import words_of_newest  # with torch, which a manager does not otherwise need
-
-    return words_of_newest(folder)
 
 
 def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:

@@ -163,7 +163,7 @@ class Run:
             return self._by_mpirun(status_of_all, leaving)
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
-        if len(self.job.output.started) < self.job.num_ranks and time.monotonic() > self._deadline:
+        if self.job.unstarted_hosts and time.monotonic() > self._deadline:
             return self._not_started(f"not every rank has started within {self._start_seconds:g} s", 1)
         if (hang := self.watch.hang()) is not None:
             return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
@@ -179,16 +179,15 @@ class Run:
         if self.job.output.ended and status != 128 + signal.SIGKILL:
             return self._or_lost(lost, self._by_script(_words_of_early(self.job.output.ended), status or 1))
         why = f"mpirun ended with status {status} before every rank had finished"
-        if self.job.output.has_started or status == 128 + signal.SIGKILL:
+        if self.job.output.has_started or status == 128 + signal.SIGKILL or lost:
             return self._or_lost(lost, Outcome(why))
-        return self._or_lost(lost, Outcome(why)) if lost else self._not_started(why, status or 1)
+        return self._not_started(why, status or 1)
 
     def _not_started(self, why: str, status: int) -> Outcome:
         """Returns the outcome where ranks could not be started: the fault of the hosts that others differ from."""
-        job = self.job
-        unfit = job.hosts_of(set(range(job.num_ranks)) - job.output.started)
-        if not job.output.has_started:  # mpirun starts none before it has reached all hosts
-            job.kill()
+        unfit = self.job.unstarted_hosts
+        if not self.job.output.has_started:  # mpirun starts none before it has reached all hosts
+            self.job.kill()
             unfit = set(self._hosts.find_unfit(self._own))
         if set() < unfit < set(self._own):
             return Outcome(why, unfit=tuple(sorted(unfit)))
@@ -210,7 +209,7 @@ class Run:
             killed = signal.Signals(-status)
             if killed == signal.SIGTERM and early:  # mpirun has sent it
                 return self._by_script(early, 1)
-            if killed == signal.SIGTERM and len(self.job.output.started) < self.job.num_ranks:
+            if killed == signal.SIGTERM and self.job.unstarted_hosts:
                 return self._not_started("mpirun has ended ranks before all had started", 1)
             why = f"rank {rank} was ended by {killed.name}"
             if killed == signal.SIGKILL and self.watch.is_out_of_memory(rank):

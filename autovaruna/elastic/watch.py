@@ -229,7 +229,6 @@ class Watch:
         self._speeds: Speeds | None = None
         self._ranks: dict[int, _Seen] = {}
         self._states: dict[str, Mapping[str, Any]] = {}
-        self._first_kills: dict[str, int] = {}
         self._num_calls = 0
         self._last_change = time.monotonic()
 
@@ -239,7 +238,6 @@ class Watch:
             return
         now = time.monotonic()
         self._states[host] = report
-        self._first_kills.setdefault(host, report.get("memory_kills", 0))
         for name, its in report["ranks"].items():
             seen = self._ranks.setdefault(int(name), _Seen(host, its))
             seen.host, seen.report = host, its
@@ -277,7 +275,7 @@ class Watch:
     def is_out_of_memory(self, rank: int) -> bool:
         """Says whether the kernel of a rank's host has ended processes in this run because memory was short."""
         host = self._ranks[rank].host if rank in self._ranks else ""
-        return host in self._states and self._states[host].get("memory_kills", 0) > self._first_kills[host]
+        return bool(self._states.get(host, {}).get("memory_kills"))
 
     @property
     def num_steps(self) -> int:
