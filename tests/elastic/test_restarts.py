@@ -159,7 +159,7 @@ def test_status_75_is_said_only_of_what_can_be_loaded(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     for is_taken in (False, True):
         with started(tmp_path, RESUMES, "--checkpoints", str(saved), num_ranks=1) as job, ExitStack() as stack:
-            said = read_until(job, "step 5\n")
+            said = read_until(job, "autovaruna: training")
             if is_taken:
                 fcntl.lockf(stack.enter_context(open(saved / ".claim", "r+b")), fcntl.LOCK_EX)
             job.send_signal(signal.SIGTERM)
@@ -175,6 +175,6 @@ def test_a_manager_that_is_killed_and_started_again_goes_on_from_memory(tmp_path
     begun: list[int] = []
     for script in (RESUMES, RESUMES, f"{RESUMES}\n# changed"):
         with started(tmp_path, script, "--keep_seconds", "20", num_ranks=1) as job:
-            begun.append(int(read_until(job, "step 9" if not begun else "step ").split("step ")[-1]))
+            begun.append(int(read_until(job, "[0] step 9" if not begun else "[0] step ").split()[-1]))
             job.kill()
     assert begun[1] > 5 and begun[2] == 0
