@@ -107,8 +107,7 @@ class Manager:
         number, checkpoints = self._watch.attempt, self._ways.checkpoints
         place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
-        limit = self._ways.start_seconds
-        self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log, limit, self._held)
+        self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
         self._note_start(names, state, run.job.num_ranks)
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held

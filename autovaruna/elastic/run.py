@@ -66,7 +66,6 @@ class Run:
         standby: str,
         watch: Watch,
         log: EventLog,
-        start_seconds: float,
         held: tuple[int, int],
     ) -> None:
         self.watch = watch
@@ -85,7 +84,9 @@ class Run:
         hosts.begin(self._own, self._number)
         self.job = Job(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
         self.job.start()
-        self._start_seconds, self._start_ends = start_seconds, time.monotonic() + start_seconds
+        assert options.morphing is not None
+        self._start_seconds = options.morphing.start_seconds
+        self._deadline = time.monotonic() + self._start_seconds  # of the start, and later of what ranks are asked for
 
     def follow(
         self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: list[signal.Signals]
@@ -98,7 +99,6 @@ class Run:
         hosts, started = self._hosts, time.monotonic()
         has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
         leaving: Outcome | None = None
-        deadline = 0.0
         while True:
             hosts.look_around()
             hosts.take_reports(self._own, self.watch)
@@ -119,15 +119,17 @@ class Run:
             if signals and self._asked != signal.SIGTERM:
                 self._pass_on(signals)
             if leaving is None and (leaving := self._reason_to_leave()) is not None:
-                deadline = time.monotonic() + self._patience()
+                self._deadline = time.monotonic() + self._patience()
                 hosts.take_now(self._own, self.watch)
                 is_script_asked = self._asked is not None and self.job.output.has_started and not self.watch.is_kept
                 if not self.watch.can_leave and not is_script_asked:
                     return leaving
                 if self._asked is None:
                     hosts.ask(self._own, "leave")
-            if leaving is not None and time.monotonic() > deadline:
-                return leaving
+            if time.monotonic() > self._deadline:
+                if leaving is not None:
+                    return leaving
+                self._asked = None  # the script has done what it does, and goes on
             time.sleep(LOOK_SECONDS)
 
     def end(self, hosts: Sequence[str]) -> None:
@@ -149,7 +151,8 @@ class Run:
                 self._last_end = time.monotonic()
                 continue
             lost = self._hosts.take_now(self._own, self.watch)
-            if self._asked is not None and (leaving is not None or self.watch.hosts_that_hear):
+            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_that_hear
+            if self._asked is not None and (leaving is not None or not is_struck):
                 return self._as_asked(status)
             if leaving is not None or (status in (LEFT, HELD) and self.watch.hosts_that_hear):
                 return leaving or self._left_by_itself()
@@ -160,7 +163,7 @@ class Run:
             return self._by_mpirun(status_of_all, leaving)
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
-        if len(self.job.output.started) < self.job.num_ranks and time.monotonic() > self._start_ends:
+        if len(self.job.output.started) < self.job.num_ranks and time.monotonic() > self._deadline:
             return self._not_started(f"not every rank has started within {self._start_seconds:g} s", 1)
         if (hang := self.watch.hang()) is not None:
             return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
@@ -240,6 +243,7 @@ class Run:
         self._asked = max(signals)  # SIGTERM rather than SIGUSR1
         if self._asked == signal.SIGUSR1:
             signals.clear()
+        self._deadline = time.monotonic() + self._patience()
         self.job.pass_on(self._asked)
 
     def _as_asked(self, status: int) -> Outcome:
