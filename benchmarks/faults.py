@@ -330,8 +330,8 @@ def strike_job(
         status = run.finish(120.0)
         if status:
             striker.violations.append(f"the job ended with status {status}\n{run.text}")
-        if not run.matches_one_process():
-            striker.violations.append(f"losses or weights are others\n{run.text}")
+        if others := run.differences():
+            striker.violations.append(f"losses or weights are others: {others[:9]}\n{run.text}")
         left = leftovers(hosts, CLEAN_SECONDS)
         if left:
             striker.violations.append(f"left: {left}\n{run.text}")

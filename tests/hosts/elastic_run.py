@@ -130,10 +130,15 @@ class ElasticRun:
 
     def matches_one_process(self) -> bool:
         """Says whether losses and weights of a finished run of `SCRIPT` are those of one process, to the last bit."""
+        return not self.differences()
+
+    def differences(self) -> list[str]:
+        """Returns the lines of a finished run of `SCRIPT` that one process does not print, and the other way round."""
         call = [sys.executable, SCRIPT, str(self.steps[-1][1] + 1), "0", "nowhere", *map(str, self._script[4:])]
         alone = self.hosts.run("h1", call, timeout=300).stdout.splitlines()[1:]
         weights = [line.partition("] ")[2] for _, line in self.lines if "] weights" in line]
-        return [f"loss {step} {loss}" for step, loss in self.losses()] + weights == alone
+        own = [f"loss {step} {loss}" for step, loss in self.losses()] + weights
+        return [f"- {line}" for line in alone if line not in own] + [f"+ {line}" for line in own if line not in alone]
 
     def end(self) -> None:
         """Kills it, if it still runs."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -15,66 +15,63 @@ from tests.hosts.emulation import Hosts
 
 pytestmark = pytest.mark.timeout(300)
 MOST_LOST = 40
+OTHERS = ("h2", "h3")
 
 
-@contextmanager
-def training(hosts: Hosts, *options: str) -> Iterator[ElasticRun]:
-    """Returns a job that trains; at the end of the context it ends well."""
-    run = ElasticRun(hosts, [SCRIPT, "100000", "0.05"], options)
-    try:
-        run.wait_for_steps(MOST_LOST + 20)
-        yield run
-        run.stop_soon()
-        assert run.finish() == 0 and run.matches_one_process(), run.text
-        assert not leftovers(hosts, 10.0), run.text
-    finally:
-        run.end()
+def trains_on(run: ElasticRun, hosts: list[str]) -> bool:
+    """Says whether the newest run has come to a step, on some hosts."""
+    last = [event for event in run.events if event["event"] in ("start", "running")][-2:]
+    return [event["event"] for event in last] == ["start", "running"] and last[0]["hosts"] == hosts
 
 
-def go_on(run: ElasticRun, strike: Callable[[], object]) -> list[str]:
-    """Strikes a job; returns the hosts on which it goes on from about where it was."""
-    run.wait_for_steps(MOST_LOST + 20)
+def go_on(run: ElasticRun, strike: Callable[[ElasticRun], object]) -> list[str]:
+    """Strikes a job that trains on all hosts; returns those on which it goes on from about where it was."""
+    run.wait(lambda: trains_on(run, run.hosts.names), "training on all hosts", 90.0)
+    run.wait_for_steps(MOST_LOST + 10)
     newest, since = run.steps[-1][1], len(run.events)
-    strike()
+    strike(run)
     run.wait_for_event("running", since)
     start = next(event for event in run.events[since:] if event["event"] == "start")
     assert start.get("step", -1) > newest - MOST_LOST, run.text
     return list(start["hosts"])
 
 
-def test_hosts_that_are_silent_for_a_while_go_on_from_what_they_hold(hosts: Hosts):
-    """Once, all keepers stopped for 6 s, or two hosts cut off and there again, were a start from step 0."""
+def stop_keepers(run: ElasticRun) -> None:
+    """Stops all keepers for 6 s; once, the job started from step 0."""
+    keepers = [run.process(host, "elastic.keeper") for host in run.hosts.names]
+    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+        for process in keepers:
+            run.strike(process, number)
+        time.sleep(seconds)
 
-    def stop_keepers() -> None:
-        keepers = [run.process(host, "elastic.keeper") for host in hosts.names]
-        for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
-            for process in keepers:
-                run.strike(process, number)
-            time.sleep(seconds)
 
-    def cut_two() -> None:
-        for host in ("h2", "h3"):
-            hosts.cut(host)
-        time.sleep(8.0)
-        for host in ("h2", "h3"):
-            hosts.mend(host)
+def cut_off(run: ElasticRun) -> None:
+    """Cuts two hosts of three off for 8 s; once, the job started from step 0."""
+    for do, seconds in ((run.hosts.cut, 8.0), (run.hosts.mend, 0.0)):
+        for host in OTHERS:
+            do(host)
+        time.sleep(seconds)
 
-    with training(hosts) as run:
+
+def fill(run: ElasticRun) -> None:
+    """Fills the memory of a host and kills a rank; once, the job was started again 31 times, and given up."""
+    with open(run.hosts.path("h2", "/dev/shm/filling"), "wb") as file:
+        room = os.statvfs(file.fileno())
+        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+    run.strike(run.ranks()[0][1])
+
+
+def test_a_job_goes_on_from_what_hosts_hold_though_all_are_silent_and_one_is_full(hosts: Hosts):
+    run = ElasticRun(hosts, [SCRIPT, "100000", "0.05"])
+    try:
         go_on(run, stop_keepers)
-        go_on(run, cut_two)
-
-
-def test_a_host_whose_memory_is_full_is_left_out_and_told_once(hosts: Hosts):
-    """Once, such a job was given up after 31 restarts."""
-
-    def fill() -> None:
-        with open(hosts.path("h2", "/dev/shm/full"), "wb") as file:
-            room = os.statvfs(file.fileno())
-            os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
-        run.strike(run.ranks()[0][1])
-
-    with training(hosts) as run:
+        go_on(run, cut_off)
         assert go_on(run, fill) == ["h1", "h3"]
-        run.wait_for_steps(200)
+        run.stop_soon()
+        assert run.finish() == 0 and run.matches_one_process(), run.text
         assert sum("h2 is left out" in line for _, line in run.lines) == 1, run.text
-        os.unlink(hosts.path("h2", "/dev/shm/full"))
+        with suppress(FileNotFoundError):
+            os.unlink(hosts.path("h2", "/dev/shm/filling"))
+        assert not leftovers(hosts, 10.0), run.text
+    finally:
+        run.end()
