@@ -109,8 +109,8 @@ def test_a_run_whose_host_has_no_room_trains_on_and_the_keeper_hears_of_it(tmp_p
     folder = tmp_path / "job"
     with keeper(folder) as link:
         link.ask("begin", number=1, buddy=None).result(10.0)
-        train(JobPlace(str(folder), 1), NUM_STEPS, 1)
-        (file,) = folder.rglob("slot-0/model-*")
+        train(JobPlace(str(folder), 1), NUM_STEPS, 3)
+        file, *_ = folder.rglob("slot-0/model-*")
         link.ask("begin", number=2, buddy=None).result(10.0)
         full = JobPlace(str(folder), 2).of_rank(0) / "slot-0"
         full.mkdir(parents=True)
