@@ -10,6 +10,7 @@ python benchmarks/faults.py [--faults N] [--seed S] [--faults-per-job K] [--only
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import signal
@@ -27,13 +28,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
 from tests.hosts.emulation import Hosts, reason_to_skip
 
-KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice")
-ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice")
+MEMORY = ("checkpoint", "keepers", "cut", "full")
+"""A rank dies while a checkpoint is written, or on a host where memory is full; all keepers stop for a while; two hosts
+are cut off for a while."""
+ALONE = ("half there", "deaths", "slow", "manager")
+"""Those that take several events, and strike no recovery: mpirun is killed while a host's sshd is stopped; a rank dies
+twice at one step; a host is lost while both others are left out as slow; the manager is killed and started again."""
+KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice", *MEMORY, *ALONE)
+ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice", *MEMORY, *ALONE[:-1])
 """Those that always end a run of the job."""
+ALONE = ("half there", "deaths", "slow", "manager")
+"""Those that take several events, and strike no recovery."""
+WIDTH = 1024  # of the model's layers: of steps that take less than 5 ms, no rank is called slow
 STEP_SECONDS = 0.05
 NUM_STEPS = 100_000
 NOTICED_SECONDS = CLEAN_SECONDS = 10.0
+STOPPED_SECONDS, CUT_SECONDS = 6.0, 15.0
 LONGEST_SECONDS = 30.0
+SLOW_SECONDS = 90.0
+MOST_LOST = 40
+FILLING = "/dev/shm/filling"
 BLAMED = re.compile(r"rank (\d+)(?: on (\S+?))? (?:was ended|ended|is gone|is stopped)")
 
 
@@ -81,12 +95,17 @@ class Striker:
         """Strikes; returns None if there was nothing to strike."""
         run, hosts = self.run, self.run.hosts
         others = [host for host in hosts.names[1:] if hosts.is_up(host) and host not in self.missing]
-        is_of_host = kind in ("host", "power", "notice")
+        if kind in ALONE and (in_recovery or (kind == "slow" and self.missing)):
+            return None
+        is_of_host = kind in ("host", "power", "notice", "half there")
         if is_of_host and len(others) < 1 + in_recovery:
             return None  # the first host has the manager, and its copy may be on the other one
         host = self.draw.choice(others if is_of_host else ["h1", *others])
         fault = Fault(kind, time.monotonic(), time.time(), in_recovery=in_recovery)
-        if kind in ("rank", "rank 0", "stop"):
+        if kind in MEMORY:
+            if in_recovery or not self._strike_memory(fault, others):
+                return None
+        elif kind in ("rank", "rank 0", "stop"):
             ranks = run.ranks()
             chosen = [rank for rank in ranks if (rank == 0) == (kind == "rank 0")] or list(ranks)
             if not chosen:
@@ -104,8 +123,24 @@ class Striker:
                 if told.returncode:
                     self.violations.append(f"notify: {told.stderr}")
                 fault.at, fault.time = time.monotonic(), time.time()
+            elif kind == "half there":
+                hosts.stop_sshd(host)
+                run.strike(run.process("h1", "prterun --hostfile"))
             else:
                 hosts.kill(host, power_loss=kind == "power")
+        elif kind == "deaths":
+            last = run.steps[-1][1]
+            (hosts.shared / "die").write_text(f"{last + 20}\n{last + 20}\n")
+            run.wait(lambda: not (hosts.shared / "die").read_text().strip(), "two deaths at one step")
+        elif kind == "slow":
+            self._slow_down()
+            fault.host, fault.at, fault.time = "h3", time.monotonic(), time.time()
+            self.missing.add("h3")
+            hosts.kill("h3")
+        elif kind == "manager":
+            run.command.send_signal(signal.SIGKILL)
+            run.command.wait(CLEAN_SECONDS)
+            run.start()
         else:
             words = {"mpirun": "prterun --hostfile", "stub": "stub.py", "keeper": "elastic.keeper"}
             fault.host = "h1" if kind == "mpirun" else host
@@ -114,6 +149,53 @@ class Striker:
                 return None
             run.strike(process)
         return fault
+
+    def _slow_down(self) -> None:
+        """Stops the ranks of two hosts for most of the time until both are left out."""
+        run, slow = self.run, {"h1", "h2"}
+        since, deadline = len(run.events), time.monotonic() + SLOW_SECONDS
+        while slow and time.monotonic() < deadline:
+            struck = [process for host, process in run.ranks().values() if host in slow]
+            for _ in range(20):
+                for number, seconds in ((signal.SIGSTOP, 0.02), (signal.SIGCONT, 0.01)):
+                    for process in struck:
+                        run.strike(process, number)
+                    time.sleep(seconds)
+            ends = " ".join(event["text"] for event in run.events[since:] if event["event"] == "ended")
+            slow -= {host for host in slow if re.search(rf"host [^:]*\b{host}\b[^:]* is slow", ends)}
+        if slow:
+            self.violations.append(f"not left out, though slow: {slow}\n{run.text}")
+
+    def _strike_memory(self, fault: Fault, others: list[str]) -> bool:
+        """Strikes what holds the state; returns False if there is nothing to strike."""
+        run, hosts = self.run, self.run.hosts
+        if fault.kind == "keepers":
+            keepers = [run.process(host, "elastic.keeper") for host in ["h1", *others]]
+            for number, seconds in ((signal.SIGSTOP, STOPPED_SECONDS), (signal.SIGCONT, 0.0)):
+                for process in keepers:
+                    run.strike(process, number)
+                time.sleep(seconds)
+            return True
+        if fault.kind == "cut":
+            for host in others:
+                hosts.cut(host)
+            time.sleep(CUT_SECONDS)
+            for host in others:
+                hosts.mend(host)
+            return bool(others)
+        if fault.kind == "full" and others:
+            fault.host = self.draw.choice(others)
+            self.missing.add(fault.host)
+            with open(hosts.path(fault.host, FILLING), "wb") as file:
+                room = os.statvfs(file.fileno())
+                os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+        elif fault.kind == "checkpoint":
+            run.wait(lambda: any((hosts.shared / "checkpoints").glob(".step-*")), "a checkpoint", 60.0)
+        ranks = run.ranks()
+        fault.at, fault.time = time.monotonic(), time.time()
+        fault.rank = 0
+        run.strike(ranks[0][1])
+        return fault.kind == "checkpoint" or bool(others)
 
     def watch(self, fault: Fault, newest: int) -> None:
         """Waits until the job has come further than before a fault, and notes what that took."""
@@ -140,7 +222,9 @@ class Striker:
         run.wait(lambda: bool(found()), f"a step after {fault}", 120.0)
         events = after()
         fault.seconds = found()[0][0] - fault.at
-        fault.lost = sum(when > fault.at and step <= newest for when, step, _ in run.steps)
+        begin = max(fault.at, *(event["time"] - clock for event in run.events if event["event"] == "start"))
+        newest = max(step for when, step, _ in run.steps if when <= begin)
+        fault.lost = sum(when > begin and step <= newest for when, step, _ in run.steps)
         ended = next((event for event in events if event["event"] == "ended"), None)
         if ended is not None:
             fault.noticed = ended["time"] - fault.time
@@ -153,12 +237,19 @@ class Striker:
     def _judge(self, fault: Fault, ended: dict[str, object] | None) -> None:
         words = "" if ended is None else str(ended["text"])
         complain = lambda text: self.violations.append(f"{fault}: {text}: {words}\n{self.run.text}")  # noqa: E731
-        if fault.seconds > LONGEST_SECONDS:
+        if fault.lost > MOST_LOST:
+            complain(f"{fault.lost} steps were lost")
+        longest = 2 * LONGEST_SECONDS if fault.kind in ALONE else LONGEST_SECONDS
+        if fault.seconds > longest + CUT_SECONDS * (fault.kind == "cut"):
             complain(f"{fault.seconds:.1f} s to the next step")
         if ended is not None and fault.noticed > NOTICED_SECONDS and fault.kind != "notice":
             complain(f"noticed after {fault.noticed:.1f} s")
-        if fault.in_recovery:
+        if fault.in_recovery or fault.kind in (*MEMORY, "deaths"):
             return
+        if fault.kind == "half there" and not any(
+            event["event"] == "left_out" and event["host"] == fault.host for event in self.run.events
+        ):
+            complain("the host was not left out")
         if fault.kind == "keeper" and ended is not None:
             complain("the run ended")
         found = BLAMED.search(words)
@@ -168,9 +259,9 @@ class Striker:
             complain("a rank was blamed")
         if fault.kind in ("rank", "rank 0", "stop") and found is None:
             complain("no rank was blamed")
-        if fault.kind in ("host", "power") and (ended is None or ended["lost"] != [fault.host]):
+        if fault.kind in ("host", "power", "slow") and (ended is None or ended["lost"] != [fault.host]):
             complain("the lost host was not named")
-        if fault.kind not in ("host", "power") and ended is not None and ended["lost"]:
+        if fault.kind not in ("host", "power", "slow") and ended is not None and ended["lost"]:
             complain("a host was blamed")
 
     def bring_back(self) -> None:
@@ -182,6 +273,8 @@ class Striker:
         for host in sorted(self.missing):
             if not run.hosts.is_up(host):
                 run.hosts.boot(host)
+            run.hosts.continue_sshd(host)
+            run.hosts.path(host, FILLING).unlink(missing_ok=True)
         run.list_hosts(run.hosts.names)
         self.missing.clear()
 
@@ -226,9 +319,10 @@ def strike_job(
     hosts: Hosts, draw: random.Random, count: int, kinds: list[str], log: Path | None, faults: list[Fault]
 ) -> list[str]:
     """Strikes one job so many times, ends it, and compares it with one process."""
-    run = ElasticRun(
-        hosts, [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS), str(hosts.shared / "last")], ["--max_restarts", "1000"]
-    )
+    options = ["--max_restarts", "1000", "--checkpoints", str(hosts.shared / "checkpoints")]
+    script = [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS), str(hosts.shared / "last")]
+    script += [str(WIDTH)] if "slow" in kinds else []
+    run = ElasticRun(hosts, script, [*options, "--checkpoint_seconds", "2"])
     striker = Striker(run, draw, kinds, faults)
     try:
         striker.strike_all(count)
@@ -236,8 +330,8 @@ def strike_job(
         status = run.finish(120.0)
         if status:
             striker.violations.append(f"the job ended with status {status}\n{run.text}")
-        if not run.matches_one_process():
-            striker.violations.append(f"losses or weights are others\n{run.text}")
+        if others := run.differences():
+            striker.violations.append(f"losses or weights are others: {others[:9]}\n{run.text}")
         left = leftovers(hosts, CLEAN_SECONDS)
         if left:
             striker.violations.append(f"left: {left}\n{run.text}")
@@ -257,7 +351,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--faults-per-job", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--only", nargs="*", default=[kind for kind in KINDS if kind != "slow"], choices=KINDS)
     parser.add_argument("--log", type=Path, help="a file that gets what jobs print")
     options = parser.parse_args()
     if reason_to_skip():

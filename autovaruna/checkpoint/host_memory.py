@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +33,7 @@ PER_RANK = ("optimizer_state", "generators")  # what ``state.json`` has from eve
 LEAVE, HOLD, COPIED = "leave", "hold", "copied"
 """Files by which a keeper tells its ranks to end at a step's border, to write nothing now, and what step others have
 copies of."""
+PINNED = "pinned"  # the folder where a keeper has links to what is written to disk
 RECORD = "part.json"
 _SLOTS = ("slot-0", "slot-1")
 
@@ -78,6 +79,18 @@ def write_record(slot: Path, part: RankPart) -> None:
     new = slot / f".{RECORD}"
     new.write_bytes(msgspec.json.encode(part))
     os.replace(new, slot / RECORD)
+
+
+def clear_slot(slot: Path, names: Container[str]) -> None:
+    """Makes a place ready for a part: what it holds is no longer complete, and files of these names are overwritten.
+
+    A file that has another link, as while a checkpoint is written, stays as it is there: a new one takes its place.
+    """
+    slot.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (slot / RECORD).unlink(missing_ok=True)
+    for path in slot.iterdir():
+        if path.name not in names or path.stat().st_nlink > 1:
+            path.unlink()
 
 
 def slots_of(rank_folder: Path) -> list[Path]:

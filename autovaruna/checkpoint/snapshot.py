@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RECORD, RankPart, slots_of, write_record
+from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RankPart, clear_slot, slots_of, write_record
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, Subject, compose, config_files
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.progress import JobPlace, Reporter
+from autovaruna.runtime.progress import JobPlace, Reporter, folders_in, note_full
 
 _SHARE = 0.01  # of a step's seconds that snapshots may take
 _FIRST_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them
@@ -73,7 +73,14 @@ class Snapshots:
         """Whether this rank can take the next snapshot, and enough steps have passed since the last."""
         if self._is_broken or self._steps_since < self._period:
             return False
-        return self._is_copied and not (Path(self._place.folder) / HOLD).exists()
+        return self._is_copied and not (Path(self._place.folder) / HOLD).exists() and self._has_room
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the host has memory for new files of all its ranks where a checkpoint is written from the old."""
+        old = [path.stat() for path in self._slots[self._next].glob("*")]
+        num_bytes, room = sum(each.st_size for each in old if each.st_nlink > 1), os.statvfs(self._folder)
+        return room.f_bavail * room.f_frsize >= num_bytes * len(folders_in(self._folder.parent, "rank-"))
 
     @property
     def _is_copied(self) -> bool:
@@ -99,6 +106,7 @@ class Snapshots:
             self._write(subject, content)
         except (OSError, CheckpointError) as error:
             self._is_broken = True
+            note_full(Path(self._place.folder), error)
             logger.warning("no more snapshots in memory of this host: %s", error)
             return
         self._reporter.note_snapshot(self._next, content.step)
@@ -114,12 +122,9 @@ class Snapshots:
 
     def _write(self, subject: Subject, content: Content) -> None:
         slot = self._slots[self._next]
-        self._reporter.note_snapshot(self._next, -1)
-        slot.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (slot / RECORD).unlink(missing_ok=True)
         part = compose(subject, content, is_shared=True)
-        for name in set(os.listdir(slot)) - part.files.keys():
-            (slot / name).unlink()
+        self._reporter.note_snapshot(self._next, -1)
+        clear_slot(slot, part.files)
         files = {name: write_file(slot / name, chunks_of(rows), False, False) for name, rows in part.files.items()}
         world = subject.world
         if self._texts is None:

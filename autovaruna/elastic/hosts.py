@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autovaruna.elastic.job import Probe
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing, is_this_machine, list_hosts
@@ -25,9 +26,9 @@ from autovaruna.errors import ConfigError
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05
 END_SECONDS = 10.0  # how long a keeper may take to do what it is asked for
-_START_SECONDS = 60.0
 _REOPEN_SECONDS = 6.0
-_AGAIN_SECONDS = 5.0  # how long after a keeper has gone it is tried again, doubled each time up to a minute
+_AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 5.0, 10.0  # how long after a keeper has gone it is tried again
+_FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled each time
 SLOW_FILE = "slow_machines.out"  # gets the hosts that are left out, a name a line, as Varuna writes it
 _BETWEEN_SECONDS = 120.0  # the least time between two plans that are made anew for the sake of speeds
 _LASTING_SECONDS = 10.0  # what is slow for less than a restart takes is not worth one
@@ -60,6 +61,9 @@ class Hosts:
         self._own_file = own_file
         self._log = log
         self._delays: dict[str, float] = {}
+        self._left_out: dict[str, float] = {}  # until when hosts are, that have failed
+        self._failed: dict[str, float] = {}  # for how long each was left out last
+        self._probes: dict[str, Probe] = {}
         self._begun: list[Link] = []
         self._machine_time = _time_of(ways.machine_list)
         self._times_of_notices: dict[str, int] = {}
@@ -71,14 +75,14 @@ class Hosts:
         """Starts the keepers and calls `check` until each is up, or has failed; ConfigError if too few can start."""
         for host in self.listed:
             self._open(host)
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + self._ways.start_seconds
         while any(not link.is_ready and not link.is_gone for link in self.links.values()):
             check()
             if time.monotonic() > deadline:
                 break
             time.sleep(LOOK_SECONDS)
         failed = {host: link.words or "it does not answer" for host, link in self.links.items() if not link.is_up}
-        if failed and not self.has_enough:
+        if failed and not self.can_do_without(failed):
             words = "; ".join(f"{host}: {text}" for host, text in failed.items())
             raise ConfigError(
                 f"no keeper can be started on {', '.join(failed)} ({words}). Expected machines that ssh reaches "
@@ -93,17 +97,28 @@ class Hosts:
 
     def usable(self) -> dict[str, int]:
         """Returns the hosts that the job can run on now, with their ranks."""
-        up = self.up()
-        return {
-            host: count
-            for host, count in self.listed.items()
-            if host in up and host not in self.noticed and not self.slow.leaves_out(host)
-        }
+        left = self.up().keys() - self.noticed.keys() - self._left_out.keys()
+        fit = {host: count for host, count in self.listed.items() if host in left}
+        quick = {host: count for host, count in fit.items() if not self.slow.leaves_out(host)}
+        if len(quick) == len(fit) or sum(quick.values()) >= max(1, self._ways.min_ranks):
+            return quick
+        slow = ", ".join(fit.keys() - quick.keys())
+        self._log.note("slow", f"host {slow} is used all the same: a slow host is better than none")
+        for host in fit:
+            self.slow.forgive(host)
+        return fit
 
-    @property
-    def has_enough(self) -> bool:
-        """Whether the job can run on the hosts that are there."""
-        return sum(self.usable().values()) >= self._ways.min_ranks
+    def can_do_without(self, hosts: Collection[str]) -> bool:
+        """Says whether the job can run on the hosts that are there, but for some."""
+        usable = self.usable()
+        return sum(usable[host] for host in usable.keys() - set(hosts)) >= self._ways.min_ranks
+
+    def leave_out(self, host: str, why: str) -> None:
+        """Leaves a host out that cannot do its part, for a while that doubles each time; it is told the first time."""
+        seconds = min(_LEFT_OUT_SECONDS, 2 * self._failed.get(host, _FAILED_SECONDS / 2))
+        text = f"host {host} is left out, for {seconds:g} s at first: {why}"
+        self._log.note("left_out", text, is_shown=host not in self._failed, host=host, seconds=seconds)
+        self._failed[host], self._left_out[host] = seconds, time.monotonic() + seconds
 
     def up(self) -> dict[str, Link]:
         """Returns the keepers that answer, by host."""
@@ -126,12 +141,32 @@ class Hosts:
             elif link.is_gone:
                 delay = self._delays.get(host, 0.0)
                 if now - link.began > delay:
-                    self._delays[host] = min(60.0, max(_AGAIN_SECONDS, 2 * delay))
+                    self._delays[host] = min(_MOST_AGAIN_SECONDS, max(_AGAIN_SECONDS, 2 * delay))
                     self._open(host)
             elif link.is_up:
                 self._delays.pop(host, None)
-            elif now - link.began > _START_SECONDS:
+            elif now - link.began > self._ways.start_seconds:
                 link.cut()
+        self._try_left_out(now)
+
+    def find_unfit(self, hosts: Iterable[str]) -> list[str]:
+        """Returns the hosts on which mpirun can start nothing, each tried by itself."""
+        probes = {host: Probe(host, self._ways.start_seconds / 3) for host in hosts}
+        while any(probe.worked is None for probe in probes.values()):
+            time.sleep(LOOK_SECONDS)
+        return [host for host, probe in probes.items() if not probe.worked]
+
+    def _try_left_out(self, now: float) -> None:
+        """Uses hosts again that were left out for long enough, and on which mpirun can start something."""
+        for host, until in list(self._left_out.items()):
+            if host not in self._probes and now > until:
+                self._probes[host] = Probe(host, self._ways.start_seconds / 3)
+            elif host in self._probes and (worked := self._probes[host].worked) is not None:
+                del self._probes[host]
+                if worked:
+                    del self._left_out[host]
+                else:
+                    self.leave_out(host, "no rank can be started on it")
 
     def _read_list(self) -> None:
         """Reads the list in a thread: a command, or whoever knows addresses, may take long to answer."""
@@ -155,6 +190,8 @@ class Hosts:
             if self._is_wanted_back(host):
                 self.noticed.pop(host, None)
                 self.slow.forgive(host)
+                self._failed.pop(host, None)
+                self._left_out.pop(host, None)
         for host in sorted(listed.keys() ^ self.listed.keys()):
             was = "added to" if host in listed else "taken from"
             self._log.note("list", f"host {host} was {was} the machine list", host=host)
@@ -187,10 +224,8 @@ class Hosts:
     def leave_if_others_suffice(self, hosts: Iterable[str]) -> None:
         """Leaves hosts whose ranks were asked to end; without others the job goes on there, as long as it may."""
         new = [host for host in hosts if host not in self.noticed]
-        self.noticed |= dict.fromkeys(new, math.inf)
-        if not self.has_enough:
-            for host in new:
-                del self.noticed[host]
+        if self.can_do_without(new):
+            self.noticed |= dict.fromkeys(new, math.inf)
 
     # those of a run
 
@@ -264,6 +299,8 @@ class Hosts:
 
     def close(self) -> None:
         """Ends all keepers, which remove what is the job's."""
+        for probe in self._probes.values():
+            probe.end()
         for link in self.links.values():
             link.quit()
         for link in self.links.values():

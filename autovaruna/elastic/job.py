@@ -41,20 +41,25 @@ class Output:
     """Follows the streams of an mpirun; calls `on_start` once a rank runs, and `on_end` for each that ends.
 
     Attributes:
-        has_started: whether a rank has run.
+        started: the ranks that have run.
         ended: the status of each rank that has ended, negative for a signal, in the order of their ends.
     """
 
     def __init__(
         self, on_start: Callable[[], None], on_end: Callable[[int, int], None] = lambda rank, status: None
     ) -> None:
-        self.has_started = False
+        self.started: set[int] = set()
         self.ended: dict[int, int] = {}
         self._num_read = dict[int, int]()
         self._num_passed_on = dict[int, int]()
         self._on_start = on_start
         self._on_end = on_end
         self._threads: list[threading.Thread] = []
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a rank has run."""
+        return bool(self.started)
 
     def follow(self, stream: IO[bytes], target: IO[str]) -> None:
         """Starts to pass the lines of a stream on."""
@@ -97,11 +102,13 @@ class Output:
         text = line[tag.end() :]
         if text == "\0":  # mpirun ends its words about an abort with it
             return None
-        if text.rstrip("\r\n") == STARTED:
-            if not self.has_started:
-                self.has_started = True
+        before, mark, _ = text.partition(STARTED)  # whatever Python itself has written before it
+        if mark:
+            is_first = not self.started
+            self.started.add(int(tag[1]))
+            if is_first:
                 self._on_start()
-            return None
+            return f"[{tag[1]}] {before}\n" if before else None
         return f"[{tag[1]}] {text}"
 
 
@@ -146,6 +153,7 @@ _GRACE_SECONDS = 30.0
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 """After how many seconds a connection between mpirun's daemons is tried, how often, and how often again: a host that
 loses its power says nothing."""
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
@@ -208,8 +216,7 @@ class Job:
             found[stub.SOCKET] = self._standby
         for name, seconds in _KEEP_ALIVE.items():
             found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
-        if os.geteuid() == 0:  # mpirun asks whoever is root to say so
-            found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        found |= _AS_ROOT
         if max(self.options.hosts.values()) > (os.cpu_count() or 1):
             found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         return found
@@ -221,29 +228,13 @@ class Job:
 
     def run(self) -> int:
         """Runs the job, signals passed on, and returns its status."""
-        with handling(self._forward):
+        with handling(self.pass_on):
             self.start()
             return self.wait()
 
     def start(self) -> None:
         """Starts mpirun; raises ConfigError if it cannot be."""
-        hosts = os.memfd_create("hosts")  # a file in a folder would stay if this process were killed
-        os.write(hosts, "".join(f"{name} slots={count}\n" for name, count in self.options.hosts.items()).encode())
-        try:
-            self._process = subprocess.Popen(
-                self.command(f"/proc/self/fd/{hosts}"),
-                pass_fds=(hosts,),
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # a terminal's signals come through here alone
-                preexec_fn=_end_with_parent,
-            )
-        except OSError as error:
-            raise ConfigError(f"{self.mpirun} cannot be started: {error.strerror}") from error
-        finally:
-            os.close(hosts)
+        self._process = _mpirun(self.mpirun, self.options.hosts, self.command, self.environment(), subprocess.PIPE)
         for stream, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
             assert stream is not None
             self.output.follow(stream, target)
@@ -263,7 +254,7 @@ class Job:
         own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
         shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
         self.output.wait()
-        if not self.output.has_started and status and not self._num_ends:
+        if not self.output.has_started and status > 0 and not self._num_ends:
             show(
                 sys.stderr,
                 f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "
@@ -294,9 +285,15 @@ class Job:
 
     def kill(self) -> None:
         """Ends mpirun, and with it the ranks of this host, at once."""
-        if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None:
+            _kill_session(self._process.pid)
+
+    @property
+    def unstarted_hosts(self) -> set[str]:
+        """The hosts with ranks that have not run; ranks are host by host."""
+        hosts = [host for host, count in self.options.hosts.items() for _ in range(count)]
+        run = self.output.started | self.output.ended.keys()
+        return {host for rank, host in enumerate(hosts[: self.num_ranks]) if rank not in run}
 
     @property
     def is_running(self) -> bool:
@@ -308,7 +305,7 @@ class Job:
         """Whether every rank has ended well."""
         return len(self.output.ended) == self.num_ranks and not any(self.output.ended.values())
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
+    def pass_on(self, number: int, frame: FrameType | None = None) -> None:
         """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""
         meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         is_end = meant in rank_script.STAND_INS
@@ -327,7 +324,7 @@ class Job:
 
     def _send(self, meant: signal.Signals) -> None:
         assert self._process is not None
-        if meant in rank_script.STAND_INS:
+        if meant in rank_script.STAND_INS and self._place is None:
             timer = threading.Timer(_GRACE_SECONDS, self._end)
             timer.daemon = True
             timer.start()
@@ -338,6 +335,61 @@ class Job:
         if self._process is None:
             raise KeyboardInterrupt
         self._process.terminate()
+
+
+class Probe:
+    """Tries whether mpirun can start a process on a host, for so many seconds at most."""
+
+    def __init__(self, host: str, seconds: float) -> None:
+        words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
+        mpirun, variables = find_mpirun(), {**os.environ, **_AS_ROOT}
+        self._deadline = time.monotonic() + seconds
+        self._process = _mpirun(
+            mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL
+        )
+
+    @property
+    def worked(self) -> bool | None:
+        """Whether it could; None: that is not known yet."""
+        if self._process.poll() is None and time.monotonic() < self._deadline:
+            return None
+        self.end()
+        return self._process.wait() == 0
+
+    def end(self) -> None:
+        """Ends it, with the ssh that it has started."""
+        _kill_session(self._process.pid)
+
+
+def _mpirun(
+    mpirun: str, hosts: Mapping[str, int], call: Callable[[str], list[str]], variables: Mapping[str, str], output: int
+) -> subprocess.Popen[bytes]:
+    """Starts an mpirun, by its call with a file of hosts; raises ConfigError if it cannot be."""
+    file = os.memfd_create("hosts")  # a file in a folder would stay if this process were killed
+    os.write(file, "".join(f"{name} slots={count}\n" for name, count in hosts.items()).encode())
+    try:
+        return subprocess.Popen(
+            call(f"/proc/self/fd/{file}"),
+            pass_fds=(file,),
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a terminal's signals come through here alone
+            preexec_fn=_end_with_parent,
+        )
+    except OSError as error:
+        raise ConfigError(f"{mpirun} cannot be started: {error.strerror}") from error
+    finally:
+        os.close(file)
+
+
+def _kill_session(leader: int) -> None:
+    """Kills what an mpirun has started here, also the ssh that waits for another host and has a group of its own."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(ProcessLookupError):
+            if os.getsid(int(name)) == leader:
+                os.kill(int(name), signal.SIGKILL)
 
 
 @contextmanager

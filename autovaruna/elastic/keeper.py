@@ -4,7 +4,8 @@ The manager starts it, over ssh on other hosts, and speaks with it over its stan
 and one an answer. The first line is the job's settings and its token, so that neither shows in any list of processes.
 Keepers, and new ranks, read each other's snapshots over connections that only those can open who know the token.
 
-A keeper whose manager has gone ends all that is the job's on its host.
+A keeper whose manager does not speak to it any more ends the ranks of its host, and holds what they have written for
+`keep_seconds`: the same manager, or the next one of this job, starts another keeper meanwhile, which takes over.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from autovaruna.checkpoint.host_memory import (
     HOLD,
     LEAVE,
     MOST_BYTES,
+    PINNED,
     RECORD,
     TOKEN,
     Pointer,
     RankPart,
     Server,
+    clear_slot,
     connect,
     copy_synced,
     read_part,
@@ -47,11 +50,13 @@ from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
 from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.progress import Progress, attempt_folder, folders_in, read_predicted, read_work
+from autovaruna.runtime.progress import FULL, Progress, attempt_folder, folders_in, note_full, read_predicted, read_work
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
+_ALONE_SECONDS = 2.0  # after so long without one, another keeper may take over
+_KEEP_SECONDS = 60.0
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
@@ -71,6 +76,7 @@ class Keeper:
         self.token = token
         self._file = file
         self._is_ready = not has_standby
+        self._first_kills = memory_kills()
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
@@ -81,10 +87,14 @@ class Keeper:
     # what the manager asks for
 
     def begin(self, number: int, buddy: list[Any] | None) -> None:
-        """Gets ready for an attempt."""
+        """Gets ready for an attempt, and ends what is left here of earlier ones."""
+        for folder in folders_in(self.folder, "attempt-") if self._attempt is None else ():  # of a keeper before
+            if _number_of(folder) < number:
+                self.end(_number_of(folder), "")
         attempt_folder(self.folder, number).mkdir(mode=0o700, exist_ok=True)
-        for name in (LEAVE, HOLD):
+        for name in (LEAVE, HOLD, FULL):
             (self.folder / name).unlink(missing_ok=True)
+        self._first_kills = memory_kills()
         self._copied = None
         self._gone = {}
         self._taken.clear()
@@ -99,7 +109,7 @@ class Keeper:
         for folder in self._rank_folders():
             progress = Progress.read(folder)
             if progress is not None:
-                rank = int(folder.name.partition("-")[2])
+                rank = _number_of(folder)
                 gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
                 more = {"state": state_of(progress.process), "gone_seconds": gone}
                 found[str(rank)] = {**asdict(progress), **more, "work": read_work(folder)}
@@ -111,16 +121,35 @@ class Keeper:
             "predicted": predicted,
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
+            "is_full": (self.folder / FULL).exists(),
             "is_ready": self._is_ready or (self.folder / SOCKET).exists(),
+            "memory_kills": memory_kills() - self._first_kills,
         }
 
     def leave(self) -> None:
         """Has the ranks end at the next border between two steps."""
         (self.folder / LEAVE).touch()
 
-    def hold(self, on: bool) -> None:
-        """Keeps the ranks from writing snapshots, or no longer."""
-        (self.folder / HOLD).touch() if on else (self.folder / HOLD).unlink(missing_ok=True)
+    def hold(self) -> None:
+        """Keeps the ranks from writing snapshots, until `pin` or `unpin`, so that all hosts pin some same step."""
+        (self.folder / HOLD).touch()
+
+    def pin(self) -> None:
+        """Keeps what is whole as it is, by links to its files: the ranks write new ones from now on."""
+        self.unpin()
+        for slot in self._slots(""):
+            if (part := read_part(slot)) is not None:
+                place = self.folder / PINNED / slot.relative_to(self.folder)
+                place.mkdir(parents=True, mode=0o700)
+                with suppress(OSError):  # it is written to just now
+                    for name in (*part.files, RECORD):  # with a record at last, nobody has begun to write
+                        os.link(slot / name, place / name)
+        (self.folder / HOLD).unlink(missing_ok=True)
+
+    def unpin(self) -> None:
+        """Ends what `hold` and `pin` began."""
+        (self.folder / HOLD).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / PINNED, ignore_errors=True)
 
     def end(self, number: int, namespace: str) -> int:
         """Kills what there is of an attempt on this host and removes what Open MPI leaves; returns how many it was.
@@ -138,24 +167,24 @@ class Keeper:
         remove_leftovers(least_seconds=0.0)
         return num_ended
 
-    def inventory(self) -> list[dict[str, Any]]:
+    def inventory(self, within: str = "") -> list[dict[str, Any]]:
         """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
-        ranks = [rank for attempt in folders_in(self.folder, "attempt-") for rank in folders_in(attempt, "")]
-        slots = [slot for rank in ranks for slot in slots_of(rank)]
         with ThreadPoolExecutor(8) as pool:
-            return [each for each in pool.map(self._found, slots) if each is not None]
+            return [each for each in pool.map(self._found, self._slots(within)) if each is not None]
+
+    def _slots(self, within: str) -> list[Path]:
+        attempts = folders_in(self.folder / within, "attempt-")
+        return [slot for attempt in attempts for rank in folders_in(attempt, "") for slot in slots_of(rank)]
 
     def _found(self, slot: Path) -> dict[str, Any] | None:
         part = read_part(slot)
         if part is None or not part.is_intact(slot):
             return None
-        attempt = int(slot.parent.parent.name.partition("-")[2])
-        return {"attempt": attempt, "place": str(slot.relative_to(self.folder)), "part": asdict(part)}
+        attempt, place = _number_of(slot.parent.parent), str(slot.relative_to(self.folder))
+        return {"attempt": attempt, "place": place, "part": asdict(part)}
 
-    def restore(
-        self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any], attempt: int
-    ) -> None:
-        """Puts a state of an attempt together for the next ranks; what is older than that is forgotten.
+    def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
+        """Puts a state together for the next ranks.
 
         All by name: `texts` are small files, `own` tells where files of this host are in its folder, `others` has what
         is in a `Pointer`.
@@ -169,18 +198,14 @@ class Keeper:
             os.link(self._inside(where), place / name)
         for name, pointer in others.items():
             read_record(pointer, Pointer).write(place / name)
-        self._forget(attempt)
 
-    def drop(self, before: int) -> None:
-        """Forgets earlier attempts and what was put together from them."""
-        self._forget(before)
+    def drop(self, before: int, but: int = 0) -> None:
+        """Forgets earlier attempts, but for one, and what was put together from them."""
+        for folder in folders_in(self.folder, "attempt-"):
+            if _number_of(folder) < before and _number_of(folder) != but:
+                shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(self.folder / "restore", ignore_errors=True)
         self._plan_ahead()
-
-    def _forget(self, before: int) -> None:
-        for folder in folders_in(self.folder, "attempt-"):
-            if int(folder.name.partition("-")[2]) < before:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _plan_ahead(self) -> None:
         """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
@@ -193,7 +218,10 @@ class Keeper:
             threading.Thread(target=process.wait, daemon=True).start()
 
     def save(self, places: list[str], partial: str) -> None:
-        """Writes parts of this host to a checkpoint's folder on disk."""
+        """Writes parts of this host to a checkpoint's folder on disk; no others stay pinned."""
+        for slot in self._slots(PINNED):
+            if str(slot.relative_to(self.folder)) not in places:
+                shutil.rmtree(slot, ignore_errors=True)
         for place in places:
             slot = self._inside(place)
             part = read_part(slot)
@@ -202,11 +230,15 @@ class Keeper:
             for name in part.files:
                 copy_synced(slot / name, Path(partial, name))
 
-    def quit(self) -> None:
-        """Removes all that is the job's on this host."""
+    def end_ranks(self) -> None:
+        """Ends the ranks of this host."""
         attempt = self._attempt
         if attempt is not None:
             self.end(attempt.number, "")
+
+    def quit(self) -> None:
+        """Removes all that is the job's on this host."""
+        self.end_ranks()
         for file in (SOCKET, f"taken-{ahead.FILE}"):  # which the job's other processes have in their command lines
             end_all(str(self.folder / file).encode())
         if self._file:
@@ -233,7 +265,8 @@ class Keeper:
                     while self._attempt is attempt:
                         self._copy_newest(attempt, connection)
                         time.sleep(_LOOK_SECONDS)
-            except (OSError, EOFError, ValueError):  # the other host is gone, or too slow: the manager knows by itself
+            except (OSError, EOFError, ValueError) as error:  # the other host is gone, or slow: the manager knows
+                note_full(self.folder, error)
                 time.sleep(10 * _LOOK_SECONDS)
 
     def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
@@ -256,8 +289,7 @@ class Keeper:
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._place_of_copy(folder)
-        slot.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (slot / RECORD).unlink(missing_ok=True)
+        clear_slot(slot, part.files)
         for name, record in part.files.items():
             if name != os.path.basename(name):
                 raise ValueError(f"{name!r} is no name of a file")
@@ -282,7 +314,11 @@ class Keeper:
 
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         if "part" in request:
-            self._take(connection, request)
+            try:
+                self._take(connection, request)
+            except OSError as error:
+                note_full(self.folder, error)
+                raise
             return
         with open(self._inside(request["read"]), "rb") as file:
             file.seek(int(request["offset"]))
@@ -297,6 +333,10 @@ class Keeper:
     def _rank_folders(self) -> list[Path]:
         attempt = self._attempt
         return [] if attempt is None else folders_in(attempt_folder(self.folder, attempt.number), "rank-")
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.partition("-")[2])
 
 
 def _newest_of(held: Collection[Sequence[int]]) -> int | None:
@@ -355,18 +395,26 @@ def state_of(process: int) -> str:
         return ""
 
 
+def memory_kills() -> int:
+    """Returns how many processes the kernel has ended because memory was short, as far as it says so."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
+    return 0
+
+
 def is_alive(process: int) -> bool:
     """Says whether a process is there and has not ended."""
     return state_of(process) not in ("", "Z")
 
 
 class Line:
-    """The standard streams: requests in, answers out."""
+    """The standard streams: requests in, answers out; `lock` is a file whose time is that of the last request."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: Keeper, lock: int) -> None:
         self._keeper = keeper
+        self._file = lock
         self._lock = threading.Lock()
-        self.last_word = time.monotonic()
+        self._last_word = time.monotonic()
 
     def write(self, answer: Mapping[str, Any]) -> None:
         """Writes a line."""
@@ -374,18 +422,20 @@ class Line:
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 
-    def follow(self) -> None:
-        """Answers requests until the manager has gone."""
+    def follow(self) -> bool:
+        """Answers requests until the manager has gone; says whether it has asked to remove all."""
         with ThreadPoolExecutor(4) as pool:
             for text in sys.stdin:
-                self.last_word = time.monotonic()
+                self._last_word = time.monotonic()
+                os.utime(self._file)
                 request = json.loads(text)
                 if request["do"] == "quit":
-                    return
+                    return True
                 if request["do"] == "ping":  # never behind what takes long
                     self._answer(request)
                 else:
                     pool.submit(self._answer, request)
+        return False
 
     def _answer(self, request: dict[str, Any]) -> None:
         number, do = request.pop("id"), request.pop("do")
@@ -394,15 +444,31 @@ class Line:
         except Exception as error:
             self.write({"id": number, "error": f"{type(error).__name__}: {error}"})
 
-    def end_if_silent(self) -> None:
-        """Ends all if the manager does not speak any more, as where the network is cut; a pause is none."""
+    def end_if_silent(self, keep_seconds: float) -> None:
+        """Ends the ranks, and later all, if the manager is silent, as where the network is cut; a pause is none."""
         num_silent = 0
-        while num_silent < _SILENT_SECONDS:
-            before = self.last_word
+        while num_silent < _SILENT_SECONDS + keep_seconds:
+            before = self._last_word
             time.sleep(1.0)
-            num_silent = num_silent + 1 if self.last_word == before else 0
+            num_silent = num_silent + 1 if self._last_word == before else 0
+            if num_silent == _SILENT_SECONDS:
+                self._keeper.end_ranks()
         self._keeper.quit()
         os._exit(1)
+
+
+def _take_over(lock: Path) -> int | None:
+    """Takes a lock as `_take_lock`, also from a keeper whose manager has not spoken to it for a while: it is killed."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (file := _take_lock(lock)) is None and time.monotonic() < deadline:
+        with suppress(OSError, ValueError):
+            holder, is_alone = int(lock.read_text()), time.time() - lock.stat().st_mtime > _ALONE_SECONDS
+            if is_alone and b"autovaruna.elastic.keeper" in Path(f"/proc/{holder}/cmdline").read_bytes():
+                os.kill(holder, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
+    if file is not None:
+        os.pwrite(file, f"{os.getpid():10}".encode(), 0)  # as long as before: memory may be full by now
+    return file
 
 
 def _take_lock(lock: Path) -> int | None:
@@ -438,18 +504,23 @@ def main() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         sys.exit(f"keeper: {folder} is somebody else's")
-    (folder / TOKEN).write_bytes(token)
-    lock = _take_lock(folder / LOCK)
+    lock = _take_over(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
+    with open(folder / TOKEN, "r+b" if (folder / TOKEN).exists() else "wb") as file:
+        file.write(token)
     _remove_abandoned(folder)
     if settings["standby"]:
         StandbyProcess(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
-    line = Line(keeper)
-    line.write({"port": keeper.port, "host": socket.gethostname()})
-    threading.Thread(target=line.end_if_silent, daemon=True).start()
-    line.follow()
+    line = Line(keeper, lock)
+    newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
+    line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})
+    keep_seconds = settings.get("keep_seconds", _KEEP_SECONDS)
+    threading.Thread(target=line.end_if_silent, args=(keep_seconds,), daemon=True).start()
+    if not line.follow():
+        keeper.end_ranks()
+        time.sleep(keep_seconds)
     keeper.quit()
     os._exit(0)
 

@@ -27,6 +27,7 @@ class Link:
     """The keeper of a host, from when it is started to when it is gone; `settings` are its first line.
 
     Attributes:
+        attempt: the newest run of the job that the keeper has found on its host; 0: none.
         port: where other keepers and ranks find the keeper.
         words: what the keeper or ssh wrote last, to say why it is gone.
         began: when it was started, on the monotonic clock, seconds.
@@ -35,7 +36,7 @@ class Link:
 
     def __init__(self, host: str, settings: dict[str, Any]) -> None:
         self.host = host
-        self.port = 0
+        self.attempt = self.port = 0
         self.words = ""
         self.began = time.monotonic()
         self._num_missed = 0
@@ -146,7 +147,7 @@ class Link:
 
     def _take(self, found: dict[str, Any]) -> None:
         if "port" in found:
-            self._name = found["host"]
+            self._name, self.attempt = found["host"], found["attempt"]
             self.port = found["port"]
             return
         with self._lock:

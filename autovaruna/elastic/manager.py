@@ -7,14 +7,15 @@ there. A job has finished only when every rank has said so.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -22,19 +23,19 @@ from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, Job, handling, show
-from autovaruna.elastic.notices import EventLog, Notices
+from autovaruna.elastic.notices import EventLog, Notices, take_over
 from autovaruna.elastic.options import Options
 from autovaruna.elastic.run import LEFT, Outcome, Run
 from autovaruna.elastic.snapshots import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import Watch
 from autovaruna.planner.ahead import deployment_name
-from autovaruna.runtime.progress import JobPlace
+from autovaruna.runtime.progress import HELD, JobPlace
 
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
 _HOUR = 3600.0
-_NO_PROGRESS = 3  # how often the job is started again after a fault of its own without having come any further
+_MOST_ENDS = 3  # runs that ended in one way and came no further
 
 
 class Manager:
@@ -49,15 +50,20 @@ class Manager:
         self._ways = ways = options.morphing
         self._choose = choose
         self._log = EventLog(ways.events)
-        self._notices = Notices(lambda host, seconds: self._hosts.notice(host, seconds))
-        self._folder = Path(ways.memory, f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}")
-        settings = {"folder": str(self._folder), "token": secrets.token_hex(32), "standby": ways.has_standby}
+        known = take_over(job := _name_of(options))
+        token = known.token if known else secrets.token_hex(32)
+        self._folder = Path(ways.memory, known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}")
+        self._notices = Notices(lambda host, seconds: self._hosts.notice(host, seconds), token, job, self._folder.name)
+        settings = {"folder": str(self._folder), "token": token, "standby": ways.has_standby}
+        settings["keep_seconds"] = ways.keep_seconds
         self._hosts = Hosts(options.hosts, ways, settings, self._notices.path, self._log)
         self._checkpoints = Checkpoints(ways.checkpoints, ways.checkpoint_seconds, self._log)
         self._run: Run | None = None
         self._watch = Watch(0)
+        self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
         self._began = time.monotonic()
         self._restarts = Restarts(self._ways.max_restarts)
+        self._has_told_of_resume = False
         self._signals: list[signal.Signals] = []
         self._first_signal = 0.0
 
@@ -66,13 +72,16 @@ class Manager:
         with handling(self._hear), self._notices:
             try:
                 self._hosts.start(self._end_if_asked)
+                self._watch = Watch(max((link.attempt for link in self._hosts.up().values()), default=0))
                 while True:
-                    outcome = self._run_once()
-                    if outcome.status is not None:
-                        self._note_end(outcome)
-                        return outcome.status
-                    if (status := self._give_up(outcome)) is not None:
-                        return status
+                    try:
+                        outcome = self._run_once()
+                    except _Asked:
+                        came = max(self._signals)
+                        outcome = Outcome(f"{came.name} came", HELD if self._watch.attempt else 128 + came)
+                    status = self._give_up(outcome) if outcome.status is None else outcome.status
+                    if status is not None:
+                        return self._end(outcome, status)
             finally:
                 if self._run is not None:
                     self._run.end(list(self._hosts.links))
@@ -82,12 +91,9 @@ class Manager:
 
     def _run_once(self) -> Outcome:
         """Starts the job on what is there, and returns how it ended."""
-        names = self._wait_for_hosts()
+        self._wait_for_hosts(self._restarts.delay_seconds)
         began = time.monotonic()
-        try:
-            state = self._put_state(names)
-        except (OSError, FutureTimeoutError) as error:  # a host was lost meanwhile
-            return Outcome(f"no state could be handed out: {error}")
+        names, state = self._put_state()
         seconds = {"state": time.monotonic() - began}
         options, grid = self._choose(replace(self._options, hosts=names))
         deployment = self._deployment(names)
@@ -101,34 +107,53 @@ class Manager:
         number, checkpoints = self._watch.attempt, self._ways.checkpoints
         place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
-        self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log)
+        self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
         self._note_start(names, state, run.job.num_ranks)
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
+        self._held = run.held
         run.end([host for host in names if host not in outcome.lost])
         return outcome
 
-    def _wait_for_hosts(self) -> dict[str, int]:
-        """Returns the hosts to run on, once there are enough."""
-        has_told = False
-        while sum((names := self._hosts.usable()).values()) < self._ways.min_ranks or not names:
+    def _wait_for_hosts(self, seconds: float = 0.0) -> dict[str, int]:
+        """Returns the hosts to run on, once there are enough, and some seconds have passed."""
+        has_told, least, until = False, self._ways.min_ranks, time.monotonic() + seconds
+        while (there := sum((names := self._hosts.usable()).values())) < least or time.monotonic() < until:
             self._end_if_asked()
-            if not has_told and time.monotonic() - self._began > BEAT_SECONDS:
+            if there < least and not has_told and time.monotonic() - self._began > BEAT_SECONDS:
                 has_told = True
-                there, least = sum(names.values()), self._ways.min_ranks
                 self._log.note("waiting", f"{there} ranks of at least {least}: waiting for hosts")
             self._hosts.look_around()
             time.sleep(LOOK_SECONDS)
         return names
 
-    def _put_state(self, names: Mapping[str, int]) -> State | None:
-        """Gives hosts the newest state that there is; None: there is none in memory."""
-        if not self._watch.attempt:
-            return None
-        up = self._hosts.up()
-        state = find_state(list(up.values()))
-        if state is not None:
-            hand_out(state, [self._hosts.links[host] for host in names], up)
-        return state
+    def _put_state(self) -> tuple[dict[str, int], State | None]:
+        """Returns hosts to run on that have got the newest state that there is; None: there is none in memory."""
+        while True:
+            state = self._find_state() if self._watch.attempt else None
+            names = self._wait_for_hosts()
+            failed = {} if state is None else hand_out(state, names, self._hosts.links)
+            if not failed:
+                return names, state
+            for host in failed.keys() & self._hosts.up().keys():
+                self._hosts.leave_out(host, f"it cannot take a state: {failed[host]}")
+
+    def _find_state(self) -> State | None:
+        """Returns the newest state that there is; hosts that may have a newer one are waited for, for a while."""
+        deadline, has_told = time.monotonic() + self._ways.state_wait_seconds, False
+        while True:
+            up = self._hosts.up()
+            state, missing = find_state(list(up.values())), sorted(self._hosts.links.keys() - up.keys())
+            if self._gone == self._held or (state is not None and state.step >= self._held[0]):
+                return state
+            if is_over := not missing or time.monotonic() > deadline:
+                self._gone = self._held
+            if is_over or not has_told:
+                has_told, seconds = True, self._ways.state_wait_seconds
+                what = "going back" if is_over else f"waiting for {', '.join(missing)}, {seconds:g} s at most"
+                self._log.note("waiting", f"step {self._held[0]} is not whole on the hosts that answer: {what}")
+            self._end_if_asked()
+            self._hosts.look_around()
+            time.sleep(BEAT_SECONDS)
 
     def _deployment(self, names: Mapping[str, int]) -> str:
         """Returns the file of the plan for some hosts; empty: the user has named one, whatever the hosts are."""
@@ -161,19 +186,27 @@ class Manager:
 
     def _end_if_asked(self) -> None:
         if self._signals:
-            raise KeyboardInterrupt
+            raise _Asked
 
     # an end
 
-    def _note_end(self, outcome: Outcome) -> None:
-        """Notes the end of the whole job; what was asked to end is on disk first, if there is a folder for it."""
-        if outcome.status == LEFT and self._ways.checkpoints is not None:
-            self._checkpoints.save(list(self._hosts.up().values()))
-        elif outcome.status == LEFT and self._watch.holds_any:
-            text = f"step {self._watch.num_steps} is gone with this job: there was no --checkpoints"
-            self._log.note("unsaved", text)
+    def _end(self, outcome: Outcome, status: int) -> int:
+        """Returns what the whole job ends with: `LEFT` for what hosts held in memory only once that is on disk."""
+        folder, fault = self._ways.checkpoints, "there was no --checkpoints"
+        if folder is not None and status:
+            fault = self._checkpoints.save(list(self._hosts.up().values()))
+        if status == HELD:
+            status = 1 if fault else LEFT
+            if fault:
+                text = f"step {self._watch.num_steps} is gone with this job: {fault}"
+                if folder is not None:
+                    from autovaruna.checkpoint.source import words_of_newest  # with torch, as above
+
+                    text += f". {words_of_newest(folder)}"
+                self._log.note("unsaved", text)
         self._checkpoints.wait()
-        self._log.note("end", f"{outcome.why}: status {outcome.status}", status=outcome.status)
+        self._log.note("end", f"{outcome.why}: status {status}", status=status)
+        return status
 
     def _give_up(self, outcome: Outcome) -> int | None:
         """Notes the end of a run; returns the job's status if it is not to be started again."""
@@ -181,35 +214,75 @@ class Manager:
         why = self._restarts.note(outcome, self._watch.num_steps)
         what_next = "" if why else ": the job is started again"
         self._log.note("ended", outcome.why + what_next, lost=list(outcome.lost))
+        for host in outcome.unfit:
+            self._hosts.leave_out(host, "no rank can be started on it")
+        if not (why or self._has_told_of_resume or self._watch.is_kept or not self._watch.num_steps_here):
+            self._has_told_of_resume = True
+            text = "it has not called model.resume(), with which it would go on where it was"
+            self._log.note("from_start", f"the script is run again from its start: {text}")
         if not why:
             return None
         self._log.note("given_up", f"{why}: the job is given up")
         return outcome.error or 1
 
 
+class _Asked(KeyboardInterrupt):
+    """A signal has asked the job to end while none of its ranks runs."""
+
+
 class Restarts:
-    """Says when a job has been started again often enough: `most` times within an hour, or in vain."""
+    """Says when a job has been started again often enough: `most` times within an hour, or in vain.
+
+    In vain are three runs without any that came further where their script failed, or the same rank was killed at the
+    same step. Who was killed once was killed from outside. Where hosts could not start ranks, the job has no fault.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._times: deque[float] = deque()
+        self._ends = Counter[tuple[int, int] | None]()
         self._num_in_vain = 0
         self._best_step = -1
 
-    def note(self, outcome: Outcome, step: int) -> str:
-        """Notes a run that has ended after so many steps; returns why there is to be no other one, empty if there is.
+    @property
+    def delay_seconds(self) -> float:
+        """How long to wait before the next run: the longer, the more of the last have come no further."""
+        return min(60.0, 2.0 ** (self._num_in_vain - 3)) if self._num_in_vain > 2 else 0.0
 
-        Runs that were ended from outside say nothing of the job, however little they came to do.
-        """
+    def note(self, outcome: Outcome, step: int) -> str:
+        """Notes a run that has ended after so many steps; returns why there is to be no other one, empty: there is."""
+        is_further, self._best_step = step > self._best_step, max(step, self._best_step)
+        self._num_in_vain = 0 if is_further else self._num_in_vain + 1
+        if is_further:
+            self._ends.clear()
+        if outcome.unfit:
+            return ""
         now = time.monotonic()
         self._times.append(now)
         while now - self._times[0] > _HOUR:
             self._times.popleft()
-        self._num_in_vain = 0 if step > self._best_step else self._num_in_vain + bool(outcome.error)
-        self._best_step = max(step, self._best_step)
+        self._ends[outcome.killed] += bool(outcome.error)
+        if self._ends[outcome.killed] >= _MOST_ENDS:
+            return _words_of_ends(outcome, self._best_step)
         if len(self._times) > self._most:
             return f"{len(self._times)} starts again within an hour"
-        return f"{_NO_PROGRESS} runs failed and came no further" if self._num_in_vain >= _NO_PROGRESS else ""
+        return ""
+
+
+def _words_of_ends(outcome: Outcome, step: int) -> str:
+    """Says what has come again and again."""
+    if outcome.killed is None:
+        return f"three runs failed and came no further than step {step}: {outcome.why}"
+    rank, its_step = outcome.killed
+    name, about = signal.Signals(outcome.error - 128).name, "".join(outcome.why.partition("; ")[1:])
+    return f"rank {rank} was killed three times at step {its_step} ({name}){about}"
+
+
+def _name_of(options: Options) -> str:
+    """Returns what a job has in common with itself when its manager is started again: what it runs."""
+    script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
+    words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:

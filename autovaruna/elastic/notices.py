@@ -48,28 +48,38 @@ class EventLog:
 
 @dataclass(frozen=True)
 class Address:
-    """How the manager of a job is reached; the file that holds it can be read by its user alone."""
+    """How the manager of a job is reached, and what its keepers know; the file can be read by its user alone."""
 
     host: str
     port: int
     token: str
     process: int
+    job: str
+    folder: str
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the manager was one of this machine, and has ended."""
+        try:
+            return self.host == socket.gethostname() and not Path(f"/proc/{self.process}/cmdline").read_bytes()
+        except OSError:
+            return True
 
 
 class Notices:
-    """Listens for notices while the context lasts; `path` is a file that tells how the manager is reached.
+    """Listens for notices while the context lasts; `path` is a file that tells how the manager of a `job` is reached.
 
     `take` gets a host and after how many seconds it goes, and returns what is wrong with that, in words.
     """
 
-    def __init__(self, take: Callable[[str, float], str]) -> None:
+    def __init__(self, take: Callable[[str, float], str], token: str, job: str, folder: str) -> None:
         self._take = take
+        self._known = token, os.getpid(), job, folder
         self.path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
 
     def __enter__(self) -> None:
-        token = secrets.token_hex(32)
-        server = Server(token.encode(), self._answer)
-        address = Address(socket.gethostname(), server.port, token, os.getpid())
+        server = Server(self._known[0].encode(), self._answer)
+        address = Address(socket.gethostname(), server.port, *self._known)
         before = os.umask(0o077)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,6 +97,17 @@ class Notices:
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         fault = self._take(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
+
+
+def take_over(job: str) -> Address | None:
+    """Returns, to one who asks, the address of a manager of the same job that was killed; None: there was none."""
+    for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
+        with suppress(OSError, ValueError):
+            address = read_record(json.loads(path.read_bytes()), Address)
+            if address.job == job and address.is_dead:
+                path.unlink()
+                return address
+    return None
 
 
 def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
@@ -111,8 +132,8 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())
                 faults.append(json.loads(connection.recv_bytes(1 << 20))["fault"])
         except (OSError, EOFError, ValueError):
-            if address.host == socket.gethostname() and not Path(f"/proc/{address.process}").exists():
-                path.unlink(missing_ok=True)  # of a manager that was killed
+            if address.is_dead:
+                path.unlink(missing_ok=True)
     num_told = faults.count("")
     if not num_told:
         raise ConfigError(

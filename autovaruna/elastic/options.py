@@ -38,10 +38,13 @@ class Morphing:
     max_restarts: int = 30
     checkpoints: str | None = None
     checkpoint_seconds: float = 600.0
+    state_wait_seconds: float = 30.0
     events: str | None = None
     slow_factor: float = 1.5
     memory: str = "/dev/shm"
     has_standby: bool = True
+    start_seconds: float = 30.0
+    keep_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,12 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("--max_restarts", type=int, default=30, metavar="N", help="most starts again within an hour (30)")
     add_path("--checkpoints", metavar="DIR", help="write what hosts have in memory there, from time to time")
     add("--checkpoint_seconds", type=float, default=600.0, metavar="S", help="how often (600)")
+    add("--state_wait_seconds", type=float, default=30.0, metavar="S", help="wait for hosts with a newer state (30)")
     add_path("--events", metavar="FILE", help="gets a line of JSON for each event")
     add("--slow_factor", type=float, default=1.5, metavar="F", help="a host so many times slower is left out (1.5)")
     add_path("--memory_folder", dest="memory", default="/dev/shm", metavar="DIR", help="in a host's memory (/dev/shm)")
+    add("--start_seconds", type=float, default=30.0, metavar="S", help="most that ranks take to start on a host (30)")
+    add("--keep_seconds", type=float, default=60.0, metavar="S", help="hosts keep states without a manager (60)")
     add("--no_standby", dest="has_standby", action="store_false", help="start Python anew for each rank")
     add("script", help="the training script, in code_dir")
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")

@@ -19,39 +19,42 @@ from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Options
 from autovaruna.elastic.snapshots import Checkpoints
 from autovaruna.elastic.watch import Watch
-from autovaruna.runtime.progress import JobPlace
+from autovaruna.runtime.progress import HELD, JobPlace
 
-LEFT = 75  # what a rank ends with that has left at a step's border
+LEFT = 75  # what a rank, or the job, ends with that can be started again from what it has saved
 _LEAVE_SECONDS = 120.0
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
-"""What ends ranks that have done nothing; other signals are their own doing."""
 
 
 @dataclass
 class Outcome:
-    """How a run of the job has ended.
+    """How a run of the job has ended, and whose fault that was: a rank's (`error`), that of hosts, or nobody's.
 
     Attributes:
         why: in words.
         status: what the whole job ends with; None: it goes on.
-        error: the job's own fault, what it ends with if that comes again and again; 0: it was ended from outside.
+        error: what a rank has ended with, as the job does if that comes again and again; 0: it was no rank's doing.
+        killed: the rank that a signal has ended, for whatever reason, and its step; None: none.
         lost: hosts that do not answer any more.
+        unfit: hosts on which no rank can be started.
         began: when it was noticed, on the monotonic clock, seconds.
     """
 
     why: str
     status: int | None = None
     error: int = 0
+    killed: tuple[int, int] | None = None
     lost: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
     began: float = field(default_factory=time.monotonic)
 
 
 class Run:
     """One run of a job, which has begun when it is made, on `options.hosts`; `watch` gets what the ranks report.
 
-    The other arguments are those of `Job`.
+    The other arguments are those of `Job`. `held` is the newest step that was whole whatever host is lost, and of which
+    run; at first that of earlier ones, which hosts keep until this one has come as far.
     """
 
     def __init__(
@@ -63,23 +66,30 @@ class Run:
         standby: str,
         watch: Watch,
         log: EventLog,
+        held: tuple[int, int],
     ) -> None:
         self.watch = watch
+        self.held = held
         self._hosts = hosts
         self._own = options.hosts
         self._number = place.attempt
         self._first_step = options.resume_step or 0
         self._has_state = place.step is not None
         self._last_end = 0.0
+        self._has_told = False
+        self._asked: signal.Signals | None = None
         self._log = log
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
         hosts.begin(self._own, self._number)
         self.job = Job(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
         self.job.start()
+        assert options.morphing is not None
+        self._start_seconds = options.morphing.start_seconds
+        self._deadline = time.monotonic() + self._start_seconds  # of the start, and later of what ranks are asked for
 
     def follow(
-        self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: Sequence[signal.Signals]
+        self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: list[signal.Signals]
     ) -> Outcome:
         """Returns how the run ends, as soon as that is known.
 
@@ -87,9 +97,8 @@ class Run:
         phase. States are written to `checkpoints` from time to time. `signals` are those of now and later.
         """
         hosts, started = self._hosts, time.monotonic()
-        has_dropped = has_stepped = False
+        has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
         leaving: Outcome | None = None
-        deadline = 0.0
         while True:
             hosts.look_around()
             hosts.take_reports(self._own, self.watch)
@@ -100,20 +109,27 @@ class Run:
                 has_stepped = True
                 seconds["first_step"] = time.monotonic() - started
                 self._log.note("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
-            if self.watch.holds_state(self._own):
-                if not has_dropped:
-                    has_dropped = True
-                    hosts.ask(self._own, "drop", before=self._number)
+            if (step := self.watch.held_step(self._own)) >= 0:
+                self.held = max(self.held, (step, self._number))
+                if kept != self.held[1]:
+                    kept = self.held[1]
+                    hosts.ask(hosts.links, "drop", before=self._number, but=kept)
                 hosts.release(self._own)
                 checkpoints.save_if_due([hosts.links[host] for host in self._own if host in hosts.links])
-            if leaving is None and (leaving := self._reason_to_leave(signals)) is not None:
-                deadline = time.monotonic() + self._patience()
+            if signals and self._asked != signal.SIGTERM:
+                self._pass_on(signals)
+            if leaving is None and (leaving := self._reason_to_leave()) is not None:
+                self._deadline = time.monotonic() + self._patience()
                 hosts.take_now(self._own, self.watch)
-                if not self.watch.can_leave:
+                is_script_asked = self._asked is not None and self.job.output.has_started and not self.watch.is_kept
+                if not self.watch.can_leave and not is_script_asked:
                     return leaving
-                hosts.ask(self._own, "leave")
-            if leaving is not None and time.monotonic() > deadline:
-                return leaving
+                if self._asked is None:
+                    hosts.ask(self._own, "leave")
+            if time.monotonic() > self._deadline:
+                if leaving is not None:
+                    return leaving
+                self._asked = None  # the script has done what it does, and goes on
             time.sleep(LOOK_SECONDS)
 
     def end(self, hosts: Sequence[str]) -> None:
@@ -135,7 +151,10 @@ class Run:
                 self._last_end = time.monotonic()
                 continue
             lost = self._hosts.take_now(self._own, self.watch)
-            if leaving is not None or (status == LEFT and self.watch.hosts_that_hear):
+            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_that_hear
+            if self._asked is not None and (leaving is not None or not is_struck):
+                return self._as_asked(status)
+            if leaving is not None or (status in (LEFT, HELD) and self.watch.hosts_that_hear):
                 return leaving or self._left_by_itself()
             return self._or_lost(lost, self._by_rank(rank, status))
         if status_of_all is None and self.job.has_finished and time.monotonic() > self._last_end + _OUTLIVED_SECONDS:
@@ -144,6 +163,8 @@ class Run:
             return self._by_mpirun(status_of_all, leaving)
         if lost := [host for host in self._own if self._hosts.is_lost(host)]:
             return Outcome(f"host {', '.join(lost)} was lost", lost=tuple(lost))
+        if self.job.unstarted_hosts and time.monotonic() > self._deadline:
+            return self._not_started(f"not every rank has started within {self._start_seconds:g} s", 1)
         if (hang := self.watch.hang()) is not None:
             return Outcome(f"no progress for {hang.seconds:.0f} s: {hang.words}", error=int(not hang.is_from_outside))
         return None
@@ -151,16 +172,26 @@ class Run:
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
         """Returns the outcome where mpirun has ended, and no rank has said that it failed."""
         lost = self._hosts.take_now(self._own, self.watch)
-        if status == 0 and not self.watch.hosts_that_hear:
+        if status == 0 and (self._asked is not None or not self.watch.hosts_that_hear):
             return Outcome("the job has finished", 0)
         if leaving is not None or self.watch.hosts_that_hear:
             return leaving or self._left_by_itself()
         if self.job.output.ended and status != 128 + signal.SIGKILL:
             return self._or_lost(lost, self._by_script(_words_of_early(self.job.output.ended), status or 1))
         why = f"mpirun ended with status {status} before every rank had finished"
-        is_struck = self.job.output.has_started or status == 128 + signal.SIGKILL
-        goes_on, error = is_struck or self._has_state, status or 1
-        return self._or_lost(lost, Outcome(why, None if goes_on else error, error=0 if is_struck else error))
+        if self.job.output.has_started or status == 128 + signal.SIGKILL or lost:
+            return self._or_lost(lost, Outcome(why))
+        return self._not_started(why, status or 1)
+
+    def _not_started(self, why: str, status: int) -> Outcome:
+        """Returns the outcome where ranks could not be started: the fault of the hosts that others differ from."""
+        unfit = self.job.unstarted_hosts
+        if not self.job.output.has_started:  # mpirun starts none before it has reached all hosts
+            self.job.kill()
+            unfit = set(self._hosts.find_unfit(self._own))
+        if set() < unfit < set(self._own):
+            return Outcome(why, unfit=tuple(sorted(unfit)))
+        return Outcome(why, None if self._has_state else status)
 
     def _by_rank(self, rank: int, status: int) -> Outcome:
         """Returns the outcome where a rank has ended; a script's error ends a job that has come to no step."""
@@ -178,8 +209,12 @@ class Run:
             killed = signal.Signals(-status)
             if killed == signal.SIGTERM and early:  # mpirun has sent it
                 return self._by_script(early, 1)
-            error = 0 if killed in _FROM_OUTSIDE else 128 + killed
-            return Outcome(f"rank {rank} was ended by {killed.name}", error=error)
+            if killed == signal.SIGTERM and self.job.unstarted_hosts:
+                return self._not_started("mpirun has ended ranks before all had started", 1)
+            why = f"rank {rank} was ended by {killed.name}"
+            if killed == signal.SIGKILL and self.watch.is_out_of_memory(rank):
+                why += "; the kernel of its host says out of memory"
+            return Outcome(why, error=128 + killed, killed=(rank, self.watch.step_of(rank)))
         return self._by_script(f"rank {rank} ended with status {status}", status)
 
     def _by_script(self, why: str, status: int) -> Outcome:
@@ -202,24 +237,50 @@ class Run:
 
     # what is asked for
 
-    def _reason_to_leave(self, signals: Sequence[signal.Signals]) -> Outcome | None:
+    def _pass_on(self, signals: list[signal.Signals]) -> None:
+        """Passes a signal on to the ranks, as without a manager; what SIGUSR1 means is theirs to say."""
+        self._asked = max(signals)  # SIGTERM rather than SIGUSR1
+        if self._asked == signal.SIGUSR1:
+            signals.clear()
+        self._deadline = time.monotonic() + self._patience()
+        self.job.pass_on(self._asked)
+
+    def _as_asked(self, status: int) -> Outcome:
+        """Returns the outcome where ranks end for a signal that has come, with the status that the script has chosen.
+
+        Where it has not, its state is in memory of hosts, if anywhere.
+        """
+        assert self._asked is not None
+        self.job.wait() if not self.job.is_running else None
+        every = {status, *self.job.output.ended.values()}
+        status = next((each for each in (HELD, LEFT) if each in every), status)
+        is_held = (status < 0 or status == LOST_OTHERS) and (self._has_state or self.watch.holds_any)
+        return Outcome(f"{self._asked.name} came", HELD if is_held else status if status >= 0 else 128 - status)
+
+    def _reason_to_leave(self) -> Outcome | None:
         """Returns why the run should end at the next border, and the job go on elsewhere; None: it should not."""
-        if signals:
-            return Outcome(f"{signals[0].name} came", LEFT)
+        if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.hosts_that_hear):
+            return self._as_asked(-self._asked)
         why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
         return Outcome(why) if why else None
 
     def _unwanted_host(self) -> str:
         """Says which host of the run is to be left; empty: none."""
         hosts = self._hosts
+        hosts.usable()  # slow hosts come back if it needs them
         if gone := [host for host in self._own if host in hosts.noticed or host not in hosts.listed]:
             return f"host {', '.join(gone)} is to be left"
+        if full := self.watch.full_hosts:
+            why = f"host {', '.join(full)} has no room for snapshots in memory"
+            if hosts.can_do_without(full):
+                for host in full:
+                    hosts.leave_out(host, "it has no room for snapshots in memory")
+                return why
+            if not self._has_told:
+                self._has_told = True
+                self._log.note("full", f"{why}, and the job cannot do without: there are none from now on")
         slow = [host for host in self._own if hosts.slow.leaves_out(host)]
-        if slow and any(host not in slow for host in hosts.usable()):
-            return f"host {', '.join(slow)} is slow"
-        for host in slow:
-            hosts.slow.forgive(host)
-        return ""
+        return f"host {', '.join(slow)} is slow" if slow else ""
 
     def _better_hosts(self) -> str:
         """Says why the job would do better on the hosts of now; empty: it would not."""

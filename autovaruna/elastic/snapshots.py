@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import Pointer, RankPart, small_files
+from autovaruna.checkpoint.host_memory import PINNED, Pointer, RankPart, small_files
 from autovaruna.config.files import read_record
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
@@ -24,20 +25,18 @@ _NUM_KEPT = 2  # checkpoints that stay in the folder
 
 @dataclass(frozen=True)
 class Held:
-    """A part that a host has: the run of the job that wrote it, and where it is in the job's folder there."""
+    """A part that a host has, and where it is in the job's folder there."""
 
     host: str
-    attempt: int
     place: str
     part: RankPart
 
 
 @dataclass(frozen=True)
 class State:
-    """A state that is whole, and the run that wrote it; `held` has the parts of each rank, those of its host first."""
+    """A state that is whole; `held` has the parts of each rank, those of its host first."""
 
     step: int
-    attempt: int
     held: Mapping[int, Sequence[Held]]
 
     @property
@@ -46,43 +45,43 @@ class State:
         return sorted({held[0].host for held in self.held.values()})
 
 
-def find_state(links: Sequence[Link]) -> State | None:
+def find_state(links: Sequence[Link], within: str = "") -> State | None:
     """Returns the newest state of which every part is on a host that answers, intact; None: there is none."""
-    asked = {link.host: link.ask("inventory") for link in links}
+    asked = {link.host: link.ask("inventory", within=within) for link in links}
     found: dict[tuple[int, int, int], dict[int, list[Held]]] = {}
     for host, entries in answers(asked, _INVENTORY_SECONDS).items():
         for entry in entries:
             part = read_record(entry["part"], RankPart)
-            held = Held(host, entry["attempt"], entry["place"], part)
-            places = found.setdefault((part.step, held.attempt, part.num_ranks), {}).setdefault(part.rank, [])
+            held = Held(host, entry["place"], part)
+            places = found.setdefault((part.step, entry["attempt"], part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
-    return State(*max(whole)[:2], found[max(whole)]) if whole else None
+    return State(max(whole)[0], found[max(whole)]) if whole else None
 
 
-def hand_out(state: State, links: Sequence[Link], ports: Mapping[str, Link]) -> None:
+def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
     """Puts a state together on each host of the next run: files that it has itself, and where the others are.
 
-    `ports` has every host that answers, by name. Raises OSError if a host cannot.
+    Returns the hosts that cannot, with why; their keepers answer.
     """
     texts = small_files([held[0].part for _, held in sorted(state.held.items())])
-    asked: list[Any] = []
-    for link in links:
+    asked: dict[str, Future[Any]] = {}
+    for host in hosts:
         own: dict[str, str] = {}
         others: dict[str, Any] = {}
         for held in state.held.values():
-            here = next((each for each in held if each.host == link.host), None)
+            here = next((each for each in held if each.host == host), None)
             chosen = here or held[0]
             for name in chosen.part.files:
                 where = f"{chosen.place}/{name}"
                 if here is not None:
                     own[name] = where
                 else:
-                    keeper = ports[chosen.host]
+                    keeper = links[chosen.host]
                     others[name] = asdict(Pointer(keeper.address, keeper.port, where))
-        asked.append(link.ask("restore", texts=texts, own=own, others=others, attempt=state.attempt))
-    for answer in asked:
-        answer.result(_INVENTORY_SECONDS)
+        asked[host] = links[host].ask("restore", texts=texts, own=own, others=others)
+    done = answers(asked, _INVENTORY_SECONDS)
+    return {host: str(answer.done() and answer.exception()) for host, answer in asked.items() if host not in done}
 
 
 class Checkpoints:
@@ -110,24 +109,29 @@ class Checkpoints:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def save(self, links: Sequence[Link]) -> None:
-        """Writes the newest state that some hosts have; why it cannot be is noted."""
+    def save(self, links: Sequence[Link]) -> str:
+        """Writes the newest state that some hosts have; returns, and notes, why it cannot be, empty if it is there."""
         self.wait()
         assert self._folder is not None
         try:
-            answers({link.host: link.ask("hold", on=True) for link in links}, _HOLD_SECONDS)
-            state = find_state(links)
-            if state is not None and state.step != self._step:
+            for do in ("hold", "pin"):
+                answers({link.host: link.ask(do) for link in links}, _HOLD_SECONDS)
+            state = find_state(links, PINNED)
+            if state is None:
+                return "no state of the hosts is whole"
+            if state.step != self._step:
                 path = self._write(state, {link.host: link for link in links}, self._folder)
                 self._step = state.step
                 self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
         except Exception as error:
             self._log.note("checkpoint", f"no checkpoint could be written: {error}")
+            return str(error)
         finally:
-            answers({link.host: link.ask("hold", on=False) for link in links}, _HOLD_SECONDS)
+            answers({link.host: link.ask("unpin") for link in links}, _HOLD_SECONDS)
+        return ""
 
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
-        """Has hosts write a state that nobody changes meanwhile; returns the checkpoint's folder."""
+        """Has hosts write a state that they have pinned; returns the checkpoint's folder."""
         from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
         from autovaruna.checkpoint.save import Report, commit
 

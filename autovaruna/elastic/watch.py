@@ -268,6 +268,15 @@ class Watch:
         host = self._ranks[rank].host
         return host, sorted(other for other, seen in self._ranks.items() if seen.host == host).index(rank)
 
+    def step_of(self, rank: int) -> int:
+        """Returns the number of the newest step that a rank has come to; 0: none in this run."""
+        return self._ranks[rank].report["steps"] if rank in self._ranks else 0
+
+    def is_out_of_memory(self, rank: int) -> bool:
+        """Says whether the kernel of a rank's host has ended processes in this run because memory was short."""
+        host = self._ranks[rank].host if rank in self._ranks else ""
+        return bool(self._states.get(host, {}).get("memory_kills"))
+
     @property
     def num_steps(self) -> int:
         """The number of the newest step that any rank has come to; 0: none."""
@@ -289,18 +298,26 @@ class Watch:
         return any(state["newest"] is not None for state in self._states.values())
 
     @property
+    def full_hosts(self) -> list[str]:
+        """The hosts that have no room for what their ranks, or others, keep in memory."""
+        return sorted(host for host, state in self._states.items() if state["is_full"])
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether ranks of this run keep their states, or will once they train."""
+        return any(seen.report["is_kept"] for seen in self._ranks.values())
+
+    @property
     def can_leave(self) -> bool:
         """Whether the ranks of this run have trained and can end at the next border with all that they have done."""
         reports = [seen.report for seen in self._ranks.values()]
-        return any(its["is_kept"] and its["calls"] > its["is_inside"] for its in reports)
+        return not self.full_hosts and any(its["is_kept"] and its["calls"] > its["is_inside"] for its in reports)
 
-    def holds_state(self, hosts: Iterable[str]) -> bool:
-        """Says whether hosts have a whole state of this run, and each of several a copy of another's."""
-        states = [self._states.get(host) for host in hosts]
-        return all(
-            state is not None and (state["copied"] if len(states) > 1 else state["newest"]) is not None
-            for state in states
-        )
+    def held_step(self, hosts: Collection[str]) -> int:
+        """Returns the newest step that hosts have whole, each of several with a copy of another's; -1: none."""
+        states = [self._states.get(host, {"newest": None, "copied": None}) for host in hosts]
+        steps = [its["newest"] if len(states) == 1 else its["copied"] and its["copied"][1] for its in states]
+        return min((-1 if step is None else int(step) for step in steps), default=-1)
 
     def hang(self) -> Hang | None:
         """Returns which ranks hang; None: none does."""

@@ -31,6 +31,12 @@ def _note(number: int, frame: FrameType | None) -> None:
         _before[number](number, frame)
 
 
+def script_handler(number: signal.Signals) -> Any:
+    """Returns what the script does with a signal, as `signal.getsignal` does."""
+    handler = signal.getsignal(number)
+    return _before.get(number) if handler is _note else handler
+
+
 def _listen() -> Undo | None:
     """Notes signals from now on: they no longer end this process by themselves.
 

@@ -6,6 +6,7 @@ from one that others wait for.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -19,10 +20,12 @@ from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
+HELD = 76  # what a rank ends with whose state is in memory of its host, and nowhere else yet
 _FORMAT = struct.Struct("<QQ?Q?d?2q")
 _NUM_KEPT = 64
 _WORK = struct.Struct("<Qd")
 _FILE, _PREDICTED = "progress", "predicted.json"
+FULL = "full"  # the file that tells a keeper that its host has no room for snapshots
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ def folders_in(folder: Path, prefix: str) -> list[Path]:
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt:05d}"
+
+
+def note_full(folder: Path, error: BaseException) -> None:
+    """Notes in a job's folder that this host has no room, if that is what an error says."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        (folder / FULL).touch()  # an empty file needs none
 
 
 def job_place() -> JobPlace | None:
@@ -138,7 +147,7 @@ class Reporter:
         self.progress = Progress(os.getpid())
         size = _FORMAT.size + _NUM_KEPT * _WORK.size
         with open(rank_folder / _FILE, "w+b") as file:
-            file.truncate(size)
+            os.posix_fallocate(file.fileno(), 0, size)  # without room this is an error, a write to it the end
             self._memory = mmap.mmap(file.fileno(), size)
         self.write()
 

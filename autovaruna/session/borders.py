@@ -21,7 +21,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.interception.optimizer import OptimizerProxy
 from autovaruna.interception.signals import has_heard, heard_names
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.progress import JobPlace, Reporter
+from autovaruna.runtime.progress import HELD, JobPlace, Reporter
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -143,20 +143,22 @@ class Morphing:
         self._reporter.end_call()
 
     def at_border(self, subject: Callable[[], Subject], num_steps: int, step: int) -> None:
-        """Takes a snapshot and ends this rank, if all ranks have agreed to; the optimizer has stepped. Collective.
+        """Takes a snapshot, if all ranks have agreed to; the optimizer has stepped. Collective.
 
         `step` is the number that the script gives the state after `num_steps` steps of the optimizer.
         """
-        if self._snapshots is None:
-            return
-        self._snapshots.begin_border(num_steps)
-        if self._takes or self._leaves:
-            self._snapshots.take(subject(), self._content(step))
-        if self._leaves:
+        if self._snapshots is not None:
+            self._snapshots.begin_border(num_steps)
+            if self._takes or self._leaves:
+                self._snapshots.take(subject(), self._content(step))
+
+    def end_if_agreed(self, step: int) -> None:
+        """Ends this rank, if all ranks have agreed to, once others have its snapshot of a step. Collective."""
+        if self._snapshots is not None and self._leaves:
             self._snapshots.wait_for_copy()
             self._world.barrier("leaving together")
             logger.info("step %d is in memory of the hosts: this rank leaves, to be started again", step)
-            raise SystemExit(STATUS)
+            raise SystemExit(HELD)
 
 
 def refuse_several(num_models: int) -> None:

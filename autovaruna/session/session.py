@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.source import words_of_newest
 from autovaruna.checkpoint.state import Content, Subject
-from autovaruna.errors import ConfigError, RankError
+from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.optimizer import OptimizerProxy
@@ -171,8 +172,14 @@ class Session:
                 morphing.agree([morphing.wishes])
             if has_stepped:
                 morphing.at_border(self._only_subject, num_steps, step)
-        if not folder:
-            return
+        if folder:
+            self._save_if_asked(folder, has_stepped, step)
+        if morphing is not None and has_stepped:
+            morphing.end_if_agreed(step)
+
+    def _save_if_asked(self, folder: str, has_stepped: bool, step: int) -> None:
+        """Saves the state and ends this rank, if a signal has come to any. Collective."""
+        wrapped, stopping = self._wrapped, self._wrapped.stopping
         if wrapped.of_model or wrapped.world.num_models > 1:
             raise ConfigError(
                 f"save_on_signal is {folder!r}, but the script calls {wrapped.world.num_models} models, or copies of "
@@ -181,7 +188,10 @@ class Session:
         if wrapped.world.num_ranks == 1:
             stopping.is_agreed = stopping.own
         if has_stepped and stopping.is_agreed:
-            self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
+            try:
+                self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
+            except CheckpointError as error:
+                raise CheckpointError(f"{error} {words_of_newest(folder)}.") from error
             stopping.end(step)
 
     def _only_subject(self) -> Subject:

@@ -17,6 +17,7 @@ from autovaruna._torch import foreach_mul_, pytree
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
+from autovaruna.interception.signals import script_handler
 from autovaruna.runtime.world import World, on_all
 from autovaruna.session.session import all_in_mode
 
@@ -99,7 +100,7 @@ class Requests:
         """Puts the script's handler aside, if it has one."""
         if threading.current_thread() is not threading.main_thread():
             return
-        handler = signal.getsignal(signal.SIGUSR1)
+        handler = script_handler(signal.SIGUSR1)
         if callable(handler) and handler != self._note:
             self._handler = handler
             signal.signal(signal.SIGUSR1, self._note)

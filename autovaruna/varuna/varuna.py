@@ -228,8 +228,8 @@ class Varuna(nn.Module):
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
         self.optimizer = optimizer
+        self._hold_state()  # whose own handler of signals is for scripts without one
         self._requests.take_over()
-        self._hold_state()
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
 
     def _hold_state(self) -> None:

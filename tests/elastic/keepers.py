@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from autovaruna.elastic.link import Link
 from tests.hosts.emulation import wait_for
 
 TOKEN = "a" * 64
+Linked = TypeVar("Linked", bound=Link)
 
 
 @contextmanager
-def keeper(folder: Path, has_standby: bool = False) -> Iterator[Link]:
+def keeper(
+    folder: Path, has_standby: bool = False, keep_seconds: float = 0.0, kind: type[Linked] = Link
+) -> Iterator[Linked]:
     """Returns a keeper's link, once it answers; it ends with the context."""
-    link = Link("localhost", {"folder": str(folder), "token": TOKEN, "standby": has_standby})
+    settings = {"folder": str(folder), "token": TOKEN, "standby": has_standby, "keep_seconds": keep_seconds}
+    link = kind("localhost", settings)
     try:
         wait_for(lambda: link.is_up or link.is_gone, "a keeper")
         assert link.is_up, link.words

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from autovaruna.elastic import hosts as module
 from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import Morphing
+from autovaruna.elastic.watch import Slow, Watch
 from tests.elastic.keepers import TOKEN
+from tests.hosts.emulation import wait_for
+from tests.mpi.launch import find_mpirun
 
 HOST, OTHER = "localhost", "elsewhere.invalid"
 
@@ -83,6 +87,38 @@ def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_lis
         assert hosts.links[HOST].is_up and (tmp_path / "own").exists()
         machines.write_text("127.0.0.1\n")
         assert look(hosts) == {HOST}, "another name of the same machine"
+
+
+def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with job_hosts(tmp_path, Morphing(None, 1)) as hosts:
+        watch = Watch(0)
+        watch.take(HOST, {"attempt": 0, "ranks": {"0": {"state": "R", "calls": 0, "work": []}}, "predicted": {}})
+        watch.changes.append(Slow(0, 30, 2.0, "its own past"))
+        hosts.slow.take(watch)
+        assert hosts.slow.leaves_out(HOST) and set(hosts.usable()) == {HOST} and not hosts.slow.leaves_out(HOST)
+
+
+def test_a_host_that_fails_is_left_out_for_longer_each_time_until_mpirun_can_start_something_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told once."""
+    find_mpirun()
+    probe = module.Probe
+    with job_hosts(tmp_path, Morphing(None, 1, start_seconds=15.0)) as hosts:
+        assert hosts.find_unfit([HOST, OTHER]) == [OTHER]
+        assert hosts.can_do_without([OTHER]) and not hosts.can_do_without([HOST])
+        monkeypatch.setattr(module, "_FAILED_SECONDS", 0.5)
+        monkeypatch.setattr(module, "Probe", lambda host, seconds: probe(OTHER, seconds))
+        begin = time.monotonic()
+        hosts.leave_out(HOST, "its memory is full")
+        for _ in range(2):
+            assert not look(hosts), "nothing can be started there"
+        monkeypatch.setattr(module, "Probe", probe)
+        wait_for(lambda: look(hosts) == {HOST}, "the host")
+        assert time.monotonic() - begin > 1.5
+    said = capsys.readouterr().err
+    assert said.count("is left out") == said.count("its memory is full") == 1
 
 
 @pytest.mark.parametrize(("min_ranks", "left"), [(1, {HOST}), (2, set())])

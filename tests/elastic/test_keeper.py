@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -119,18 +121,31 @@ def test_a_state_is_put_together_from_here_and_elsewhere(link: Link, tmp_path: P
     part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
     pointer = asdict(Pointer("h2", 5, "there"))
     own = {"weights": "attempt-00001/rank-00001/slot-0/weights"}
-    part_in(tmp_path / "job" / "attempt-00000" / "rank-00001" / "slot-0")
-    restored = {"own": own, "others": {"others": pointer}, "attempt": 1}
-    link.ask("restore", texts={"state.json": "{}"}, **restored).result(10.0)
-    assert [each.name for each in (tmp_path / "job").glob("attempt-*")] == ["attempt-00001"]
+    link.ask("restore", texts={"state.json": "{}"}, own=own, others={"others": pointer}).result(10.0)
     place = tmp_path / "job" / "restore"
     assert sorted(each.name for each in place.iterdir()) == ["others.elsewhere", "state.json", "weights"]
     assert (place / "weights").read_bytes() == b"weights"
     assert json.loads((place / "others.elsewhere").read_text()) == pointer
     with pytest.raises(OSError, match="not in the job's folder"):
-        link.ask("restore", texts={}, own={"x": "../secret"}, others={}, attempt=1).result(10.0)
+        link.ask("restore", texts={}, own={"x": "../secret"}, others={}).result(10.0)
+    link.ask("drop", before=3, but=1).result(10.0)
+    assert (tmp_path / "job" / "attempt-00001").exists(), "it has the newest step"
     link.ask("drop", before=2).result(10.0)
     assert not place.exists() and not (tmp_path / "job" / "attempt-00001").exists()
+
+
+def test_a_host_without_room_for_copies_says_so_until_the_next_run(link: Link, tmp_path: Path) -> None:
+    """Once, nobody heard of it, and there were no more snapshots."""
+    for number in range(2):
+        slot = tmp_path / "job" / "attempt-00004" / "copy-00001" / f"slot-{number}"
+        slot.mkdir(parents=True)
+        (slot / "weights").symlink_to("/dev/full")
+    assert not link.ask("ping").result(10.0)["is_full"]
+    with pytest.raises(REFUSED):
+        send(link, asdict(part_in(tmp_path / "slot")), [b"weights"])
+    wait_for(lambda: link.ask("ping").result(10.0)["is_full"], "a full host")
+    link.ask("begin", number=5, buddy=None).result(10.0)
+    assert not link.ask("ping").result(10.0)["is_full"]
 
 
 def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
@@ -141,12 +156,18 @@ def test_a_damaged_part_is_none(link: Link, tmp_path: Path) -> None:
     assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [6]
 
 
-def test_a_folder_has_one_keeper(link: Link, tmp_path: Path) -> None:
-    second = Link("localhost", {"folder": str(tmp_path / "job"), "token": TOKEN, "standby": False})
+def test_a_folder_has_one_keeper_and_another_if_nobody_speaks_to_that(link: Link, tmp_path: Path) -> None:
+    part_in(tmp_path / "job" / "attempt-00001" / "rank-00001" / "slot-0")
+    settings = {"folder": str(tmp_path / "job"), "token": TOKEN, "standby": False, "keep_seconds": 0.0}
+    second = Link("localhost", settings)
     second.wait(20.0)
     wait_for(lambda: bool(second.words), "its last words")
     assert "another one holds" in second.words and link.is_up
     assert link.ask("ping").result(10.0)["ranks"] == {}
+    os.kill(int((tmp_path / "job" / LOCK).read_text()), signal.SIGSTOP)
+    wait_for(lambda: link.is_silent, "a silent keeper")
+    with keeper(tmp_path / "job") as third:
+        assert [each["part"]["step"] for each in third.ask("inventory").result(10.0)] == [3] and link.is_gone
 
 
 def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
@@ -159,19 +180,45 @@ def test_a_standby_process_that_is_killed_is_started_again(tmp_path: Path) -> No
     assert not processes_with(str(tmp_path / "job" / "standby").encode())
 
 
-def test_a_keeper_whose_manager_is_killed_leaves_nothing(tmp_path: Path) -> None:
+@contextmanager
+def killed_manager(folder: Path, keep_seconds: float) -> Iterator[None]:
+    """Starts a manager with a keeper, and kills it."""
     script = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom tests.elastic.keepers import keeper\n"
-        "with keeper(Path(sys.argv[1])) as link:\n    print('up', flush=True); time.sleep(60)"
+        "import sys, time\nfrom pathlib import Path\nfrom tests.elastic.keepers import keeper\n"
+        "with keeper(Path(sys.argv[1]), keep_seconds=float(sys.argv[2])):\n    print('up', flush=True); time.sleep(60)"
     )
-    call = [sys.executable, "-c", script, str(tmp_path / "job")]
-    manager = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
-    assert manager.stdout is not None and manager.stdout.readline() == "up\n"
-    begin = time.monotonic()
-    manager.kill()
-    wait_for(lambda: not (tmp_path / "job").exists(), "the end of the keeper")
-    assert time.monotonic() - begin < 5.0
-    manager.wait()
+    call = [sys.executable, "-c", script, str(folder), str(keep_seconds)]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as manager:
+        assert manager.stdout is not None and manager.stdout.readline() == "up\n"
+        manager.kill()
+        yield
+
+
+def test_a_keeper_whose_manager_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    with killed_manager(tmp_path / "job", 1.0):
+        begin = time.monotonic()
+        wait_for(lambda: not (tmp_path / "job").exists(), "the end of the keeper")
+        assert 1.0 < time.monotonic() - begin < 6.0
+
+
+def test_what_a_host_holds_goes_to_the_keeper_that_comes_in_time(tmp_path: Path) -> None:
+    """Once, a host forgot it at once when the connection to its manager ended."""
+    folder = tmp_path / "job"
+    slot = folder / "attempt-00001" / "rank-00001" / "slot-0"
+    place = f'{json.dumps(str(folder))}, "attempt": '
+    with killed_manager(folder, 60.0):
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", "input()"], env={"PLACE": f"{place}{attempt},"}, stdin=PIPE)
+            for attempt in (1, 2)
+        ]
+        part_in(slot)
+        with keeper(folder) as link:
+            assert [each["part"]["step"] for each in link.ask("inventory").result(10.0)] == [3]
+            link.ask("begin", number=2, buddy=None).result(10.0)
+            assert ranks[0].wait(10.0) == -signal.SIGKILL, "what is left of a run before is ended"
+            assert ranks[1].poll() is None, "the run goes on of which a keeper alone was lost"
+        assert not folder.exists()
+    ranks[1].communicate()
 
 
 def test_what_jobs_left_that_were_killed_with_all_their_processes_is_removed(tmp_path: Path) -> None:

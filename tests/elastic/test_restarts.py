@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,38 +18,79 @@ from autovaruna.elastic.manager import Restarts
 from autovaruna.elastic.run import Outcome
 from tests.mpi.launch import QUIET, ROOT, find_mpirun
 
-KILLED, FAILED = Outcome("rank 1 was ended by SIGKILL"), Outcome("rank 1 ended with status 3", error=3)
+FAILED, NOBODY = Outcome("rank 1 ended with status 3", error=3), Outcome("mpirun ended with status 137")
+NOT_STARTED = Outcome("not every rank has started", unfit=("h2",))
+
+
+def killed(rank: int = 1, step: int = 7) -> Outcome:
+    return Outcome(f"rank {rank} was ended by SIGKILL; the kernel says", error=137, killed=(rank, step))
 
 
 @pytest.mark.parametrize(
     ("most", "runs", "why"),
     [
-        (100, [(FAILED, 7)] * 4, "3 runs failed and came no further"),
+        (100, [(FAILED, 7)] * 3, "three runs failed and came no further than step 7: rank 1 ended with status 3"),
         (100, [(FAILED, step) for step in range(50)], ""),
-        (100, [(KILLED, 7)] * 20, ""),
-        (100, [(each, 7) for each in (KILLED, FAILED, KILLED, FAILED, KILLED, FAILED)], "3 runs failed"),
-        (4, [(KILLED, step) for step in range(5)], "5 starts again within an hour"),
+        (100, [(killed(), 7)] * 3, "rank 1 was killed three times at step 7 (SIGKILL); the kernel says"),
+        (100, [(killed(step=step), 7) for step in range(20)], ""),
+        (100, [(killed(rank), 7) for rank in range(20)], ""),
+        (100, [(killed(), step) for step in range(20)], ""),
+        (100, [(each, 7) for each in (killed(), FAILED, NOBODY, killed(), FAILED, NOBODY, FAILED)], "three runs"),
+        (4, [(NOT_STARTED, 7)] * 20, ""),
+        (4, [(NOBODY, step) for step in range(5)], "5 starts again within an hour"),
     ],
-    ids=["fails at one step", "comes further", "is killed", "is killed and fails", "ends too often"],
+    ids=["fails", "comes further", "killed", "at other steps", "others", "later", "both", "not started", "too often"],
 )
 def test_a_job_is_given_up_if_its_script_fails_in_vain_or_it_ends_too_often(
     most: int, runs: list[tuple[Outcome, int]], why: str
 ) -> None:
-    """Faults during recoveries are not the script's."""
+    """Faults during recoveries are not the script's; neither are hosts on which no rank can be started."""
     restarts = Restarts(most)
     *earlier, last = [restarts.note(outcome, step) for outcome, step in runs]
     assert not any(earlier) and last.startswith(why) and bool(last) == bool(why)
 
 
-def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Returns what came of a job of two ranks that may be started again three times."""
+def test_starts_again_that_come_no_further_are_spaced_out() -> None:
+    restarts, found = Restarts(100), []
+    for step in (7, 7, 7, 7, 7, 7, 8, 8):
+        restarts.note(NOBODY, step)
+        found.append(restarts.delay_seconds)
+    assert found == [0, 0, 0, 1, 2, 4, 0, 0]
+
+
+@contextmanager
+def started(folder: Path, script: str, *options: str, num_ranks: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """Starts a job that may be started again three times; it is killed at the end of the context if it still runs."""
     find_mpirun()
-    (folder / "train.py").write_text(f"import os, subprocess, sys, time\nfrom mpi4py import MPI\n{script}\n")
-    call = [sys.executable, "-m", "autovaruna", "run", "--no_standby", "--ranks_per_host", "2", "--max_restarts", "3"]
+    (folder / "train.py").write_text(f"import os, signal, subprocess, sys, time\n{script}\n")
+    call = [sys.executable, "-m", "autovaruna", "run", "--no_standby", "--ranks_per_host", str(num_ranks)]
     variables = {**os.environ, **QUIET, "HOME": str(folder), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*call, "train.py"], cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False
-    )
+    job = subprocess.Popen(
+        [*call, "--max_restarts", "3", *options, "train.py"], cwd=folder, env=variables, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def run(folder: Path, script: str, *options: str, num_ranks: int = 2) -> tuple[int, str]:
+    """Returns the status of a job, and what it said."""
+    with started(folder, script, *options, num_ranks=num_ranks) as job:
+        said, _ = job.communicate(timeout=120)
+        return job.returncode, said
+
+
+def read_until(job: subprocess.Popen[str], words: str) -> str:
+    """Returns what a job has said up to some words."""
+    assert job.stdout is not None
+    said = ""
+    while words not in said:
+        line = job.stdout.readline()
+        assert line, said
+        said += line
+    return said
 
 
 @pytest.mark.parametrize(
@@ -59,13 +104,77 @@ def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_that_ends_by_itself_before_any_step_is_not_started_again(
     tmp_path: Path, script: str, status: int, words: str
 ) -> None:
-    done = run(tmp_path, script)
-    assert done.returncode == status and words in done.stderr and "started again" not in done.stderr, done.stderr
+    found, said = run(tmp_path, f"from mpi4py import MPI\n{script}")
+    assert found == status and words in said and "started again" not in said, said
 
 
 def test_a_job_has_finished_when_its_ranks_have_whatever_they_leave_running(tmp_path: Path) -> None:
     """Once, mpirun waited for the output of what ranks had started, and the manager for mpirun."""
     words = f"import time; time.sleep(600)  # {tmp_path}"
-    done = run(tmp_path, f"subprocess.Popen([sys.executable, '-c', {words!r}], start_new_session=True)")
-    assert done.returncode == 0 and "the job has finished" in done.stderr, done.stderr
+    leave = f"subprocess.Popen([sys.executable, '-c', {words!r}], start_new_session=True)"
+    status, said = run(tmp_path, f"from mpi4py import MPI\n{leave}")
+    assert status == 0 and "the job has finished" in said, said
     assert not processes_with(words.encode())
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGUSR1, 5), (signal.SIGTERM, 128 + signal.SIGTERM)], ids=["handled", "not handled"]
+)
+def test_what_a_signal_means_is_for_the_script_to_say(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """Once, the manager kept signals to itself, and ended with a status that says that all is saved."""
+    script = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))\nprint('up', flush=True)\ntime.sleep(60)"
+    with started(tmp_path, script, num_ranks=1) as job:
+        read_until(job, "up")
+        job.send_signal(number)
+        said, _ = job.communicate(timeout=30)
+    assert job.returncode == status and "is gone" not in said, said
+
+
+TRAINS = """
+import torch
+from autovaruna import AutoVaruna
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+model = AutoVaruna(net, optimizer, load_deployment=False, save_deployment=False, progress=False)
+for step in range(FIRST, 100_000):
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    print("step", step, flush=True)
+    time.sleep(0.05)
+"""
+RESUMES = TRAINS.replace("FIRST", "model.resume().step")
+
+
+def test_a_rank_that_is_killed_at_the_same_step_again_and_again_ends_the_job(tmp_path: Path) -> None:
+    """Once, it was started again for ever, and where the script does not resume, without a word of that."""
+    dies = "    step == 4 and os.kill(os.getpid(), signal.SIGKILL)\n"
+    status, said = run(tmp_path, TRAINS.replace("FIRST", "0") + dies, num_ranks=1)
+    assert status == 137 and "rank 0 was killed three times at step 4 (SIGKILL): the job is given up" in said, said
+    assert said.count("has not called model.resume()") == 1 and said.count("step 4\n") == 3, said
+
+
+def test_status_75_is_said_only_of_what_can_be_loaded(tmp_path: Path) -> None:
+    """A first run saves; while another job has the folder, the next one cannot."""
+    saved = tmp_path / "saved"
+    for is_taken in (False, True):
+        with started(tmp_path, RESUMES, "--checkpoints", str(saved), num_ranks=1) as job, ExitStack() as stack:
+            said = read_until(job, "autovaruna: training")
+            if is_taken:
+                fcntl.lockf(stack.enter_context(open(saved / ".claim", "r+b")), fcntl.LOCK_EX)
+            job.send_signal(signal.SIGTERM)
+            said += job.communicate(timeout=60)[0]
+        assert job.returncode == (1 if is_taken else 75), said
+    (before,) = saved.glob("step-*")
+    assert "is gone with this job: Another job saves to" in said, said
+    assert f"The newest step that can be loaded is {int(before.name[5:])}: {before}" in said
+
+
+def test_a_manager_that_is_killed_and_started_again_goes_on_from_memory(tmp_path: Path) -> None:
+    """Another script of the same name does not: it is another job."""
+    begun: list[int] = []
+    for script in (RESUMES, RESUMES, f"{RESUMES}\n# changed"):
+        with started(tmp_path, script, "--keep_seconds", "20", num_ranks=1) as job:
+            begun.append(int(read_until(job, "[0] step 9" if not begun else "[0] step ").split()[-1]))
+            job.kill()
+    assert begun[1] > 5 and begun[2] == 0

@@ -6,15 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from autovaruna.checkpoint.host_memory import PINNED
+from autovaruna.checkpoint.manifest import read_manifest
+from autovaruna.checkpoint.snapshot import Snapshots
 from autovaruna.elastic.link import Link
-from autovaruna.elastic.snapshots import find_state, hand_out
-from autovaruna.runtime.progress import VARIABLE, JobPlace
+from autovaruna.elastic.notices import EventLog
+from autovaruna.elastic.snapshots import Checkpoints, find_state, hand_out
+from autovaruna.runtime.progress import VARIABLE, JobPlace, Reporter
 from tests.elastic.keepers import keeper
+from tests.hosts.emulation import wait_for
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 ROOT = SCRIPT.parents[2]
@@ -37,7 +45,7 @@ def go_on(link: Link, folder: Path, attempt: int) -> JobPlace:
     """Returns the place of a job's next run, which has the newest state."""
     state = find_state([link])
     assert state is not None and state.hosts == ["localhost"]
-    hand_out(state, [link], {"localhost": link})
+    assert not hand_out(state, ["localhost"], {"localhost": link})
     link.ask("begin", number=attempt, buddy=None).result(10.0)
     return JobPlace(str(folder), attempt, 1, state.step)
 
@@ -62,6 +70,71 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
         told = ranks["0"]
         assert (told["calls"], told["steps"], told["is_inside"]) == (NUM_STEPS - first, NUM_STEPS - 1, False)
     assert found == expected
+
+
+class SlowDisk(Link):
+    """The link to a keeper whose disk takes so long that ranks come some snapshots further."""
+
+    def ask(self, do: str, **arguments: Any) -> Future[Any]:
+        if do == "save":
+            before = self.newest()
+            wait_for(lambda: self.newest() > before + 3, "snapshots while a checkpoint is written")
+        return super().ask(do, **arguments)
+
+    def newest(self) -> int:
+        """Returns the newest step in memory."""
+        return super().ask("ping").result(10.0)["newest"] or 0
+
+
+def test_snapshots_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """Once, none was taken meanwhile, and a job whose rank died lost all steps since; its memory is free afterwards."""
+    folder, checkpoints = tmp_path / "job", tmp_path / "checkpoints"
+    with keeper(folder, kind=SlowDisk) as link:
+        link.ask("begin", number=1, buddy=None).result(10.0)
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: json.dumps(asdict(JobPlace(str(folder), 1)))}
+        with subprocess.Popen([sys.executable, SCRIPT, "1000000"], env=variables, stdout=subprocess.DEVNULL) as rank:
+            wait_for(lambda: link.newest() > 0, "a snapshot", 60.0)
+            Checkpoints(str(checkpoints), 1.0, EventLog(None)).save([link])
+            newest = link.newest()
+            rank.kill()
+        (written,) = checkpoints.glob("step-*")
+        state = find_state([link])
+        assert state is not None and state.step >= newest > read_manifest(written).step
+        assert not read_manifest(written).damages(written) and not (folder / PINNED).exists()
+        files = [path for path in folder.rglob("slot-*/*") if path.is_file()]
+        assert files and all(path.stat().st_nlink == 1 for path in files)
+
+
+def test_a_run_whose_host_has_no_room_trains_on_and_the_keeper_hears_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    with keeper(folder) as link:
+        link.ask("begin", number=1, buddy=None).result(10.0)
+        train(JobPlace(str(folder), 1), NUM_STEPS, 3)
+        file, *_ = folder.rglob("slot-0/model-*")
+        link.ask("begin", number=2, buddy=None).result(10.0)
+        full = JobPlace(str(folder), 2).of_rank(0) / "slot-0"
+        full.mkdir(parents=True)
+        (full / file.name).symlink_to("/dev/full")
+        assert train(JobPlace(str(folder), 2), NUM_STEPS) == train(None, NUM_STEPS)
+        said = link.ask("ping").result(10.0)
+        assert said["is_full"] and said["newest"] is None
+
+
+def test_no_snapshot_is_begun_that_has_no_room_beside_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = JobPlace(str(tmp_path), 1)
+    snapshots = Snapshots(place, 0, Reporter(place.of_rank(0)))
+    slot = place.of_rank(0) / "slot-0"
+    slot.mkdir()
+    (slot / "weights").write_bytes(b"12345678")
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_bavail=7, f_frsize=1))
+    snapshots.begin_border(1)
+    assert snapshots.is_ready, "it is overwritten"
+    os.link(slot / "weights", tmp_path / "pinned")
+    assert not snapshots.is_ready
+    (tmp_path / "pinned").unlink()
+    assert snapshots.is_ready
 
 
 ENDS = """

@@ -29,7 +29,7 @@ def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0
 def report(newest: int | None = None, copied: object = None, **ranks: dict[str, Any]) -> dict[str, Any]:
     """Returns what a keeper says of its ranks, ``r0`` and so on."""
     found = {name[1:]: its for name, its in ranks.items()}
-    return {"attempt": 1, "newest": newest, "copied": copied, "ranks": found, "predicted": {}}
+    return {"attempt": 1, "newest": newest, "copied": copied, "ranks": found, "predicted": {}, "is_full": False}
 
 
 def trained(clock: SimpleNamespace, seconds: float = 0.5, num_calls: int = 5) -> Watch:
@@ -125,9 +125,9 @@ def test_a_state_is_held_once_each_host_has_it_and_a_copy(clock: SimpleNamespace
     assert not watch.holds_any
     watch.take("a", report(newest=3, r0=rank(5)))
     watch.take("b", report(newest=3, copied=[1, 3], r1=rank(5)))
-    assert watch.holds_any and not watch.holds_state(["a", "b"]) and watch.holds_state(["a"])
-    watch.take("a", report(newest=4, copied=[1, 3], r0=rank(5)))
-    assert watch.holds_state(["a", "b"])
+    assert watch.holds_any and watch.held_step(["a", "b"]) == -1 and watch.held_step(["a"]) == 3
+    watch.take("a", report(newest=4, copied=[1, 2], r0=rank(5)))
+    assert watch.held_step(["a", "b"]) == 2
 
 
 def test_ranks_can_leave_at_a_border_once_they_have_trained_and_take_snapshots(clock: SimpleNamespace) -> None:
@@ -138,6 +138,8 @@ def test_ranks_can_leave_at_a_border_once_they_have_trained_and_take_snapshots(c
         assert watch.can_leave is expected
     watch.take("a", report(r0=rank(2, is_kept=False)))
     assert not watch.can_leave
+    watch.take("a", {**report(r0=rank(2)), "is_full": True})
+    assert not watch.can_leave and watch.full_hosts == ["a"], "the step at the border would not be whole"
 
 
 def test_the_first_that_went_is_named(clock: SimpleNamespace) -> None:

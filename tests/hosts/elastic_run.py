@@ -40,7 +40,13 @@ class ElasticRun:
         self.list_hosts(hosts.names if listed is None else listed)
         files = ["--machine_list", str(self._machines), "--events", str(self._events)]
         call = [sys.executable, "-m", "autovaruna", "run", *files, "--ranks_per_host", "1"]
-        self.command: Command = hosts.start("h1", [*call, *options, *map(str, script)], cwd=hosts.shared)
+        self._script = script
+        self._call = [*call, *options, *map(str, script)]
+        self.start()
+
+    def start(self) -> None:
+        """Starts the manager; another time, as whoever finds it killed does."""
+        self.command: Command = self.hosts.start("h1", self._call, cwd=self.hosts.shared)
         self._threads = [
             threading.Thread(target=self._read, args=(stream,), daemon=True)
             for stream in (self.command.stdout, self.command.stderr)
@@ -124,10 +130,15 @@ class ElasticRun:
 
     def matches_one_process(self) -> bool:
         """Says whether losses and weights of a finished run of `SCRIPT` are those of one process, to the last bit."""
-        call = [sys.executable, SCRIPT, str(self.steps[-1][1] + 1), "0"]
+        return not self.differences()
+
+    def differences(self) -> list[str]:
+        """Returns the lines of a finished run of `SCRIPT` that one process does not print, and the other way round."""
+        call = [sys.executable, SCRIPT, str(self.steps[-1][1] + 1), "0", "nowhere", *map(str, self._script[4:])]
         alone = self.hosts.run("h1", call, timeout=300).stdout.splitlines()[1:]
         weights = [line.partition("] ")[2] for _, line in self.lines if "] weights" in line]
-        return [f"loss {step} {loss}" for step, loss in self.losses()] + weights == alone
+        own = [f"loss {step} {loss}" for step, loss in self.losses()] + weights
+        return [f"- {line}" for line in alone if line not in own] + [f"+ {line}" for line in own if line not in alone]
 
     def end(self) -> None:
         """Kills it, if it still runs."""

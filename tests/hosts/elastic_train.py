@@ -1,13 +1,16 @@
 """Trains a small model on the same batch on each rank, and goes on where an earlier run of the job has come to.
 
-elastic_train.py STEPS SECONDS [FOLDER]: rank 0 prints ``begin STEP``, ``loss STEP HEX`` after each step, and ``weights
-HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. The last step may also be said later, in a
-file ``stop`` of the folder that it runs in. All depends on the bits of scheduler, optimizer and generator.
+elastic_train.py STEPS SECONDS [FOLDER [WIDTH]]: rank 0 prints ``begin STEP``, ``loss STEP HEX`` after each step, and
+``weights HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. In the folder that it runs in, a
+file ``stop`` may say the last step, and ``die`` steps at which rank 0 kills itself, once for each line. All depends on
+the bits of scheduler, optimizer and generator.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,9 +21,10 @@ from torch import nn
 from autovaruna import AutoVaruna, get_rank, get_world_size
 
 num_steps, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
-stop = Path("stop")
+width = int(sys.argv[4]) if len(sys.argv) > 4 else 32
+stop, die = Path("stop"), Path("die")
 torch.manual_seed(0)
-net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))))
+net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1))))
 optimizer = torch.optim.AdamW(net.parameters())
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 model = AutoVaruna(
@@ -37,7 +41,7 @@ if get_rank() == 0:
 for step in range(first, num_steps):
     if stop.exists() and step > int(stop.read_text()):
         break
-    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+    batch = torch.randn(16, width, generator=torch.Generator().manual_seed(step))
     loss = (model(batch) - batch).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -45,6 +49,9 @@ for step in range(first, num_steps):
     scheduler.step()
     if get_rank() == 0:
         print(f"loss {step} {loss.item().hex()}", flush=True)
+        if die.exists() and (left := die.read_text().split()) and step == int(left[0]):
+            die.write_text("\n".join(left[1:]))
+            os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(seconds)
 state = model.state_dict()
 if get_rank() == 0:

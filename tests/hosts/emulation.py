@@ -175,6 +175,14 @@ class Hosts:
         machine.wait(WAIT_SECONDS)
         self._first_pids.pop(host, None)
 
+    def stop_sshd(self, host: str) -> None:
+        """Stops a host's sshd: it takes connections and is silent; those that there are go on."""
+        _signal(self._first_pids[host], signal.SIGSTOP)
+
+    def continue_sshd(self, host: str) -> None:
+        """Lets a host's sshd go on."""
+        _signal(self._first_pids[host], signal.SIGCONT)
+
     def cut(self, host: str) -> None:
         """Pulls a host's cable out; nobody is told."""
         self._switch.cut(self._place(host))
@@ -266,6 +274,7 @@ class Hosts:
                 self.boot(name)
             if name in self._cut:
                 self.mend(name)
+            self.continue_sshd(name)
             self.end_processes(name)
         for name in self.names:
             for file in reversed(self.leftovers(name)):

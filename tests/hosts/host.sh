@@ -20,7 +20,7 @@ for path in "$@"; do
   mount --bind "$path" "/run/tmp/${path#/tmp/}"
 done
 mount --move /run/tmp /tmp
-mount -t tmpfs -o mode=1777 none /dev/shm
+mount -t tmpfs -o mode=1777,size=256m none /dev/shm # which tests may fill
 
 hostname "$name"
 sed 's,^root:\([^:]*:[^:]*:[^:]*:[^:]*\):[^:]*:,root:\1:/run/home:,' /etc/passwd >/run/passwd

@@ -135,7 +135,7 @@ def test_an_interrupted_launcher_leaves_nothing(hosts: Hosts):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_manager_that_is_killed_or_interrupted(hosts: Hosts, number: signal.Signals):
-    with managed(hosts) as job:
+    with managed(hosts, options=["--keep_seconds", "1"]) as job:
         job.wait_for_steps(3)
         begin = time.monotonic()
         job.command.send_signal(number)

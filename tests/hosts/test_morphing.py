@@ -71,6 +71,21 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
             hosts.boot(host)
             assert f"host {host} is there" in run.wait_for_event("ended", since)["text"]
             run.wait_for_event("running", since)
+
+        since = len(run.events)
+        hosts.stop_sshd("h2")  # a host that is half there
+        run.strike(run.ranks()[0][1])
+        run.wait_for_event("left_out", since, host="h2")
+        assert run.wait_for_event("start", len(run.events))["hosts"] == ["h1", "h3"]
+        hosts.continue_sshd("h2")
+        wait_until_trained_on(run, hosts.names)
+
+        since = len(run.events)
+        run.command.send_signal(signal.SIGKILL)
+        run.command.wait(10.0)
+        run.start()
+        assert run.wait_for_event("start", since)["step"] > 0
+        run.wait_for_event("running", since)
         run.stop_soon()
         assert run.finish() == 0 and run.matches_one_process(), run.text
         assert not leftovers(hosts, CLEAN_SECONDS), run.text

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, ConfigError, RankError
+from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
 from autovaruna.runtime.deadlock import Failure, encoded
 from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.transport.base import Part
@@ -359,6 +359,25 @@ def test_a_checkpoint_is_saved_once_the_optimizer_has_stepped(num_ranks: int, tm
 
     assert run_ranks(num_ranks, run) == [True] * num_ranks
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+
+
+def test_what_cannot_be_saved_is_an_error_with_what_can_be_loaded(tmp_path: Path) -> None:
+    """The folder of checkpoints is another job's; the status is not that of a run that has saved."""
+
+    def run(world: World, is_taken: bool) -> None:
+        model, optimizer = wrap(save_on_signal=str(tmp_path))
+        for _ in range(3):
+            model.should_stop(True)
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            if is_taken and world.rank == 0:
+                (tmp_path / ".claim").unlink()
+                (tmp_path / ".claim").mkdir()
+
+    for is_taken, error in ((False, SystemExit), (True, CheckpointError)):
+        with pytest.raises(error) as caught:
+            run_ranks(2, lambda world, is_taken=is_taken: run(world, is_taken))
+    assert "The newest step that can be loaded is 1: " in str(caught.value)
 
 
 def test_the_scripts_numbers_go_on(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch import nn
 
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
+from autovaruna.session import borders
 from autovaruna.varuna import CutPoint, Varuna
-from autovaruna.varuna.step import GROWTH_INTERVAL, StepScale
+from autovaruna.varuna.step import GROWTH_INTERVAL, Requests, StepScale
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
 
 GRIDS = {
@@ -303,3 +306,25 @@ def test_a_fixed_scale_stays() -> None:
 def test_other_scales_are_refused(arguments: Any) -> None:
     with pytest.raises(InputError, match="scale"):
         scale_of(*arguments)
+
+
+def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once, the manager's stood in its place, and the run ended without a call of it."""
+    monkeypatch.setattr(borders, "_before", {})
+    monkeypatch.setattr(borders, "_heard", set())
+    called: list[str] = []
+    before = {number: signal.getsignal(number) for number in borders.SIGNALS}
+    try:
+        signal.signal(signal.SIGUSR1, lambda *_: called.append("handler"))
+        borders.listen()
+        alone: Any = SimpleNamespace(gather_objects=lambda own, what: [own])
+        requests = Requests(alone, lambda: called.append("before"))
+        requests.take_over()
+        signal.raise_signal(signal.SIGUSR1)
+        requests.answer()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert called == ["before", "handler"] and not borders.has_heard()
