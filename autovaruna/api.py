@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
@@ -30,7 +29,8 @@ from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError
 from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
 from autovaruna.graph.facts import tensors_in
-from autovaruna.interception.modules import own_code
+from autovaruna.interception.installed import Piece
+from autovaruna.interception.modules import own_code, watch_registrations
 from autovaruna.interception.scaler import look_in_callers
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
@@ -43,7 +43,7 @@ from autovaruna.session.borders import refuse_several
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session
-from autovaruna.session.wrapped import Wrapped, refuse_parallel_wrapper
+from autovaruna.session.wrapped import Wrapped, is_parallel, refuse_parallel_wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,16 +67,15 @@ class _AsOwn:
         return self._method if wrapper is None else _Bound(self._method, wrapper)
 
 
-@cache
-def _watch_other_wrappers() -> None:
-    """Has classes of torch's that train over the ranks refused around a wrapper: they register it as their module."""
-
-    def look(module: nn.Module, _: str, inner: nn.Module | None) -> None:
-        within = [] if inner is None else [inner, *(child for each in inner.modules() for child in each.children())]
+def _refuse_around(module: nn.Module, _: str, inner: nn.Module | None) -> None:
+    """Refuses classes of torch's that train over the ranks around a wrapper, which they register as their module."""
+    if inner is not None and is_parallel(type(module)):
+        within = [inner, *(child for each in inner.modules() for child in each.children())]
         if any(isinstance(each, AutoVaruna) for each in within):
             refuse_parallel_wrapper(type(module), "The model that AutoVaruna wraps")
 
-    register_module_module_registration_hook(look)
+
+_WRAPPERS_OF_TORCH = Piece(partial(watch_registrations, _refuse_around))
 
 
 class AutoVaruna(nn.Module):
@@ -121,8 +120,8 @@ class AutoVaruna(nn.Module):
         if optimizer is not None and scaler is None:
             look_in_callers()
         self._wrap(model, optimizer, scaler, resolve(settings), Copies())
+        self._wrapped.installed.add(_WRAPPERS_OF_TORCH.use())
         promise()
-        _watch_other_wrappers()
 
     def __init_subclass__(cls) -> None:
         refuse_parallel_wrapper(cls, "The model that AutoVaruna wraps")  # fully_shard() makes a class of its own

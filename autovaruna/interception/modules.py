@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import local
 from typing import Any
@@ -10,10 +10,10 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_module_registration_hook
 
 from autovaruna._torch import FakeTensor, pytree
-from autovaruna.interception.installed import Piece
+from autovaruna.interception.installed import Piece, Undo
 
 _on_this_thread = local()
 _owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = WeakKeyDictionary()
@@ -56,6 +56,11 @@ def _await_backward(module: nn.Module, args: Any, output: Any) -> None:
     for each in pytree.tree_leaves(output):
         if isinstance(each, Tensor) and each.requires_grad and not isinstance(each, FakeTensor):
             each.register_hook(lambda gradient: owner.used.add(path))  # type: ignore[no-untyped-call]
+
+
+def watch_registrations(act: Callable[[nn.Module, str, nn.Module | None], None]) -> Undo:
+    """Has `act` called with each module that gets a module, its name, and that one."""
+    return register_module_module_registration_hook(act).remove
 
 
 FORWARD_HOOK = Piece(lambda: register_module_forward_hook(_await_backward).remove)

@@ -221,10 +221,18 @@ class Wrapped:
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
+def is_parallel(wrapper: type) -> bool:
+    """Says whether a class is one of torch's that train over the ranks."""
+    return bool(_parallel_kinds(wrapper))
+
+
+def _parallel_kinds(wrapper: type) -> set[str]:
+    return {kind.__name__ for kind in wrapper.__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
+
+
 def refuse_parallel_wrapper(wrapper: type, what: str, others: Collection[str] = ()) -> None:
     """Refuses `what` a class of torch's that trains over the ranks wraps; `others` are names of more such classes."""
-    kinds = {kind.__name__ for kind in wrapper.__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
-    for kind in (*kinds, *others):
+    for kind in (*_parallel_kinds(wrapper), *others):
         raise InputError(
             f"{what} is wrapped by {kind} of torch: got two libraries that would both spread the model over the ranks. "
             "Expected the model itself; leave that wrapper out (fully_shard() and parallelize_module() as well), and "
