@@ -52,7 +52,6 @@ _NUMBERS, _SEED, _BACKWARD = 0.05, 0, 3.0
 _FLOAT, _TINY, _COPIES = 4, 1e-30, 4
 _MOST_NAMES = 3
 _GRADIENT = "the gradient of "
-_UNTRIED = "it has modules that are kept whole and draw numbers"
 
 Weigh = Callable[[float], float]
 """Returns the weight of a part's loss by its part of the samples."""
@@ -85,6 +84,7 @@ class Trial:
 
     Args:
         tensors: Those of two samples or more.
+        first: Samples of the first of two parts.
         weigh: None: the loss does not count.
         values: What parts are given of the whole batch.
     """
@@ -97,7 +97,10 @@ class Trial:
         device: torch.device,
         weigh: Weigh | None,
         values: Values,
+        first: int = 1,
     ) -> None:
+        self.untried = ""  # why it could not be tried out
+        self._first_size = first
         self.traced, self.model, self.device = traced, model, device
         self._tensors, self._weigh, self._values = tensors, weigh, values
         self.num_samples = next(
@@ -109,34 +112,30 @@ class Trial:
 
     def refusal(self) -> AutoVarunaError | None:
         """Returns why the graph cannot run in micro-batches: they make other numbers; None: nothing is known of it."""
-        if any(reduction_of(node) is Reduction.UNKNOWN for node in self.nodes.values() if node.op == "call_function"):
-            self._note_untried(_UNTRIED)
-            return None
         if self._num_drawn_bytes() > _free_bytes(self.device):
-            self._note_untried("its weights, which are elsewhere, do not fit here")
+            self.untried = "its weights, which are elsewhere, do not fit here"
             return None
         varied = [
             _varied(tensor) if spec.is_batch else tensor
             for tensor, spec in zip(self._tensors, self.traced.call.inputs, strict=True)
         ]
-        reason = ""
         for tensors in (varied, self._tensors):
             self.known.clear()
             try:
-                return self._compare(tensors)
+                found, self.untried = self._compare(tensors), ""
+                return found
             except Exception as error:  # the step will say so, if it is one of the model
-                reason = f"{type(error).__name__}: {first_line(error)}"
-        self._note_untried(reason)
+                self.untried = f"{type(error).__name__}: {first_line(error)}"
         return None
 
-    def _note_untried(self, reason: str) -> None:
+    def note_untried(self) -> None:
         """Says that nobody knows whether parts give the same, loud where counts may go into what is given for each."""
         text = "the trace was not compared with itself on parts of the batch: it could not be tried out (%s)"
         if not self.traced.joins_counts:
-            return logger.info(text, reason)
+            return logger.info(text, self.untried)
         lines, name = _lines(self.traced), type(self.model).__qualname__
         text += "; %s counts over the samples of a batch at %s, and micro-batches count over their own"
-        return logger.warning(text, reason, name, lines)
+        return logger.warning(text, self.untried, name, lines)
 
     def _compare(self, tensors: Sequence[Tensor]) -> AutoVarunaError | None:
         every, allowed = _Part(range(self.num_samples)), tolerance(self.traced)
@@ -150,6 +149,7 @@ class Trial:
             off = _distances(whole, _join(parts, runs), runs)
             off = {name: each for name, each in off.items() if each > CLEAR * allowed}
             again = [self._run(tensors, every, Rounded(self.device, seed)) for seed in SEEDS if off]
+            again += [self._run(tensors, every, seed=seed) for seed in SEEDS if off and self._may_draw]
             noise = [_distances(whole, run, [run]) for run in again]
             wrong = {k: far for k, far in off.items() if far > BY_ROUNDING * max(each[k] for each in noise)}
             if wrong:
@@ -158,10 +158,10 @@ class Trial:
 
     def _cuts(self, tensors: Sequence[Tensor]) -> Iterator[Sequence[_Part]]:
         """Yields ways to cut the batch in two; several where counts of samples meet: one may do by chance."""
-        samples, every = range(self.num_samples), range(1, self.num_samples)
-        places = {max(1, self.num_samples // part) for part in (2, 3, 5)} if self.traced.joins_counts else every[:1]
+        samples, joins = range(self.num_samples), self.traced.joins_counts
+        places = {max(1, self.num_samples // part) for part in (2, 3, 5)} if joins else {self._first_size}
         cuts: list[tuple[Sequence[int], ...]] = [(samples[:place], samples[place:]) for place in sorted(places)]
-        for cut in [*cuts, (samples[::2], samples[1::2])] if self.traced.joins_counts else cuts:
+        for cut in [*cuts, (samples[::2], samples[1::2])] if joins else cuts:
             sizes = [len(part) / self.num_samples for part in cut]
             shares = list(map(self._weigh, sizes)) if self._weigh else sizes
             values = self._values([self._of(tensors, part) for part in cut], shares) if self.traced.totals else None
@@ -180,6 +180,7 @@ class Trial:
         part: _Part,
         around: AbstractContextManager[Any] | None = None,
         is_noting: bool = False,
+        seed: int = _SEED,
     ) -> _Results:
         specs, results = self.traced.call.inputs, _Results()
         inputs = [
@@ -187,11 +188,11 @@ class Trial:
             for each, spec in zip(self._of(tensors, part.samples), specs, strict=True)
         ]
         state = {name: self.started(name) if name in self._changed else each for name, each in self.state.items()}
-        run = _Pass(self, self.module, state, part, results, is_noting)
+        run = _Pass(self, self.module, state, part, results, is_noting, seed)
         with (
             around or nullcontext(),
             untouched_generator(self.device),
-            python_generators(_SEED),
+            python_generators(seed),
             own_cache(),
             compiling_nothing(),
             without_autocast(),
@@ -270,6 +271,12 @@ class Trial:
     @cached_property
     def _lengths(self) -> tuple[int, ...]:
         return self.traced.lengths_of(self.traced.call) or ()
+
+    @cached_property
+    def _may_draw(self) -> bool:
+        """Whether modules that are kept whole may draw numbers of their own."""
+        calls = [node for node in self.nodes.values() if node.op == "call_function"]
+        return any(reduction_of(node) is Reduction.UNKNOWN for node in calls)
 
     # state
 
@@ -417,8 +424,9 @@ class _Pass(Run):
         part: _Part,
         results: _Results,
         notes: bool,
+        seed: int,
     ) -> None:
-        super().__init__(module, state, trial.device, None)
+        super().__init__(module, state, trial.device, None, seed)
         self._trial, self._state, self._part, self._results, self._notes = trial, state, part, results, notes
         self._is_region = module is not trial.module
 
@@ -429,7 +437,7 @@ class _Pass(Run):
         elif target is REGION:
             (is_on, inner, *given), _ = self.fetch_args_kwargs_from_env(node)
             with torch.set_grad_enabled(is_on):
-                value = _Pass(trial, inner, {}, self._part, self._results, False).run(
+                value = _Pass(trial, inner, {}, self._part, self._results, False, self.seed).run(
                     *given, enable_io_processing=False
                 )
         elif is_of_batch(node) and self._part.of_batch is not None:

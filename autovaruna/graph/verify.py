@@ -201,8 +201,10 @@ class Run(fx.Interpreter):
         attributes: dict[str, Tensor],
         device: torch.device,
         nodes: dict[str, tuple[fx.Node, Any]] | None,
+        seed: int = _SEED,
     ) -> None:
         super().__init__(module)
+        self.seed = seed
         self._attributes = attributes
         self._device = device
         self._nodes = nodes
@@ -217,7 +219,7 @@ class Run(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is run_opaque:
-            default_generator(self._device).manual_seed(_SEED)  # a module that is kept seeds Python's by it
+            default_generator(self._device).manual_seed(self.seed)  # a module that is kept seeds Python's by it
         precision = precision_of(n)
         with in_precision(precision) if precision else nullcontext():
             value = self.value(n)

@@ -37,6 +37,7 @@ _MOST_SAMPLES = 4  # samples on which a graph is compared with its model
 _MOST_GRAPHS = 32  # graphs that are kept
 _MOST_TRIED = 2  # traces that try to leave a dimension free
 _TRIED, _MOST_TRIED_COUNTS = 3, 16  # samples that are tried on parts of them, and where counts of several meet
+_TRIED_IN_HALVES = 8
 
 
 class Traces:
@@ -338,17 +339,21 @@ class Traces:
         if known is not None and known.exists():
             return ""
         size = min(shared.global_batch_size, _MOST_TRIED_COUNTS) if traced.joins_counts else _TRIED
-        tensors = self._repeated(shared, max(2, min(size, traced.greatest or size)))
-        weigh = (lambda part: 1.0) if settings.reduction == "sum" else (lambda part: part)
-        trial = Trial(
-            traced, self._model, tensors, self.device, None if is_free else weigh, partial(self._given, traced)
-        )
-        error = trial.refusal()
+        weigh = None if is_free else (lambda part: 1.0) if settings.reduction == "sum" else (lambda part: part)
+        for num_samples, first in ((size, 1), (_TRIED_IN_HALVES, _TRIED_IN_HALVES // 2)):  # one sample may be too few
+            tensors = self._repeated(shared, max(2, min(num_samples, traced.greatest or num_samples)))
+            trial = Trial(traced, self._model, tensors, self.device, weigh, partial(self._given, traced), first)
+            error = trial.refusal()
+            if not trial.untried:
+                break
         if isinstance(error, InputError):
             return str(error)
         if error is not None:
             raise error
-        keep_tried(known)
+        if trial.untried:
+            trial.note_untried()
+        else:
+            keep_tried(known)
         return ""
 
     def _given(

@@ -91,6 +91,10 @@ MEETING: dict[str, Way] = {
     "outputs": lambda m, x, mark, y: (m.value(x.reshape(-1, WIDTH)) + m.mark(mark.repeat(ROWS, 1))).view(x.shape),
     "root": lambda m, x, mark, y: m.loss(m.value(x), y).sqrt(),
     "sum": lambda m, x, mark, y: m.loss(m.value(x), y) * x.shape[0],
+    "distances": lambda m, x, mark, y: torch.cdist(m.value(x[:, 0]), m.value(x[:, 0])).mean(),
+    "neighbours": lambda m, x, mark, y: m.loss(
+        m.value(x)[torch.cdist(x[:, 0], x[:, 0]).topk(2, largest=False).indices].mean(1), y
+    ),
     "logsumexp": lambda m, x, mark, y: m.last(m.value(x)).sum((1, 2)).logsumexp(0),
 }
 ALONE: dict[str, Way] = {
