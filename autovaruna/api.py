@@ -29,7 +29,7 @@ from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError
 from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
 from autovaruna.graph.facts import tensors_in
-from autovaruna.interception.installed import Piece
+from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import own_code, watch_registrations
 from autovaruna.interception.scaler import look_in_callers
 from autovaruna.planner.records import Plan
@@ -75,7 +75,7 @@ def _refuse_around(module: nn.Module, _: str, inner: nn.Module | None) -> None:
             refuse_parallel_wrapper(type(module), "The model that AutoVaruna wraps")
 
 
-_WRAPPERS_OF_TORCH = Piece(partial(watch_registrations, _refuse_around))
+_WRAPPERS_OF_TORCH = ProcessPiece(partial(watch_registrations, _refuse_around))
 
 
 class AutoVaruna(nn.Module):

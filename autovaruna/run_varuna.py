@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from autovaruna.elastic.job import Grid
 from autovaruna.elastic.manager import start
-from autovaruna.elastic.options import Options, options_in, read_options
+from autovaruna.elastic.options import LaunchOptions, options_in, read_options
 from autovaruna.elastic.options import add_options as add_launch_options
 from autovaruna.errors import AutoVarunaError, ConfigError
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def choose(options: Options) -> tuple[Options, Grid | None]:
+def choose(options: LaunchOptions) -> tuple[LaunchOptions, Grid | None]:
     """Returns the options with stages and micro-batch size, and the ranks of each stage; None: the script finds them.
 
     Raises ConfigError if a profile needs the batch size, too, PlanError if nothing fits.

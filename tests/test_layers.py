@@ -105,6 +105,15 @@ def test_no_file_is_a_drawer_for_everything():
     assert not {Path(file).stem for file in FILES} & {"utils", "common", "helpers", "misc"}
 
 
+def test_no_class_name_stands_twice():
+    places = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(file)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_no_files_import_each_other():
     modules = {tuple(Path(file).with_suffix("").parts): file for file in FILES}
     imported = nx.DiGraph()

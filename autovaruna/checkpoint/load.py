@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna.checkpoint.source import Source, choose
-from autovaruna.checkpoint.state import Subject, check_optimizer, decode, load_optimizer
+from autovaruna.checkpoint.source import CheckpointSource, choose
+from autovaruna.checkpoint.state import ModelInTraining, check_optimizer, decode, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
 from autovaruna.runtime.optimizer import CutOptimizer
@@ -42,12 +42,12 @@ class CheckpointInfo:
 class Loading:
     """A checkpoint that is being loaded; `scaler` and `lr_scheduler` get the states that it has of such."""
 
-    def __init__(self, source: Source, scaler: Any = None, lr_scheduler: Any = None) -> None:
+    def __init__(self, source: CheckpointSource, scaler: Any = None, lr_scheduler: Any = None) -> None:
         self.source = source
         self._parts = {"scaler": scaler, "lr_scheduler": lr_scheduler}
         self.state = source.state or {}
 
-    def check(self, subject: Subject, is_strict: bool) -> None:
+    def check(self, subject: ModelInTraining, is_strict: bool) -> None:
         """Makes sure, before anything changes, that names, shapes and the optimizer fit; CheckpointError if not."""
         self.source = _by_names_of(self.source, subject)
         problems = self._misfits(subject, is_strict)
@@ -62,12 +62,12 @@ class Loading:
                 f"{self.source.path} does not fit the model: {'; '.join(problems)}. Nothing has been changed."
             )
 
-    def remark(self, subject: Subject) -> None:
+    def remark(self, subject: ModelInTraining) -> None:
         """Warns of what a user may have forgotten, and of what changes on the way."""
         for text in self._remarks(subject):
             logger.warning("loading %s: %s", self.source.path, text)
 
-    def _remarks(self, subject: Subject) -> list[str]:
+    def _remarks(self, subject: ModelInTraining) -> list[str]:
         pairs = [(self._entry(name), tensor.dtype) for name, tensor in subject.tensors().items()]
         others = {entry.dtype for entry, dtype in pairs if entry and entry.dtype != dtype}
         found = [f"weights of {dtype} become those of the model's own dtype" for dtype in sorted(others, key=str)]
@@ -86,7 +86,7 @@ class Loading:
             found.append("it was saved without an optimizer: the optimizer goes on with what state it has")
         return found
 
-    def names(self, subject: Subject) -> dict[str, Entry]:
+    def names(self, subject: ModelInTraining) -> dict[str, Entry]:
         """Returns where the tensors of the model are read from, by first name."""
         found: dict[str, Entry] = {}
         for name in subject.tensors():
@@ -96,7 +96,7 @@ class Loading:
                 found[first] = entry
         return found
 
-    def load_weights(self, subject: Subject) -> None:
+    def load_weights(self, subject: ModelInTraining) -> None:
         """Overwrites the parameters and buffers that this rank holds."""
         entries = self.names(subject)
         pairs = [(entry, subject.state.tensor(name)) for name, entry in entries.items()]
@@ -106,7 +106,7 @@ class Loading:
             with self._taking("module_state"):
                 subject.model.load_state_dict(others, strict=False)
 
-    def load_optimizer(self, subject: Subject, with_state: bool = True) -> None:
+    def load_optimizer(self, subject: ModelInTraining, with_state: bool = True) -> None:
         """Gives the optimizer its groups' options and, if wanted, the state of what this rank holds."""
         known = self.state.get("optimizer")
         if subject.optimizer is not None and known is not None:
@@ -154,7 +154,7 @@ class Loading:
     def _entry(self, name: str) -> Entry | None:
         return self.source.weights.get(name) or self.source.weights.get(self.source.ties.get(name, ""))
 
-    def _misfits(self, subject: Subject, is_strict: bool) -> list[str]:
+    def _misfits(self, subject: ModelInTraining, is_strict: bool) -> list[str]:
         tensors = subject.tensors()
         found = self.names(subject)
         odd = [
@@ -195,7 +195,7 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return ""
 
 
-def _by_names_of(source: Source, subject: Subject) -> Source:
+def _by_names_of(source: CheckpointSource, subject: ModelInTraining) -> CheckpointSource:
     """Returns a source whose weights have the model's names, where they differ by the name of a base model alone.
 
     A model of the library transformers with a head holds a base model under a name, its ``base_model_prefix``. A file
@@ -245,7 +245,7 @@ def load_checkpoint(
     world = single_world()
     state = OwnedState(model)
     names = {id(state.tensor(name)): name for name in state.places}
-    subject = Subject(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))
+    subject = ModelInTraining(world, state, optimizer=None if optimizer is None else CutOptimizer(optimizer, names))
     with ExitStack() as locks:
         loading = Loading(choose(world, dir, step, locks), scaler, lr_scheduler)
         loading.check(subject, strict)
@@ -254,7 +254,7 @@ def load_checkpoint(
         return loading.load_rest(world.rank)
 
 
-def load_all(loading: Loading, subject: Subject, device: torch.device) -> None:
+def load_all(loading: Loading, subject: ModelInTraining, device: torch.device) -> None:
     """Loads weights and optimizer where one process has the whole model; what is on ``meta`` gets memory."""
     state = subject.state
     if any(state.tensor(name).is_meta for name in state.places):

@@ -33,7 +33,7 @@ from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
 from autovaruna.checkpoint.host_memory import INDEX, STATE, copy_synced, joined_documents
 from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Bytes, FileRecord, Manifest, checksum
-from autovaruna.checkpoint.state import Content, Json, Part, Subject, compose, config_files
+from autovaruna.checkpoint.state import Content, Json, ModelInTraining, RankState, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows, read_header
 from autovaruna.config.files import at_home, read_record
 from autovaruna.errors import CheckpointError
@@ -71,7 +71,7 @@ class Saver:
         """Whether a checkpoint in the background has not been seen to be complete; the same on every rank."""
         return self._job is not None
 
-    def save(self, subject: Subject, root: str | os.PathLike[str], content: Content, way: Way) -> None:
+    def save(self, subject: ModelInTraining, root: str | os.PathLike[str], content: Content, way: Way) -> None:
         """Saves a checkpoint. Collective.
 
         Raises CheckpointError, on every rank, if it cannot be saved. What was there before is as it was.
@@ -88,7 +88,7 @@ class Saver:
             "beginning a checkpoint",
         )
 
-        def complete(reports: Sequence[Report]) -> None:
+        def complete(reports: Sequence[WrittenPart]) -> None:
             path = commit(partial, content.step, reports, extra_files, way.keep)
             self._locks.close()  # others may read it from now on
             logger.info("saved the checkpoint %s", path)
@@ -101,11 +101,16 @@ class Saver:
             raise
 
     def _write(
-        self, part: Part, partial: Path, tempdir: str | None, copies: bool, complete: Callable[[Sequence[Report]], None]
+        self,
+        part: RankState,
+        partial: Path,
+        tempdir: str | None,
+        copies: bool,
+        complete: Callable[[Sequence[WrittenPart]], None],
     ) -> None:
         """Writes this rank's part, or has a thread write a copy; rank 0 completes the checkpoint. Collective."""
 
-        def get_ready() -> Part:
+        def get_ready() -> RankState:
             try:
                 mark_of(partial, self._world.rank).touch()
             except OSError as error:
@@ -133,7 +138,7 @@ class Saver:
         if found := different_requests(self._world, place, asked, "saving a checkpoint"):
             raise CheckpointError(f"The ranks save different checkpoints: {found}. Expected the same on every rank.")
 
-    def _has_room(self, part: Part) -> bool:
+    def _has_room(self, part: RankState) -> bool:
         """Says whether each host has memory for the copies of its ranks; the same on every rank. Collective."""
         needs = self._world.gather_objects(
             (self._memory.missing_bytes(part), available_bytes()), "composing a checkpoint"
@@ -214,8 +219,8 @@ class BackgroundWrite:
 
     folder: Path
     world: World
-    write: Callable[[], Report]
-    complete: Callable[[Sequence[Report]], None]
+    write: Callable[[], WrittenPart]
+    complete: Callable[[Sequence[WrittenPart]], None]
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -248,7 +253,7 @@ class BackgroundWrite:
         logger.error("the checkpoint %s failed: %s", self.folder, error)
         mark_of(self.folder, self.world.rank).unlink(missing_ok=True)
 
-    def _leave(self, report: Report) -> None:
+    def _leave(self, report: WrittenPart) -> None:
         """Puts this rank's report into its mark, whole or not at all."""
         mark = mark_of(self.folder, self.world.rank)
         try:
@@ -257,7 +262,7 @@ class BackgroundWrite:
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
-    def _report_of(self, rank: int) -> Report:
+    def _report_of(self, rank: int) -> WrittenPart:
         """Waits for a rank's report."""
         try:
             while not (text := mark_of(self.folder, rank).read_text()):
@@ -266,7 +271,7 @@ class BackgroundWrite:
             raise CheckpointError(
                 f"rank {rank} could not write its part of the checkpoint {self.folder.name}; it says why."
             ) from error
-        return read_record(json.loads(text), Report)
+        return read_record(json.loads(text), WrittenPart)
 
 
 def available_bytes() -> float:
@@ -280,7 +285,7 @@ def available_bytes() -> float:
 
 
 @dataclass(frozen=True)
-class Report:
+class WrittenPart:
     """What a rank has written; `documents` are its share of ``state.json``."""
 
     files: Mapping[str, FileRecord]
@@ -293,14 +298,14 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def missing_bytes(self, part: Part) -> int:
+    def missing_bytes(self, part: RankState) -> int:
         """Returns how much more memory a copy takes."""
         needed = _num_bytes(part)
         if len(self._memory) >= needed:
             return 0
         return 1 << (needed - 1).bit_length() if _is_on_cuda(part) else needed  # torch pins powers of two
 
-    def copy(self, part: Part) -> dict[str, Rows]:
+    def copy(self, part: RankState) -> dict[str, Rows]:
         """Returns the files of a part from memory that nobody changes until the next copy."""
         needed, pins = _num_bytes(part), _is_on_cuda(part)
         if len(self._memory) < needed:
@@ -319,16 +324,16 @@ class HostMemory:
         return copied
 
 
-def _num_bytes(part: Part) -> int:
+def _num_bytes(part: RankState) -> int:
     """Returns the memory that a copy takes, with some room for a part that grows a little from save to save."""
     return -(-sum(len(row) for rows in part.files.values() for row in rows) // _UNIT_BYTES) * _UNIT_BYTES
 
 
-def _is_on_cuda(part: Part) -> bool:
+def _is_on_cuda(part: RankState) -> bool:
     return any(row.is_cuda for rows in part.files.values() for row in rows)
 
 
-def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
+def write_part(part: RankState, partial: Path, tempdir: str | None) -> WrittenPart:
     """Writes the files of a rank to the disk, first to `tempdir` if there is one; CheckpointError if it cannot."""
     records = {}
     for name, rows in part.files.items():
@@ -343,7 +348,7 @@ def write_part(part: Part, partial: Path, tempdir: str | None) -> Report:
                     copy_synced(local / name, place)
         except OSError as error:
             raise cannot_write(place, error) from error
-    return Report(records, part.documents)
+    return WrittenPart(records, part.documents)
 
 
 def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
@@ -389,7 +394,7 @@ def mark_of(folder: Path, rank: int) -> Path:
 
 
 def commit(
-    partial: Path, step: int, reports: Sequence[Report], extra_files: Mapping[str, bytes], keep: int | None
+    partial: Path, step: int, reports: Sequence[WrittenPart], extra_files: Mapping[str, bytes], keep: int | None
 ) -> Path:
     """Writes what is still missing, gives the checkpoint its name, and then removes old ones."""
     try:

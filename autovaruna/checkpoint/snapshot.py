@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RankPart, clear_slot, slots_of, write_record
 from autovaruna.checkpoint.save import chunks_of, write_file
-from autovaruna.checkpoint.state import Content, Subject, compose, config_files
+from autovaruna.checkpoint.state import Content, ModelInTraining, compose, config_files
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.progress import JobPlace, Reporter, folders_in, note_full
 
@@ -96,7 +96,7 @@ class Snapshots:
         """Whether the manager wants the job to end at the next border."""
         return (Path(self._place.folder) / LEAVE).exists()
 
-    def take(self, subject: Subject, content: Content) -> None:
+    def take(self, subject: ModelInTraining, content: Content) -> None:
         """Writes this rank's part of the state; collective in that all ranks do it at the same step.
 
         Where memory is short, a warning says so, and there are no more snapshots: the job goes on all the same.
@@ -120,7 +120,7 @@ class Snapshots:
         if self._before is not None:
             self._before = self._before[0], self._before[1] + seconds
 
-    def _write(self, subject: Subject, content: Content) -> None:
+    def _write(self, subject: ModelInTraining, content: Content) -> None:
         slot = self._slots[self._next]
         part = compose(subject, content, is_shared=True)
         self._reporter.note_snapshot(self._next, -1)

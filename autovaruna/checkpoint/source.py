@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """Tensors that can be read."""
 
     path: Path
@@ -44,7 +44,7 @@ class Source:
     state: Mapping[str, Any] | None = None  # what ``state.json`` says; None: weights are all there is
 
 
-def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: ExitStack) -> Source:
+def choose(world: World, root: str | os.PathLike[str], step: int | str, locks: ExitStack) -> CheckpointSource:
     """Returns a checkpoint that is intact, as for ``load_checkpoint``; the ranks share the checking. Collective.
 
     `locks` keeps another job that saves from removing it, until it is closed. Raises CheckpointError if there is none,
@@ -132,7 +132,7 @@ def _damages(path: Path, world: World) -> list[str]:
         return [str(error).rstrip(".")]
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> CheckpointSource:
     """Opens a checkpoint of ours, a Hugging Face folder, or a safetensors file; reads headers alone.
 
     Raises CheckpointError if there is none, or its files do not fit together.
@@ -158,13 +158,13 @@ def open_source(path: Path) -> Source:
     )
 
 
-def _own(path: Path) -> Source:
+def _own(path: Path) -> CheckpointSource:
     source = _from_index(path)
     others: dict[str, Entry] = {}
     for name in fnmatch.filter(read_manifest(path).files, OTHERS):
         others |= read_header(path / name)[0]
     state = _state(path / STATE, others)
-    return Source(path, source.weights, others, state["ties"], state)
+    return CheckpointSource(path, source.weights, others, state["ties"], state)
 
 
 class _Group(msgspec.Struct):
@@ -202,7 +202,7 @@ def _state(path: Path, others: Mapping[str, Entry]) -> dict[str, Any]:
     return dict(content)
 
 
-def _from_index(path: Path) -> Source:
+def _from_index(path: Path) -> CheckpointSource:
     index = _json(path / INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -221,14 +221,14 @@ def _from_index(path: Path) -> Source:
     return source
 
 
-def _from_files(path: Path, files: list[Path]) -> Source:
+def _from_files(path: Path, files: list[Path]) -> CheckpointSource:
     weights: dict[str, Entry] = {}
     ties: dict[str, str] = {}
     for file in files:
         entries, metadata = read_header(file)
         weights |= entries
         ties |= metadata  # safetensors' own save_model notes tied names there
-    return Source(path, weights, ties={name: kept for name, kept in ties.items() if kept in weights})
+    return CheckpointSource(path, weights, ties={name: kept for name, kept in ties.items() if kept in weights})
 
 
 def _json(path: Path) -> Any:

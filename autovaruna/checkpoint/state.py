@@ -1,6 +1,6 @@
 """The state of a run by name: model, optimizer, and everything else; and which rank writes what of it.
 
-`Subject` is what a checkpoint is of; `compose` turns it into this rank's `Part`: files, and documents for
+`ModelInTraining` is what a checkpoint is of; `compose` turns it into this rank's `RankState`: files, and documents for
 ``state.json``. `encode` turns nested values into JSON and tensors, `decode` turns them back; what neither can hold is
 refused, by its path. JSON alone keeps None, booleans, integers, finite floats, texts, lists and dicts with texts as
 keys. Everything else becomes an object with one key that starts with ``$``.
@@ -35,7 +35,7 @@ _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelInTraining:
     """A model in training, as this rank sees it."""
 
     world: World
@@ -96,7 +96,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankState:
     """What one rank writes."""
 
     files: Mapping[str, Rows]  # the bytes of its files, by name
@@ -104,7 +104,7 @@ class Part:
     weights: Mapping[str, str]  # the file of each of the model's tensors among them, by name
 
 
-def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
+def compose(subject: ModelInTraining, content: Content, is_shared: bool) -> RankState:
     """Returns the part of this rank; CheckpointError for tensors without numbers, and types that no part can hold."""
     rank = subject.world.rank
     tensors, module_state = subject.entries()
@@ -129,10 +129,10 @@ def compose(subject: Subject, content: Content, is_shared: bool) -> Part:
     file = f"model-{place:05d}-of-{len(writing):05d}.safetensors"
     files = {file: weights, f"state-{rank + 1:05d}-of-{subject.world.num_ranks:05d}.safetensors": others}
     rows = {name: lay_out(its_tensors) for name, its_tensors in files.items() if its_tensors}
-    return Part(rows, documents, dict.fromkeys(weights, file))
+    return RankState(rows, documents, dict.fromkeys(weights, file))
 
 
-def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:
+def writers(subject: ModelInTraining, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:
     """Returns the rank that writes each tensor that is saved; the same on every rank.
 
     If `is_shared`, the replicas of a stage divide its parameters among them by bytes; else the first of them writes
@@ -152,7 +152,7 @@ def writers(subject: Subject, tensors: Mapping[str, Tensor], is_shared: bool) ->
     return found
 
 
-def _of_first_rank(subject: Subject, content: Content, others: dict[str, Tensor]) -> dict[str, Any]:
+def _of_first_rank(subject: ModelInTraining, content: Content, others: dict[str, Tensor]) -> dict[str, Any]:
     """Returns what is the same on every rank, beside the model."""
     found: dict[str, Any] = {
         "step": content.step,
@@ -188,7 +188,7 @@ def config_files(model: Any) -> dict[str, bytes]:
 
 
 def _of_optimizer(
-    subject: Subject, optimizer: CutOptimizer, writer: Mapping[str, int], others: dict[str, Tensor]
+    subject: ModelInTraining, optimizer: CutOptimizer, writer: Mapping[str, int], others: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Returns the state of the parameters that this rank writes; of rank 0 class and groups, too, by names."""
     rank, own = subject.world.rank, optimizer.own_state()
@@ -212,7 +212,7 @@ def _of_optimizer(
     }
 
 
-def check_optimizer(subject: Subject, optimizer: CutOptimizer, known: Mapping[str, Any]) -> list[str]:
+def check_optimizer(subject: ModelInTraining, optimizer: CutOptimizer, known: Mapping[str, Any]) -> list[str]:
     """Returns in words why the saved state of an optimizer does not fit this one."""
     optimizer.check()
     name = type(optimizer.optimizer).__name__
@@ -232,7 +232,7 @@ def check_optimizer(subject: Subject, optimizer: CutOptimizer, known: Mapping[st
 
 
 def load_optimizer(
-    subject: Subject,
+    subject: ModelInTraining,
     optimizer: CutOptimizer,
     known: Mapping[str, Any],
     state: Mapping[str, Json],

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 
 from autovaruna.commands.plan import Planning, add_cost_options, num_bytes
 from autovaruna.commands.printing import show
-from autovaruna.elastic.replay import Change, Costs, Throughput, read_trace, replay
+from autovaruna.elastic.replay import Change, FaultCosts, Throughput, read_trace, replay
 from autovaruna.errors import ConfigError, PlanError
 from autovaruna.planner.deployment import load
 from autovaruna.planner.table import seconds
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
     costs = parser.add_argument_group("costs of faults")
-    for cost in fields(Costs):
+    for cost in fields(FaultCosts):
         option = _spellings("--" + cost.name.replace("_", "-"))
         meaning, kind = f"{cost.metadata['meaning']} ({cost.default:g})", type(cost.default)
         costs.add_argument(*option, type=kind, default=cost.default, metavar="N", help=meaning)
@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> None:
     show(_plans_used(trace, step_seconds))
 
 
-def _costs(options: argparse.Namespace) -> Costs:
-    costs = Costs(**{each.name: getattr(options, each.name) for each in fields(Costs)})
+def _costs(options: argparse.Namespace) -> FaultCosts:
+    costs = FaultCosts(**{each.name: getattr(options, each.name) for each in fields(FaultCosts)})
     for name, value in asdict(costs).items():
         least = 1 if name.endswith("_steps") else 0
         if not least <= value < math.inf:
@@ -153,7 +153,7 @@ def _of_all(hosts: Iterable[int], step: Callable[[int], float]) -> dict[int, flo
     return found
 
 
-def _record(result: Throughput, step_seconds: Mapping[int, float], costs: Costs) -> dict[str, object]:
+def _record(result: Throughput, step_seconds: Mapping[int, float], costs: FaultCosts) -> dict[str, object]:
     return {
         "share_of_ideal": result.share(result.done_steps),
         "lost_to_restarts": result.share(result.restart_steps),

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.graph.export.run import Options
+from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.session.machine import find_device
@@ -79,7 +79,7 @@ def load_target(
     if call.batch_size < 1:
         raise InputError(f"{name} returned a call of no samples. Expected a batch of one or more. {_EXPECTED}.")
     size = settings.micro_batch_size or call.batch_size
-    options = Options(settings.dynamic_batch, size, settings.loss_mode)
+    options = TraceOptions(settings.dynamic_batch, size, settings.loss_mode)
     traced = trace(model, call, device or find_device(model, settings), options)
     return Target(model, traced, () if any(tensor.is_meta for tensor in tensors) else tuple(tensors))
 

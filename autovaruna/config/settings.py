@@ -20,11 +20,11 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 T = TypeVar("T")
 REFUSALS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
-"""What `Kind.read` and `Kind.parse` raise for a value that they do not accept."""
+"""What `SettingKind.read` and `SettingKind.parse` raise for a value that they do not accept."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class SettingKind:
     """A kind of value; one of `REFUSALS` is raised for a value that it does not accept."""
 
     expected: str  # what is accepted, for messages
@@ -57,12 +57,14 @@ def _is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def count(minimum: int = 0) -> Kind:
+def count(minimum: int = 0) -> SettingKind:
     """Accepts whole numbers of at least `minimum`."""
-    return Kind(f"a whole number of at least {minimum}", lambda value: _checked(value, _is_count(value, minimum)), int)
+    return SettingKind(
+        f"a whole number of at least {minimum}", lambda value: _checked(value, _is_count(value, minimum)), int
+    )
 
 
-def number(minimum: float = 0.0, below: float = math.inf) -> Kind:
+def number(minimum: float = 0.0, below: float = math.inf) -> SettingKind:
     """Accepts numbers from `minimum` up to, not including, `below`."""
 
     def read(value: Any) -> float:
@@ -70,16 +72,16 @@ def number(minimum: float = 0.0, below: float = math.inf) -> Kind:
         return float(_checked(value, is_number and minimum <= value < below))
 
     bound = "" if below == math.inf else f" and below {below:g}"
-    return Kind(f"a number of at least {minimum:g}{bound}", read, float)
+    return SettingKind(f"a number of at least {minimum:g}{bound}", read, float)
 
 
-def choice(*names: str) -> Kind:
+def choice(*names: str) -> SettingKind:
     """Accepts one of some words."""
     listed = ", ".join(f'"{name}"' for name in names)
-    return Kind(f"one of {listed}", lambda value: _checked(value, isinstance(value, str) and value in names))
+    return SettingKind(f"one of {listed}", lambda value: _checked(value, isinstance(value, str) and value in names))
 
 
-def either(first: Kind, second: Kind) -> Kind:
+def either(first: SettingKind, second: SettingKind) -> SettingKind:
     """Accepts what one of two kinds accepts, the first one first."""
 
     def read(value: object) -> object:
@@ -94,7 +96,7 @@ def either(first: Kind, second: Kind) -> Kind:
         except REFUSALS:
             return second.parse(text)
 
-    return Kind(f"{first.expected}, or {second.expected}", read, parse)
+    return SettingKind(f"{first.expected}, or {second.expected}", read, parse)
 
 
 def _boolean(value: object) -> bool:
@@ -136,33 +138,33 @@ def _named_numbers(text: str) -> dict[str, int]:
     return {name.strip(): int(number) for name, number in pairs}
 
 
-BOOLEAN = Kind("true, false, 1, 0, yes or no", _boolean)
-BYTES = Kind('a number of bytes, as 2000000, "500MB" or "2GiB"', _bytes)
-PATH = Kind("a path", lambda value: at_home(_checked(value, isinstance(value, str | os.PathLike))))  # type: ignore[arg-type]
-TEXT = Kind("a text", lambda value: _checked(value, isinstance(value, str)))
-NAMES = Kind(
+BOOLEAN = SettingKind("true, false, 1, 0, yes or no", _boolean)
+BYTES = SettingKind('a number of bytes, as 2000000, "500MB" or "2GiB"', _bytes)
+PATH = SettingKind("a path", lambda value: at_home(_checked(value, isinstance(value, str | os.PathLike))))  # type: ignore[arg-type]
+TEXT = SettingKind("a text", lambda value: _checked(value, isinstance(value, str)))
+NAMES = SettingKind(
     "a list of names (in a variable: separated by commas)", _names, lambda text: text.split(",") if text else []
 )
-RANK_LISTS = Kind("a list of ranks for each stage, as [[0, 1], [2]]", _rank_lists, json.loads)
-DIMENSIONS = Kind(
+RANK_LISTS = SettingKind("a list of ranks for each stage, as [[0, 1], [2]]", _rank_lists, json.loads)
+DIMENSIONS = SettingKind(
     'names of inputs, each with a dimension from 0 on, as {"src": 1} (in a variable: src=1, separated by commas)',
     _dimensions,
     _named_numbers,
 )
-CALLABLE = Kind(
+CALLABLE = SettingKind(
     "a function, given as a keyword",
     lambda value: _checked(value, value is None or callable(value)),
     lambda text: _checked(text, False),
 )
-AUTO_SEED = either(count(), Kind('"auto"', lambda value: _checked(None, value in (None, "auto"))))
+AUTO_SEED = either(count(), SettingKind('"auto"', lambda value: _checked(None, value in (None, "auto"))))
 
 
-_GIGABYTES = Kind(number().expected, lambda value: int(number().read(value) * 2**30), float)  # type: ignore[operator]
-_RECOMPUTES = Kind(BOOLEAN.expected, lambda value: "all" if _boolean(value) else "none")
+_GIGABYTES = SettingKind(number().expected, lambda value: int(number().read(value) * 2**30), float)  # type: ignore[operator]
+_RECOMPUTES = SettingKind(BOOLEAN.expected, lambda value: "all" if _boolean(value) else "none")
 Sharing: TypeAlias = bool | Literal["auto"]
 
 
-def _setting(kind: Kind, default: T, *aliases: str, **others: Kind) -> T:
+def _setting(kind: SettingKind, default: T, *aliases: str, **others: SettingKind) -> T:
     """Declares a setting with its aliases, and those that have kinds of their own."""
     return field(default=default, metadata={"kind": kind, "aliases": {**dict.fromkeys(aliases, kind), **others}})
 
@@ -265,9 +267,9 @@ def meanings() -> dict[str, str]:
     return {each.name: found[each.name] for each in declarations()}
 
 
-def known_names() -> dict[str, tuple[Field[Any], Kind]]:
+def known_names() -> dict[str, tuple[Field[Any], SettingKind]]:
     """Returns, for each name and alias, the declaration and the kind of its value."""
-    known: dict[str, tuple[Field[Any], Kind]] = {}
+    known: dict[str, tuple[Field[Any], SettingKind]] = {}
     for each in declarations():
         kinds = {each.name: each.metadata["kind"], **each.metadata["aliases"]}
         known |= {name: (each, kind) for name, kind in kinds.items()}
@@ -281,7 +283,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _GivenValue:
     """A value as a source gives it; `place` names the source and the key, for messages."""
 
     name: str
@@ -299,15 +301,17 @@ def resolve(keywords: Mapping[str, object] | None = None, environ: Mapping[str, 
     environ = os.environ if environ is None else environ
     path = conf_dir(environ) / "conf.toml"
     variables = sorted(name for name in environ if name.startswith(PREFIX) and name != CONF_DIR_VARIABLE)
-    texts = [_Entry(name.removeprefix(PREFIX).lower(), environ[name], f"variable {name}", True) for name in variables]
+    texts = [
+        _GivenValue(name.removeprefix(PREFIX).lower(), environ[name], f"variable {name}", True) for name in variables
+    ]
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
     for entries in (
-        [_Entry(key, value, f"{path}: {key}") for key, value in read_toml(path).items()],
+        [_GivenValue(key, value, f"{path}: {key}") for key, value in read_toml(path).items()],
         texts,
-        [_Entry(name, value, f"keyword {name}") for name, value in (keywords or {}).items()],
+        [_GivenValue(name, value, f"keyword {name}") for name, value in (keywords or {}).items()],
     ):
-        given: dict[str, _Entry] = {}
+        given: dict[str, _GivenValue] = {}
         for entry in entries:
             name, value = _read(entry)
             if name in given:
@@ -324,7 +328,7 @@ def log_settings(settings: Settings) -> None:
         logger.info("%s = %r (%s)", name, value, settings.source_of(name))
 
 
-def _read(entry: _Entry) -> tuple[str, object]:
+def _read(entry: _GivenValue) -> tuple[str, object]:
     """Returns the standard name and the value of an entry."""
     known = known_names()
     if entry.name not in known:

@@ -19,8 +19,8 @@ from typing import Any
 from autovaruna.elastic.job import Probe
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import Morphing, is_this_machine, list_hosts
-from autovaruna.elastic.watch import Place, Slow, Watch
+from autovaruna.elastic.options import MorphingOptions, is_this_machine, list_hosts
+from autovaruna.elastic.watch import JobWatch, Place, Slow
 from autovaruna.errors import ConfigError
 
 BEAT_SECONDS = 1.0
@@ -49,7 +49,12 @@ class Hosts:
     """
 
     def __init__(
-        self, listed: Mapping[str, int], ways: Morphing, settings: Mapping[str, Any], own_file: Path, log: EventLog
+        self,
+        listed: Mapping[str, int],
+        ways: MorphingOptions,
+        settings: Mapping[str, Any],
+        own_file: Path,
+        log: EventLog,
     ) -> None:
         self.listed = dict(listed)
         self.links: dict[str, Link] = {}
@@ -250,7 +255,7 @@ class Hosts:
         """Asks keepers to do something; those that are not there are left out."""
         return {host: self.links[host].ask(do, **arguments) for host in hosts if host in self.links}
 
-    def take_reports(self, hosts: Iterable[str], watch: Watch) -> None:
+    def take_reports(self, hosts: Iterable[str], watch: JobWatch) -> None:
         """Passes on what keepers have said; a silent host is lost, one whose keeper has gone gets another."""
         for host in hosts:
             link = self.links.get(host)
@@ -267,7 +272,7 @@ class Hosts:
                 watch.take(host, link.report)
         self.slow.take(watch)
 
-    def take_now(self, hosts: Iterable[str], watch: Watch) -> list[str]:
+    def take_now(self, hosts: Iterable[str], watch: JobWatch) -> list[str]:
         """Passes on what keepers say of their ranks now; returns the hosts that do not answer."""
         reports = answers(self.ask(hosts, "ping"), BEAT_SECONDS)
         for host, report in reports.items():
@@ -361,7 +366,7 @@ class SlowHosts:
         others = [self._speeds[place] for place in self._used().keys() ^ self._planned_for[self._run]]
         return any(each.lasts for each in others) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
 
-    def take(self, watch: Watch) -> None:
+    def take(self, watch: JobWatch) -> None:
         """Takes what has been seen of the ranks' speeds."""
         while watch.changes:
             change = watch.changes.pop(0)

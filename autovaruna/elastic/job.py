@@ -1,4 +1,4 @@
-"""Defines `Job`: one mpirun of a script on every rank, with its output, its signals, and how each rank has ended."""
+"""Defines `MpiJob`: one mpirun of a script on every rank, with its output, its signals, and how each rank has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO
 
 from autovaruna.elastic import rank_script, stub
-from autovaruna.elastic.options import Options
+from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import STARTED
 from autovaruna.errors import ConfigError
 from autovaruna.runtime.progress import VARIABLE as PLACE
@@ -37,7 +37,7 @@ _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\
 _START = re.compile(rf"{_END.pattern}|{_TAG.pattern}")
 
 
-class Output:
+class JobOutput:
     """Follows the streams of an mpirun; calls `on_start` once a rank runs, and `on_end` for each that ends.
 
     Attributes:
@@ -159,7 +159,7 @@ _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
 
 
-class Job:
+class MpiJob:
     """One mpirun of a script on `options.hosts`; ConfigError if mpirun is missing.
 
     Without a `grid` the script finds the ranks of each stage; without a `place` there is no manager, without the socket
@@ -169,7 +169,7 @@ class Job:
 
     def __init__(
         self,
-        options: Options,
+        options: LaunchOptions,
         grid: Grid | None,
         place: JobPlace | None = None,
         standby: str = "",
@@ -179,7 +179,7 @@ class Job:
         self.grid = grid
         self.num_ranks = options.num_ranks if grid is None else sum(map(len, grid))
         self.mpirun = find_mpirun()
-        self.output = Output(self._deliver, on_end)
+        self.output = JobOutput(self._deliver, on_end)
         self._place = place
         self._standby = standby
         self._process: subprocess.Popen[bytes] | None = None

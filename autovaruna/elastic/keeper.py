@@ -407,7 +407,7 @@ def is_alive(process: int) -> bool:
     return state_of(process) not in ("", "Z")
 
 
-class Line:
+class StandardStreams:
     """The standard streams: requests in, answers out; `lock` is a file whose time is that of the last request."""
 
     def __init__(self, keeper: Keeper, lock: int) -> None:
@@ -513,7 +513,7 @@ def main() -> None:
     if settings["standby"]:
         StandbyProcess(folder)
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
-    line = Line(keeper, lock)
+    line = StandardStreams(keeper, lock)
     newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
     line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})
     keep_seconds = settings.get("keep_seconds", _KEEP_SECONDS)

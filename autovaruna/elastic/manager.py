@@ -22,13 +22,13 @@ from types import FrameType
 from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
-from autovaruna.elastic.job import Grid, Job, handling, show
+from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.notices import EventLog, Notices, take_over
-from autovaruna.elastic.options import Options
-from autovaruna.elastic.run import LEFT, Outcome, Run
+from autovaruna.elastic.options import LaunchOptions
+from autovaruna.elastic.run import LEFT, JobRun, Outcome
 from autovaruna.elastic.snapshots import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.standby import SOCKET
-from autovaruna.elastic.watch import Watch
+from autovaruna.elastic.watch import JobWatch
 from autovaruna.planner.ahead import deployment_name
 from autovaruna.runtime.progress import HELD, JobPlace
 
@@ -44,7 +44,9 @@ class Manager:
     `choose` returns options with stages and micro-batch size for some hosts, and the ranks of each stage.
     """
 
-    def __init__(self, options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> None:
+    def __init__(
+        self, options: LaunchOptions, choose: Callable[[LaunchOptions], tuple[LaunchOptions, Grid | None]]
+    ) -> None:
         assert options.morphing is not None
         self._options = options
         self._ways = ways = options.morphing
@@ -58,8 +60,8 @@ class Manager:
         settings["keep_seconds"] = ways.keep_seconds
         self._hosts = Hosts(options.hosts, ways, settings, self._notices.path, self._log)
         self._checkpoints = Checkpoints(ways.checkpoints, ways.checkpoint_seconds, self._log)
-        self._run: Run | None = None
-        self._watch = Watch(0)
+        self._run: JobRun | None = None
+        self._watch = JobWatch(0)
         self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
         self._began = time.monotonic()
         self._restarts = Restarts(self._ways.max_restarts)
@@ -72,11 +74,11 @@ class Manager:
         with handling(self._hear), self._notices:
             try:
                 self._hosts.start(self._end_if_asked)
-                self._watch = Watch(max((link.attempt for link in self._hosts.up().values()), default=0))
+                self._watch = JobWatch(max((link.attempt for link in self._hosts.up().values()), default=0))
                 while True:
                     try:
                         outcome = self._run_once()
-                    except _Asked:
+                    except _EndedBySignal:
                         came = max(self._signals)
                         outcome = Outcome(f"{came.name} came", HELD if self._watch.attempt else 128 + came)
                     status = self._give_up(outcome) if outcome.status is None else outcome.status
@@ -102,12 +104,12 @@ class Manager:
         if state is not None:
             options = replace(options, resume_step=state.step)
         factors = self._hosts.slow.factors()
-        self._watch = Watch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
+        self._watch = JobWatch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
         step = None if state is None else state.step
         number, checkpoints = self._watch.attempt, self._ways.checkpoints
         place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
         standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
-        self._run = run = Run(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
+        self._run = run = JobRun(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
         self._note_start(names, state, run.job.num_ranks)
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held
@@ -186,7 +188,7 @@ class Manager:
 
     def _end_if_asked(self) -> None:
         if self._signals:
-            raise _Asked
+            raise _EndedBySignal
 
     # an end
 
@@ -226,7 +228,7 @@ class Manager:
         return outcome.error or 1
 
 
-class _Asked(KeyboardInterrupt):
+class _EndedBySignal(KeyboardInterrupt):
     """A signal has asked the job to end while none of its ranks runs."""
 
 
@@ -278,7 +280,7 @@ def _words_of_ends(outcome: Outcome, step: int) -> str:
     return f"rank {rank} was killed three times at step {its_step} ({name}){about}"
 
 
-def _name_of(options: Options) -> str:
+def _name_of(options: LaunchOptions) -> str:
     """Returns what a job has in common with itself when its manager is started again: what it runs."""
     script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
     words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
@@ -291,11 +293,11 @@ def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:
     return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {})
 
 
-def start(options: Options, choose: Callable[[Options], tuple[Options, Grid | None]]) -> int:
+def start(options: LaunchOptions, choose: Callable[[LaunchOptions], tuple[LaunchOptions, Grid | None]]) -> int:
     """Runs a job as its options say, once or for as long as there are hosts, and returns its status."""
     chosen, grid = choose(options)  # refuses first what no number of hosts could run
     if options.morphing is None:
-        return Job(chosen, grid).run()
+        return MpiJob(chosen, grid).run()
     try:
         return Manager(options, choose).run()
     except KeyboardInterrupt:

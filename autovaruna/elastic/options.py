@@ -25,7 +25,7 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
 
 @dataclass(frozen=True)
-class Morphing:
+class MorphingOptions:
     """How a job goes on when hosts come and go; what each setting means is said in `add_options`.
 
     Without a `machine_list` the job has this machine alone, without `discover_hosts` the file counts.
@@ -48,7 +48,7 @@ class Morphing:
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """What a user asked the launcher for; 0 and None: not said; without `morphing` the job runs once."""
 
     hosts: dict[str, int]
@@ -61,7 +61,7 @@ class Options:
     arguments: tuple[str, ...]
     profile_folder: str | None
     resume_step: int | None
-    morphing: Morphing | None = None
+    morphing: MorphingOptions | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -69,7 +69,7 @@ class Options:
         return sum(self.hosts.values())
 
 
-def read_options(arguments: Sequence[str] | None = None) -> Options:
+def read_options(arguments: Sequence[str] | None = None) -> LaunchOptions:
     """Returns the options of a command line, as Varuna's launcher has it; ConfigError if they cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m autovaruna.run_varuna",
@@ -80,7 +80,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Options:
     return options_in(parser.parse_args(arguments))
 
 
-def options_in(given: argparse.Namespace) -> Options:
+def options_in(given: argparse.Namespace) -> LaunchOptions:
     """Returns the options of a command line that has been parsed; raises as `read_options`."""
     for name in ("gpus_per_node", "batch_size", "nstages", "chunk_size", "min_ranks"):
         value = getattr(given, name)
@@ -89,7 +89,7 @@ def options_in(given: argparse.Namespace) -> Options:
     code_dir = Path(given.code_dir).absolute()
     if not code_dir.is_dir():
         raise ConfigError(f"--code_dir {given.code_dir} is no directory; expected the directory to run the script in")
-    options = Options(
+    options = LaunchOptions(
         hosts=list_hosts(given.machine_list, given.gpus_per_node, given.discover_hosts),
         batch_size=given.batch_size,
         num_stages=given.nstages or 0,
@@ -110,15 +110,15 @@ def options_in(given: argparse.Namespace) -> Options:
     return options
 
 
-def _read_morphing(given: argparse.Namespace) -> Morphing:
-    ways = {name: getattr(given, name) for name in Morphing.__dataclass_fields__}
+def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
+    ways = {name: getattr(given, name) for name in MorphingOptions.__dataclass_fields__}
     ways["min_ranks"] = max(given.min_ranks, given.nstages or 1)
     ways["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
     if given.checkpoints:
         check_writable("--checkpoints", Path(given.checkpoints, "step"))
     if given.events:
         check_writable("--events", given.events)
-    return Morphing(**ways)
+    return MorphingOptions(**ways)
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:

@@ -40,7 +40,7 @@ def _cost(default: Number, meaning: str) -> Number:
 
 
 @dataclass(frozen=True)
-class Costs:
+class FaultCosts:
     """What the faults of a job cost: seconds to the next step under way, and steps that may be lost."""
 
     kill_seconds: float = _cost(3.0, "from the death of a rank to the next step")
@@ -152,13 +152,13 @@ def _hosts(text: str) -> int:
     return int(text)
 
 
-def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: Costs | None = None) -> Throughput:
+def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: FaultCosts | None = None) -> Throughput:
     """Replays a trace, whose last change ends it, with the seconds of a step by number of hosts.
 
     The job runs on the hosts of the first row when the trace begins. A host that is lost is one that it uses. Where two
     hosts are lost before the job runs again, or the last one is, it goes on from disk.
     """
-    job = _Job(Rates(step_seconds), costs or Costs(), trace[0])
+    job = _Job(Rates(step_seconds), costs or FaultCosts(), trace[0])
     most = max(change.hosts for change in trace)
     for change in trace[1:]:
         job.run_to(change.seconds)
@@ -202,7 +202,7 @@ class _Job:
     """
 
     rates: Rates
-    costs: Costs
+    costs: FaultCosts
     first: Change
     steps: float = 0.0
     running_at: float = _NEVER

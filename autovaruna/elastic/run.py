@@ -1,4 +1,4 @@
-"""Defines `Run`: one run of a job, followed until it has ended, or must.
+"""Defines `JobRun`: one run of a job, followed until it has ended, or must.
 
 How it goes on is known from what its ranks, their keepers and mpirun say, and from what is asked for: signals, notices,
 the machine list. A run that may go on elsewhere ends at the border between two steps, if its ranks come to one in time.
@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
-from autovaruna.elastic.job import LOST_OTHERS, Grid, Job
+from autovaruna.elastic.job import LOST_OTHERS, Grid, MpiJob
 from autovaruna.elastic.link import answers
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import Options
+from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.snapshots import Checkpoints
-from autovaruna.elastic.watch import Watch
+from autovaruna.elastic.watch import JobWatch
 from autovaruna.runtime.progress import HELD, JobPlace
 
 LEFT = 75  # what a rank, or the job, ends with that can be started again from what it has saved
@@ -50,21 +50,21 @@ class Outcome:
     began: float = field(default_factory=time.monotonic)
 
 
-class Run:
+class JobRun:
     """One run of a job, which has begun when it is made, on `options.hosts`; `watch` gets what the ranks report.
 
-    The other arguments are those of `Job`. `held` is the newest step that was whole whatever host is lost, and of which
-    run; at first that of earlier ones, which hosts keep until this one has come as far.
+    The other arguments are those of `MpiJob`. `held` is the newest step that was whole whatever host is lost, and of
+    which run; at first that of earlier ones, which hosts keep until this one has come as far.
     """
 
     def __init__(
         self,
         hosts: Hosts,
-        options: Options,
+        options: LaunchOptions,
         grid: Grid | None,
         place: JobPlace,
         standby: str,
-        watch: Watch,
+        watch: JobWatch,
         log: EventLog,
         held: tuple[int, int],
     ) -> None:
@@ -82,7 +82,7 @@ class Run:
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
         hosts.begin(self._own, self._number)
-        self.job = Job(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
+        self.job = MpiJob(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
         self.job.start()
         assert options.morphing is not None
         self._start_seconds = options.morphing.start_seconds

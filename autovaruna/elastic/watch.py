@@ -1,4 +1,4 @@
-"""Defines `Watch`: what the ranks of one run report through their keepers, which of them hang, and which are slow.
+"""Defines `JobWatch`: what the ranks of one run report through their keepers, which of them hang, and which are slow.
 
 Nothing is to be tuned: how long is too long follows from the longest that ranks have gone without a call so far. An
 alarm that was false, as when a script evaluates for the first time, makes the next one wait that much longer. What a
@@ -201,7 +201,7 @@ class Hang:
 
 
 @dataclass
-class _Seen:
+class _ReportedRank:
     """A rank as it was last reported: where, what, and since when it is stopped."""
 
     host: str
@@ -210,7 +210,7 @@ class _Seen:
     last_call: int = -1
 
 
-class Watch:
+class JobWatch:
     """The ranks of one run, the attempt.
 
     Attributes:
@@ -227,7 +227,7 @@ class Watch:
         self.longest_seconds = longest_seconds
         self.changes: list[Slow | Recovered] = []
         self._speeds: Speeds | None = None
-        self._ranks: dict[int, _Seen] = {}
+        self._ranks: dict[int, _ReportedRank] = {}
         self._states: dict[str, Mapping[str, Any]] = {}
         self._num_calls = 0
         self._last_change = time.monotonic()
@@ -239,7 +239,7 @@ class Watch:
         now = time.monotonic()
         self._states[host] = report
         for name, its in report["ranks"].items():
-            seen = self._ranks.setdefault(int(name), _Seen(host, its))
+            seen = self._ranks.setdefault(int(name), _ReportedRank(host, its))
             seen.host, seen.report = host, its
             seen.stopped_since = (seen.stopped_since or now) if its["state"] == "T" else None
         self._compare([int(name) for name in report["ranks"]])
@@ -357,7 +357,7 @@ class Watch:
         return f"{_named(late)} inside of the model, in call {fewest}"
 
 
-def _named(ranks: Mapping[int, _Seen]) -> str:
+def _named(ranks: Mapping[int, _ReportedRank]) -> str:
     names = [f"rank {rank} on {seen.host}" for rank, seen in sorted(ranks.items())]
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more + (" is" if len(names) == 1 else " are")

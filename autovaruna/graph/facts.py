@@ -123,7 +123,7 @@ class Fact:
 
 
 @dataclass
-class _Pass(fx.Interpreter):
+class _FactsPass(fx.Interpreter):
     """Runs a graph on fake tensors and notes a `Fact` for every node."""
 
     module: fx.GraphModule
@@ -224,7 +224,7 @@ def learn(
         attributes[name] = memo[id(tensor)]
     inputs = example_inputs(call, batch_size, mode, device)
     with mode, without_autocast(), without_cudnn():
-        graph_pass = _Pass(exported.module, attributes, flop_counter())
+        graph_pass = _FactsPass(exported.module, attributes, flop_counter())
         graph_pass.run(*inputs, enable_io_processing=False)
     facts = graph_pass.facts
     return facts | {

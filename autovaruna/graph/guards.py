@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna._torch import DisableTorchFunctionSubclass
-from autovaruna.graph.outside import Place, is_record, read_outside
+from autovaruna.graph.outside import OutsidePlace, is_record, read_outside
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
@@ -124,7 +124,7 @@ class Guards:
         self._counts: dict[str, tuple[Any, int, int]] = {}
         self._is_started = False
         self._methods = {"forward"}
-        self._outside: list[Place] = []
+        self._outside: list[OutsidePlace] = []
         self._where: dict[str, tuple[Any, str]] = {}  # dicts and tensors in which others may stand for a trial
         self._device = next((each.device for each in model.parameters()), None)
         self._set: dict[str, Any] = {}
@@ -230,7 +230,7 @@ class Guards:
         self._tables = [place["_parameters"] for place in own]
         self._holders = [place["_modules"] for place in own]
         self._buffers = [place["_buffers"] for place in own]
-        places = [Place(full_name(path, ""), vars(each)) for path, each in [*named, *records(self._model)]]
+        places = [OutsidePlace(full_name(path, ""), vars(each)) for path, each in [*named, *records(self._model)]]
         for place in places:
             place.names = place.held.keys() - OF_MODULES
         self._places = [place.held for place in places]
@@ -249,7 +249,7 @@ class Guards:
         self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
         self._values = self._read()
 
-    def _add(self, place: Place, inner: set[int]) -> None:
+    def _add(self, place: OutsidePlace, inner: set[int]) -> None:
         """Adds what a place holds."""
         own = place.held
         counted = [name for name in place.names if name in own and place.path + name not in self._ignored]

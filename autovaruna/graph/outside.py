@@ -59,7 +59,7 @@ class _Attributes(Mapping[str, Any]):
 
 
 @dataclass
-class Place:
+class OutsidePlace:
     """What holds values, by name: the globals of a module, the attributes of an object, the variables of a closure.
 
     `path` is what comes before a name, with a dot or colon; `names` are those that code reads; `is_open` says whether
@@ -78,7 +78,7 @@ def is_record(value: Any) -> bool:
     return not is_of_c and hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
 
 
-def read_outside(owners: Iterable[Any], methods: Iterable[str]) -> list[Place]:
+def read_outside(owners: Iterable[Any], methods: Iterable[str]) -> list[OutsidePlace]:
     """Returns what `methods` of a model, whose modules and objects are `owners`, read that none of these holds."""
     walk = _Walk(set(methods))
     for owner in owners:
@@ -107,7 +107,7 @@ class _Walk:
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, OutsidePlace] = {}
         self._classes: dict[type, None] = {}
         self._seen: dict[tuple[int, int], Any] = {}
         self._num_of = Counter[str]()
@@ -195,7 +195,7 @@ class _Walk:
             self._num_of[path] += 1
             number = f"#{self._num_of[path]}" * (self._num_of[path] > 1)
             is_open = owner is not None and not isinstance(held, _Attributes)
-            self.places[key] = Place(path[:-1] + number + path[-1], held, is_open=is_open)
+            self.places[key] = OutsidePlace(path[:-1] + number + path[-1], held, is_open=is_open)
         is_installed = _is_installed(path.partition(":")[0])
         for name in sorted(found & held.keys()):
             value = held.get(name)

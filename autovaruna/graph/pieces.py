@@ -58,7 +58,7 @@ def _told_apart(order: torch.memory_format | None, gradient: Tensor) -> Tensor |
     return torch.empty_like(gradient, memory_format=_CHANNELS_LAST[gradient.dim()]).copy_(gradient)
 
 
-class Source(str, Enum):
+class ArgumentSource(str, Enum):
     """Where an argument of a piece comes from."""
 
     INPUT = "input"  # the caller's input tensor of that name
@@ -76,7 +76,7 @@ class Source(str, Enum):
 class Argument:
     """One argument of a piece; `block` is the user of a parameter, else -1."""
 
-    source: Source
+    source: ArgumentSource
     name: str
     block: int = -1
 
@@ -89,7 +89,7 @@ class Piece:
     arguments: tuple[Argument, ...]
     outputs: tuple[str, ...]
 
-    def named(self, source: Source) -> list[str]:
+    def named(self, source: ArgumentSource) -> list[str]:
         """Returns the names of the arguments of one kind, in order."""
         return [argument.name for argument in self.arguments if argument.source is source]
 
@@ -161,7 +161,7 @@ class _Extraction:
             return self.graph.create_node(node.op, normalize, (operation, *args), kwargs, node.name)
         if not self.traced.facts[node.name].is_random:
             return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        stream = self._argument(Argument(Source.RANDOM, "stream"))
+        stream = self._argument(Argument(ArgumentSource.RANDOM, "stream"))
         if operation is run_opaque:
             operation, args = args[0], args[1:]
         return self.graph.call_function(draw, (stream, self.traced.places[node.name], operation, *args), kwargs)
@@ -173,24 +173,24 @@ class _Extraction:
         if node.op == "get_attr":
             return self._attribute(node, block)
         if node.op == "placeholder":
-            return self._argument(Argument(Source.INPUT, node.name))
+            return self._argument(Argument(ArgumentSource.INPUT, node.name))
         if is_of_batch(node):
-            return self._argument(Argument(Source.OF_BATCH, node.name))
+            return self._argument(Argument(ArgumentSource.OF_BATCH, node.name))
         if self.traced.sizes.is_given(node):
             value = free_value(node)
             is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-            return self._argument(Argument(Source.SIZE, node.name)) if is_symbolic else value
-        return self._argument(Argument(Source.VALUE, node.name))
+            return self._argument(Argument(ArgumentSource.SIZE, node.name)) if is_symbolic else value
+        return self._argument(Argument(ArgumentSource.VALUE, node.name))
 
     def _attribute(self, node: fx.Node, block: int) -> fx.Node:
         name = str(node.target)
         if name in self.traced.parameters:
             user = block if self.traced.facts[node.name].needs_gradient else -1
-            return self._argument(Argument(Source.PARAMETER, self.traced.parameters[name], user))
+            return self._argument(Argument(ArgumentSource.PARAMETER, self.traced.parameters[name], user))
         if name in self.traced.buffers:
-            return self._argument(Argument(Source.BUFFER, self.traced.buffers[name]))
+            return self._argument(Argument(ArgumentSource.BUFFER, self.traced.buffers[name]))
         if name in self.traced.constants:
-            return self._argument(Argument(Source.CONSTANT, name))
+            return self._argument(Argument(ArgumentSource.CONSTANT, name))
         region = getattr(self.traced.module, name)
         assert isinstance(region, fx.GraphModule | OpaqueModule)
         self.regions[name] = region
@@ -382,7 +382,7 @@ def split_backward(piece: Piece) -> SplitPiece | None:
     parameters = {
         node: argument
         for node, argument in zip(placeholders, piece.arguments, strict=True)
-        if argument.source is Source.PARAMETER and argument.block >= 0
+        if argument.source is ArgumentSource.PARAMETER and argument.block >= 0
     }
     weights, operations = _find(piece.module.graph, parameters.keys())
     if not operations:

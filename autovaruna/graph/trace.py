@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
 from autovaruna.errors import InputError, TraceError
-from autovaruna.graph.batch.order import Orders
+from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
@@ -25,7 +25,7 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, naming, warn_once
 from autovaruna.graph.export.exported import PREFIX, Exported
-from autovaruna.graph.export.run import PLAIN, Options, export
+from autovaruna.graph.export.run import PLAIN, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, locate, merge_free_blocks
@@ -69,7 +69,7 @@ def trace(
     model: nn.Module,
     call: CallSpec,
     device: torch.device,
-    options: Options = PLAIN,
+    options: TraceOptions = PLAIN,
 ) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
@@ -90,7 +90,7 @@ def trace(
 
 
 def _with_tried_advice(
-    error: TraceError, model: nn.Module, call: CallSpec, device: torch.device, options: Options
+    error: TraceError, model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions
 ) -> TraceError:
     """Returns an error that names such dimensions of the batch as the model can be traced with, or none."""
     text, proposed = str(error), batch_dimensions(call)
@@ -102,7 +102,7 @@ def _with_tried_advice(
     return type(error)(text.replace(said, naming({}))) if said in text else error
 
 
-def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> TracedModel:
+def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions) -> TracedModel:
     if not script_hooks(model):
         return _trace(model, call, device, options)
     watched = error = None
@@ -150,7 +150,7 @@ def _refuse_watching(traced: TracedModel) -> None:
                 )
 
 
-def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> TracedModel:
+def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions) -> TracedModel:
     with one_at_a_time:
         exported, batch_size = _export(model, call, device, options)
         sizes = _sizes(exported, call, batch_size)
@@ -162,7 +162,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
         about |= {"parameters": parameters, "buffers": buffers}
         known = KnownGraph(**about)
         totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
-        orders = Orders(known)
+        orders = SampleOrders(known)
         joining = refuse_mixing(model, known, orders) if options.is_parted else []
         _check_computes(exported, type(model).__qualname__)
         grouping = group(known)
@@ -184,7 +184,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Opti
         )
 
 
-def _export(model: nn.Module, call: CallSpec, device: torch.device, options: Options) -> tuple[Exported, int]:
+def _export(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions) -> tuple[Exported, int]:
     """Returns what torch.export makes of a call, and the number that stands for the batch in it."""
     batch_size = _hint(model, call) if options.is_dynamic else options.micro_batch_size
     try:

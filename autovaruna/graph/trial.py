@@ -26,18 +26,18 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import OpOverload, preserve_version_counter
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
 from autovaruna.graph.batch.operators import is_of_batch, reached
-from autovaruna.graph.batch.order import Orders
+from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.export.errors import FOR_COUNTS, advice, first_line, modules_of, origin
 from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import Reduction
+from autovaruna.graph.opaque.run import ReductionKind
 from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
 from autovaruna.graph.random import own_cache, python_generators, untouched_generator
 from autovaruna.graph.records import Block
 from autovaruna.graph.traced import OutputKind, TracedModel, joined, opened
-from autovaruna.graph.verify import BY_ROUNDING, CLEAR, SEEDS, Rounded, Run, distance, state_of, tolerance
+from autovaruna.graph.verify import BY_ROUNDING, CLEAR, SEEDS, GraphRun, Rounded, distance, state_of, tolerance
 
 logger = logging.getLogger(__name__)
 _AS_IN_EVALUATION: Mapping[str, Any] = {"training": False, "train": False, "dropout_p": 0.0}
@@ -79,7 +79,7 @@ class _Results:
     gradients: dict[fx.Node, Tensor] = field(default_factory=dict)
 
 
-class Trial:
+class PartsTrial:
     """A batch that goes through a graph whole and in parts.
 
     Args:
@@ -188,7 +188,7 @@ class Trial:
             for each, spec in zip(self._of(tensors, part.samples), specs, strict=True)
         ]
         state = {name: self.started(name) if name in self._changed else each for name, each in self.state.items()}
-        run = _Pass(self, self.module, state, part, results, is_noting, seed)
+        run = _TrialPass(self, self.module, state, part, results, is_noting, seed)
         with (
             around or nullcontext(),
             untouched_generator(self.device),
@@ -261,8 +261,8 @@ class Trial:
         return rows.flatten(0, 1).movedim(0, dimension + 1).reshape(*before, -1, *after)
 
     @cached_property
-    def _orders(self) -> Orders:
-        return Orders(self.traced)
+    def _orders(self) -> SampleOrders:
+        return SampleOrders(self.traced)
 
     def _outer(self, node: fx.Node) -> Any:
         known = self.traced.nodes.get(node.name)
@@ -276,7 +276,7 @@ class Trial:
     def _may_draw(self) -> bool:
         """Whether modules that are kept whole may draw numbers of their own."""
         calls = [node for node in self.nodes.values() if node.op == "call_function"]
-        return any(reduction_of(node) is Reduction.UNKNOWN for node in calls)
+        return any(reduction_of(node) is ReductionKind.UNKNOWN for node in calls)
 
     # state
 
@@ -413,12 +413,12 @@ class Trial:
         return any(_off(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in ways)
 
 
-class _Pass(Run):
+class _TrialPass(GraphRun):
     """Runs a graph for a part of the batch, with what the whole has drawn and counted."""
 
     def __init__(
         self,
-        trial: Trial,
+        trial: PartsTrial,
         module: fx.GraphModule,
         state: dict[str, Tensor],
         part: _Part,
@@ -437,7 +437,7 @@ class _Pass(Run):
         elif target is REGION:
             (is_on, inner, *given), _ = self.fetch_args_kwargs_from_env(node)
             with torch.set_grad_enabled(is_on):
-                value = _Pass(trial, inner, {}, self._part, self._results, False, self.seed).run(
+                value = _TrialPass(trial, inner, {}, self._part, self._results, False, self.seed).run(
                     *given, enable_io_processing=False
                 )
         elif is_of_batch(node) and self._part.of_batch is not None:

@@ -143,7 +143,7 @@ class EagerVsGraph:
         """Runs the graph; returns the same. `nodes` gets the last node of each module, by path, with its value."""
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in state_of(self.model).items()}
-        run = Run(self.traced.module, named | self.traced.constants, self.device, nodes)
+        run = GraphRun(self.traced.module, named | self.traced.constants, self.device, nodes)
         with self._alike(), without_autocast(), profiling_mode():
             outputs = run.run(*self._inputs(), enable_io_processing=False)
         return [each.detach() for each in (*outputs, *(named[name] for name in self.state))]
@@ -190,7 +190,7 @@ class EagerVsGraph:
             return copy.deepcopy(self.model, memo | self._clones())
 
 
-class Run(fx.Interpreter):
+class GraphRun(fx.Interpreter):
     """Runs a graph with the numbers of its model."""
 
     extra_traceback = False

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from autovaruna.errors import AutoVarunaError, RankError
-from autovaruna.interception.installed import Piece, Undo, put
+from autovaruna.interception.installed import ProcessPiece, Undo, put
 from autovaruna.log import error_text, write_error
 
 
@@ -116,4 +116,4 @@ def _show_errors() -> Undo | None:
     return put(sys, "excepthook", show)
 
 
-ERRORS_IN_FEW_LINES = Piece(_show_errors)
+ERRORS_IN_FEW_LINES = ProcessPiece(_show_errors)

@@ -62,7 +62,7 @@ class Installed:
             self._pieces.pop()()
 
 
-class Piece:
+class ProcessPiece:
     """A change of the whole process that models share: made for the first one, undone after the last.
 
     `install` returns what undoes it; None: it cannot be made now, and is tried for the next one.

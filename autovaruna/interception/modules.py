@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_module_registration_hook
 
 from autovaruna._torch import FakeTensor, pytree
-from autovaruna.interception.installed import Piece, Undo
+from autovaruna.interception.installed import ProcessPiece, Undo
 
 _on_this_thread = local()
 _owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = WeakKeyDictionary()
@@ -63,4 +63,4 @@ def watch_registrations(act: Callable[[nn.Module, str, nn.Module | None], None])
     return register_module_module_registration_hook(act).remove
 
 
-FORWARD_HOOK = Piece(lambda: register_module_forward_hook(_await_backward).remove)
+FORWARD_HOOK = ProcessPiece(lambda: register_module_forward_hook(_await_backward).remove)

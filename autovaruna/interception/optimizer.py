@@ -48,7 +48,7 @@ def cut_groups(optimizer: Optimizer, own: Own) -> Iterator[None]:
         give_back(optimizer, whole)
 
 
-class Part(Protocol):
+class OwnedPart(Protocol):
     """This rank's part of a split model, as steps need it."""
 
     def own(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -94,7 +94,7 @@ class OptimizerProxy:
     It is there before the model is split, for what a step is given to call may be the call of the model that splits it.
     """
 
-    def __init__(self, optimizer: Optimizer, part: Part) -> None:
+    def __init__(self, optimizer: Optimizer, part: OwnedPart) -> None:
         self.is_on = False
         """Whether groups are cut down; until then, and where that is not right, nothing is."""
         self.before: list[Callable[[], None]] = []

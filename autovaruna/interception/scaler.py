@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna._torch import UNSCALE
-from autovaruna.interception.installed import Piece, Undo, all_of, put
+from autovaruna.interception.installed import ProcessPiece, Undo, all_of, put
 
 Unscaled = dict[torch.device, Tensor]
 """For each device, whether a gradient there is infinite or NaN: 0.0 or 1.0."""
@@ -87,4 +87,4 @@ def _watch() -> Undo:
     return all_of(put(GradScaler, "__init__", seen), put(GradScaler, UNSCALE, everywhere))
 
 
-SCALERS = Piece(_watch)
+SCALERS = ProcessPiece(_watch)

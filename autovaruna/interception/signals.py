@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from autovaruna.interception.installed import Piece, Undo
+from autovaruna.interception.installed import ProcessPiece, Undo
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -55,4 +55,4 @@ def _listen() -> Undo | None:
     return undo
 
 
-LISTENING = Piece(_listen)
+LISTENING = ProcessPiece(_listen)

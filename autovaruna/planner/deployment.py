@@ -174,7 +174,7 @@ def plan_from(deployment: Deployment, graph: Graph) -> Plan:
 FORMAT_VERSION = 1
 
 
-class _Link(msgspec.Struct):
+class _LinkRecord(msgspec.Struct):
     """A link; JSON has no infinite numbers, so a single rank's has null bytes a second."""
 
     latency_seconds: Amount
@@ -213,8 +213,8 @@ class _Predicted(msgspec.Struct):
     single_bound_seconds: Amount
     is_measured: bool
     bound_proof: str
-    local_link: _Link
-    remote_link: _Link
+    local_link: _LinkRecord
+    remote_link: _LinkRecord
     overhead_seconds: Amount
     rank_memory_bytes: tuple[Amount, ...]
     block_bytes: BlockBytes | None
@@ -233,7 +233,7 @@ class _ValidFor(msgspec.Struct):
     host_of: tuple[int, ...]
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _DeploymentFile(msgspec.Struct, forbid_unknown_fields=True):
     format_version: int
     num_micro_batches: Count
     schedule: str
@@ -267,16 +267,16 @@ def load(path: str | os.PathLike[str]) -> Deployment:
     try:
         version = content.get("format_version", FORMAT_VERSION) if isinstance(content, dict) else FORMAT_VERSION
         _check(version == FORMAT_VERSION, "format_version", version, FORMAT_VERSION)
-        return _deployment(read_record(content, _File))
+        return _deployment(read_record(content, _DeploymentFile))
     except ValueError as error:
         raise DeploymentError(
             f"the deployment {path} is damaged: {error}: mend it, or delete the file to plan again"
         ) from error
 
 
-def _file(deployment: Deployment) -> _File:
+def _file(deployment: Deployment) -> _DeploymentFile:
     plan = deployment.plan
-    return _File(
+    return _DeploymentFile(
         format_version=FORMAT_VERSION,
         num_micro_batches=plan.num_micro_batches,
         schedule=plan.schedule,
@@ -284,8 +284,8 @@ def _file(deployment: Deployment) -> _File:
         stages=[_stage(stage, cut) for stage, cut in zip(plan.stages, ("", *deployment.cuts), strict=True)],
         predicted=_Predicted(
             step_seconds=plan.predicted_seconds,
-            local_link=_Link(**asdict(plan.local_link)),
-            remote_link=_Link(**asdict(plan.remote_link)),
+            local_link=_LinkRecord(**asdict(plan.local_link)),
+            remote_link=_LinkRecord(**asdict(plan.remote_link)),
             block_bytes=plan.block_bytes,
             **{name: getattr(plan, name) for name in _PREDICTED},
         ),
@@ -313,7 +313,7 @@ def _stage(stage: StagePlan, cut: str) -> _Stage:
     return _Stage(cut, stage.ranks, stage.needs_recompute, stage.in_flight, predicted, stage.deferred)
 
 
-def _deployment(file: _File) -> Deployment:
+def _deployment(file: _DeploymentFile) -> Deployment:
     """Returns the deployment of a file; raises ValueError if parts of it contradict each other."""
     predicted, valid_for, num_ranks = file.predicted, file.valid_for, file.valid_for.num_ranks
     _check(bool(file.stages), "stages", "empty", "one stage or more")

@@ -210,7 +210,7 @@ Dependence = tuple[int, int, bool]
 """Two stages of which the later one needs what the earlier one makes; whether a gradient goes back."""
 
 
-class Orders:
+class RankOrders:
     """The schedules of one plan; raises ScheduleError if it allows none.
 
     Another call of the model (with layers that were frozen before, or on another path) may have messages that the

@@ -14,7 +14,7 @@ from autovaruna.planner.candidate import Planner
 from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.cuts import partition_chain
-from autovaruna.planner.range_bounds import RangeSeconds, RangeWaits, range_waits_of
+from autovaruna.planner.range_bounds import RangeBoundSeconds, RangeWaits, range_waits_of
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_memory import ROUNDING
 
@@ -34,11 +34,11 @@ def step_bound(sized: SizedProblem, upper: float = math.inf, waits: RangeWaits |
     is_shared = len({rank for ranks in stage_ranks for rank in ranks}) < sum(map(len, stage_ranks))
     low = min(_work(sized), upper)
     if low < upper and not is_shared:
-        low = max(low, min(_stage_bound(RangeSeconds(sized, waits), low, upper), upper))
+        low = max(low, min(_stage_bound(RangeBoundSeconds(sized, waits), low, upper), upper))
     return low * (1.0 - ROUNDING)
 
 
-def _stage_bound(ranges: RangeSeconds, low: float, upper: float) -> float:
+def _stage_bound(ranges: RangeBoundSeconds, low: float, upper: float) -> float:
     if ranges.constraints.stage_ranks:
         split = partition_chain([ranges.stage_seconds(len(ranks)) for ranks in ranges.constraints.stage_ranks])
         return split.objective if split else math.inf

@@ -191,7 +191,7 @@ def _fewest(need: Array, num_stages: int) -> float:
 _FEW_RANKS = 16
 
 
-class RangeSeconds:
+class RangeBoundSeconds:
     """The least seconds of a stage for every range of segments, on the best ranks."""
 
     def __init__(self, sized: SizedProblem, waits: RangeWaits | None = None) -> None:

@@ -25,7 +25,7 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import MeasureError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import Key, PartCost, device_name
-from autovaruna.profiler.work import Part, block_parts
+from autovaruna.profiler.work import MeasuredPart, block_parts
 
 Record = TypeVar("Record")
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CacheEntry:
     """A file of the cache: a measured part, and by what it was measured."""
 
     signature: str
@@ -77,13 +77,13 @@ class ProfileCache:
         digest = hashlib.sha256(json.dumps(self.environment, sort_keys=True).encode()).hexdigest()[:16]
         self.directory = Path(directory) / digest
 
-    def read(self, parts: Mapping[Key, Part]) -> dict[Key, PartCost]:
+    def read(self, parts: Mapping[Key, MeasuredPart]) -> dict[Key, PartCost]:
         """Returns what is known of some parts. A file that cannot be used is named in a warning and left out."""
         found: dict[Key, PartCost] = {}
         for key, part in parts.items():
             path = self._path(key)
             try:
-                entry = load_record(path, _Entry)
+                entry = load_record(path, _CacheEntry)
                 if (entry.signature, entry.micro_batch_size) != key or not entry.cost.fits(part):
                     raise ValueError("it is of another part")
             except FileNotFoundError:
@@ -100,7 +100,7 @@ class ProfileCache:
         """Saves costs. Where nothing can be written a warning says so, once."""
         try:
             for key, cost in costs.items():
-                entry = _Entry(*key, self.iterations, self.environment, cost)
+                entry = _CacheEntry(*key, self.iterations, self.environment, cost)
                 write_record(self._path(key), entry, is_synced=False)
         except OSError as error:
             reason = error.strerror or error

@@ -29,8 +29,8 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.records import BlockCost, Profile
 from autovaruna.profiler.work import (
+    MeasuredPart,
     Numbers,
-    Part,
     Samples,
     Work,
     all_parts,
@@ -258,7 +258,7 @@ class PartCost:
         forward, backward, weights, split = seconds
         return PartCost(forward, backward, self.num_bytes, weights, split, self.deferred_bytes)
 
-    def fits(self, part: Part) -> bool:
+    def fits(self, part: MeasuredPart) -> bool:
         """Whether a part has all values and outputs that this refers to."""
         values = [place for place, _ in self.num_bytes.saved_values]
         outputs = [each.place for each in self.num_bytes.made]
@@ -306,12 +306,12 @@ def measure(
     return costs
 
 
-def parts_by_key(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[Key, Part]:
+def parts_by_key(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[Key, MeasuredPart]:
     """Returns everything that is measured."""
     return {(part.signature, size): part for size in micro_batch_sizes for part in distinct(all_parts(traced))}
 
 
-def lasting_parts(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[Key, Part]:
+def lasting_parts(traced: TracedModel, micro_batch_sizes: Sequence[int]) -> dict[Key, MeasuredPart]:
     """Returns what is measured and costs the same in another program: operators of other libraries may change."""
     return {key: part for key, part in parts_by_key(traced, micro_batch_sizes).items() if part.is_of_torch}
 
@@ -330,7 +330,7 @@ def settle(costs: Sequence[PartCost]) -> PartCost:
     return costs[0].with_seconds(map(undisturbed, zip(*(cost.seconds for cost in costs), strict=True)))
 
 
-def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
+def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[MeasuredPart, int]]:
     """Returns what to measure: a part with all sizes at once, since machines drift; each rank comes by every size."""
     return [
         (part, sizes[(place + turn) % len(sizes)])
@@ -340,7 +340,7 @@ def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[Part, int]]:
 
 
 def _measure_one(
-    part: Part, kinds: Sequence[Samples], size: int, iterations: int, allowance: float, splits: bool
+    part: MeasuredPart, kinds: Sequence[Samples], size: int, iterations: int, allowance: float, splits: bool
 ) -> PartCost:
     """Measures a part on the first of several kinds of numbers that it takes."""
     first: Exception | None = None
@@ -360,7 +360,9 @@ def _measure_one(
     ) from first
 
 
-def _measure_on(part: Part, samples: Samples, size: int, iterations: int, allowance: float, splits: bool) -> PartCost:
+def _measure_on(
+    part: MeasuredPart, samples: Samples, size: int, iterations: int, allowance: float, splits: bool
+) -> PartCost:
     started = perf_counter()
     device = samples.device
     work = make_work(part, samples, size)
@@ -403,7 +405,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _block_costs(
-    traced: TracedModel, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]
+    traced: TracedModel, blocks: Sequence[MeasuredPart], layers: Sequence[MeasuredPart], costs: Mapping[str, PartCost]
 ) -> tuple[BlockCost, ...]:
     own = [costs[part.signature] for part in blocks]
     forward, backward, added = (_seconds(kind, blocks, layers, costs) for kind in (0, 1, 3))
@@ -419,7 +421,9 @@ def _block_costs(
     return tuple(BlockCost(*cost) for cost in zip(*columns, strict=True))
 
 
-def _seconds(kind: int, blocks: Sequence[Part], layers: Sequence[Part], costs: Mapping[str, PartCost]) -> list[float]:
+def _seconds(
+    kind: int, blocks: Sequence[MeasuredPart], layers: Sequence[MeasuredPart], costs: Mapping[str, PartCost]
+) -> list[float]:
     """Returns one of the seconds of each block, scaled to what layers take as a whole."""
     seconds = [costs[part.signature].seconds[kind] for part in blocks]
     for layer in layers:
@@ -430,7 +434,9 @@ def _seconds(kind: int, blocks: Sequence[Part], layers: Sequence[Part], costs: M
     return seconds
 
 
-def _bytes(traced: TracedModel, blocks: Sequence[Part], measured: Sequence[Bytes]) -> tuple[list[int], list[int]]:
+def _bytes(
+    traced: TracedModel, blocks: Sequence[MeasuredPart], measured: Sequence[Bytes]
+) -> tuple[list[int], list[int]]:
     """Returns what each block saves, by the rule above, and what it needs on top."""
     asked = {
         part.storage(part.values[place])

@@ -309,7 +309,7 @@ Paths = dict[int, list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Trial:
+class OptimizerTrial:
     """Steps of copies of an optimizer.
 
     They may go on from the state that it has, which some make before the first step. `rate` and `gradient` are what
@@ -475,14 +475,16 @@ def _tried(optimizer: Optimizer, device: torch.device) -> Steps:
     with _one_at_a_time, untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
         for keeps_state, passes_closure in product((False, True), repeat=2):
             try:
-                found = _of_scales(partial(Trial, optimizer, chosen, device, passes_closure, keeps_state, has_twin))
+                found = _of_scales(
+                    partial(OptimizerTrial, optimizer, chosen, device, passes_closure, keeps_state, has_twin)
+                )
                 return Steps("unknown", found.what) if has_twin and found.kind == "joint" else found
             except Exception as error:  # whatever a class of the script's raises
                 errors.append(f"{type(error).__name__}: {error}")
     return Steps("unknown", errors[0])
 
 
-def _of_scales(make: Callable[[float, float], Trial]) -> Steps:
+def _of_scales(make: Callable[[float, float], OptimizerTrial]) -> Steps:
     """Returns what is seen at the optimizer's own rates, unless others show more."""
     own, *others = _SCALES
     trial = make(*own)
@@ -499,7 +501,7 @@ def _of_scales(make: Callable[[float, float], Trial]) -> Steps:
     return found
 
 
-def _repeated(trial: Trial) -> Steps | None:
+def _repeated(trial: OptimizerTrial) -> Steps | None:
     """Returns what is seen if the same steps do not give the same numbers, or none."""
     every = range(len(trial.chosen))
     whole, again = trial.whole[0], trial.run(every)[0]
@@ -512,7 +514,7 @@ def _repeated(trial: Trial) -> Steps | None:
     return None
 
 
-def _compared(trial: Trial) -> Steps:
+def _compared(trial: OptimizerTrial) -> Steps:
     every = range(len(trial.chosen))
     whole, numbers = trial.whole
     half, parts = len(every) // 2, []

@@ -28,12 +28,12 @@ from autovaruna.graph.batch.operators import changed_by
 from autovaruna.graph.export.errors import failed_at, first_line
 from autovaruna.graph.export.fakes import fake_like
 from autovaruna.graph.facts import flop_formulas, storage_of, tensors_in
-from autovaruna.graph.pieces import Argument, Source
+from autovaruna.graph.pieces import Argument, ArgumentSource
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
 from autovaruna.profiler.measure import Key, PartCost, to_profile
 from autovaruna.profiler.records import LinkCost, OptimizerCost, Profile
-from autovaruna.profiler.work import Part, Samples, block_parts, distinct, make_work, repeated_part
+from autovaruna.profiler.work import MeasuredPart, Samples, block_parts, distinct, make_work, repeated_part
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -58,7 +58,7 @@ class _Bandwidth(msgspec.Struct, forbid_unknown_fields=True):
     efficiency: Share = 1.0
 
 
-class _Link(msgspec.Struct, forbid_unknown_fields=True):
+class _LinkOfDevice(msgspec.Struct, forbid_unknown_fields=True):
     bytes_per_second: Positive
     latency_seconds: Amount = 0.0
 
@@ -69,13 +69,13 @@ class _AllReduce(msgspec.Struct, forbid_unknown_fields=True):
     latency_seconds: Amount = 0.0
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _DeviceFile(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     kind: Literal["cpu", "cuda"]
     compute: _Compute
     memory_bandwidth: _Bandwidth
-    local_link: _Link
-    remote_link: _Link
+    local_link: _LinkOfDevice
+    remote_link: _LinkOfDevice
     all_reduce: _AllReduce
     memory: Any = 0
     operation_seconds: Amount = 0.0
@@ -132,7 +132,7 @@ def read_device(name: str) -> DeviceSpec:
     """Reads the file of a device; ConfigError, with the key, if a value is missing, unknown or of the wrong kind."""
     path = find_device_file(name)
     try:
-        file = read_record(read_toml(path), _File)
+        file = read_record(read_toml(path), _DeviceFile)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     try:
@@ -280,7 +280,7 @@ def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:
     return OptimizerCost(0.0, (3.0 + 2.0 * bytes_factor) / device.bytes_per_second)
 
 
-def _predict_one(part: Part, samples: Samples, size: int, device: DeviceSpec) -> PartCost:
+def _predict_one(part: MeasuredPart, samples: Samples, size: int, device: DeviceSpec) -> PartCost:
     try:
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
             work = make_work(part, samples, size)
@@ -343,7 +343,7 @@ class _FakeSamples(Samples):
 
     def argument(self, argument: Argument, batch_size: int) -> Any:
         """Returns what to pass for one argument of a piece."""
-        if argument.source is Source.RANDOM:
+        if argument.source is ArgumentSource.RANDOM:
             return _FakeStream(self.is_gpu)
         return super().argument(argument, batch_size)
 

@@ -1,4 +1,4 @@
-"""Makes what is measured ready to run: `Part` says what, `Samples` makes its arguments, `Work` runs.
+"""Makes what is measured ready to run: `MeasuredPart` says what, `Samples` makes its arguments, `Work` runs.
 
 A part is consecutive blocks, told apart by what they do, not by where they are. Arguments have random numbers where
 numbers are free.
@@ -23,7 +23,16 @@ from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import name_of
 from autovaruna.graph.export.fakes import EMPTY
 from autovaruna.graph.grouping import signature
-from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, extract, split_backward
+from autovaruna.graph.pieces import (
+    Argument,
+    ArgumentSource,
+    Deferred,
+    Piece,
+    SplitPiece,
+    direct,
+    extract,
+    split_backward,
+)
 from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.records import Block
@@ -66,7 +75,7 @@ _MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class MeasuredPart:
     """Consecutive blocks of a traced model."""
 
     traced: TracedModel
@@ -137,22 +146,22 @@ class Part:
         return isinstance(self.traced.facts[name].value, Tensor)
 
 
-def all_parts(traced: TracedModel) -> list[Part]:
+def all_parts(traced: TracedModel) -> list[MeasuredPart]:
     """Returns everything that is measured of a model: blocks, layers, and what all stages repeat."""
     return [part for part in (*block_parts(traced), *layer_parts(traced), repeated_part(traced)) if part.nodes]
 
 
-def distinct(parts: Sequence[Part]) -> list[Part]:
+def distinct(parts: Sequence[MeasuredPart]) -> list[MeasuredPart]:
     """Returns the first part with each signature."""
     return list({part.signature: part for part in reversed(parts)}.values())[::-1]
 
 
-def block_parts(traced: TracedModel) -> list[Part]:
+def block_parts(traced: TracedModel) -> list[MeasuredPart]:
     """Returns each block as a part."""
     return [_part(traced, [block]) for block in traced.graph.blocks]
 
 
-def layer_parts(traced: TracedModel) -> list[Part]:
+def layer_parts(traced: TracedModel) -> list[MeasuredPart]:
     """Returns runs of whole layers; a layer is what a module path says up to its first number.
 
     Layers of few blocks are taken together, and a layer of very many blocks is parted.
@@ -172,16 +181,16 @@ def layer_parts(traced: TracedModel) -> list[Part]:
     ]
 
 
-def repeated_part(traced: TracedModel) -> Part:
+def repeated_part(traced: TracedModel) -> MeasuredPart:
     """Returns the repeated nodes, which are in no block, as a part."""
-    return Part(traced, (), tuple(traced.repeated), "repeated operations")
+    return MeasuredPart(traced, (), tuple(traced.repeated), "repeated operations")
 
 
-def _part(traced: TracedModel, blocks: Iterable[Block]) -> Part:
+def _part(traced: TracedModel, blocks: Iterable[Block]) -> MeasuredPart:
     blocks = tuple(blocks)
     nodes = tuple(name for block in blocks for name in block.nodes)
     name = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} to {blocks[-1].name}"
-    return Part(traced, blocks, nodes, name)
+    return MeasuredPart(traced, blocks, nodes, name)
 
 
 _PATTERN_LENGTH = 65_521
@@ -213,19 +222,19 @@ class Samples:
     def argument(self, argument: Argument, batch_size: int) -> Any:
         """Returns what to pass for one argument of a piece, for `batch_size` samples."""
         match argument.source:
-            case Source.RANDOM:
+            case ArgumentSource.RANDOM:
                 return RandomStream(0, 0, 0, self.device)
-            case Source.SIZE:
+            case ArgumentSource.SIZE:
                 return self.traced.sizes.number(self.traced.nodes[argument.name].meta["val"], batch_size)
-            case Source.OF_BATCH:
+            case ArgumentSource.OF_BATCH:
                 return self._of_batch(argument.name, batch_size)
-            case Source.PARAMETER:
+            case ArgumentSource.PARAMETER:
                 return self._parameter(argument.name)
-            case Source.BUFFER:
+            case ArgumentSource.BUFFER:
                 return self._copy(self.model.get_buffer(argument.name))
-            case Source.CONSTANT:
+            case ArgumentSource.CONSTANT:
                 return self._copy(self.traced.constants[argument.name])
-            case Source.INPUT if self.inputs:
+            case ArgumentSource.INPUT if self.inputs:
                 return self._input(argument.name, batch_size)
             case _:
                 return self._value(argument.name, batch_size)
@@ -353,13 +362,13 @@ class Work:
         return deferred
 
 
-def make_work(part: Part, samples: Samples, batch_size: int) -> Work:
+def make_work(part: MeasuredPart, samples: Samples, batch_size: int) -> Work:
     """Returns a part as work on `batch_size` samples."""
     traced = part.traced
     code = part.code
     arguments = tuple(samples.argument(argument, batch_size) for argument in code.arguments)
     at = dict(zip(code.arguments, arguments, strict=True))
-    values = {argument.name: tensor for argument, tensor in at.items() if argument.source is Source.VALUE}
+    values = {argument.name: tensor for argument, tensor in at.items() if argument.source is ArgumentSource.VALUE}
     split = code.split
     return Work(
         code.run,
@@ -386,7 +395,7 @@ def smallest_split(device: torch.device) -> Work:
     graph = fx.Graph()
     placeholders = [graph.placeholder(name) for name in ("value", "weight")]
     graph.output((graph.call_function(torch.ops.aten.mm.default, tuple(placeholders)),))
-    given = (Argument(Source.VALUE, "value"), Argument(Source.PARAMETER, "weight", 0))
+    given = (Argument(ArgumentSource.VALUE, "value"), Argument(ArgumentSource.PARAMETER, "weight", 0))
     piece = Piece(fx.GraphModule({}, graph), given, ("product",))
     value, weight = (torch.zeros(1, 1, device=device, requires_grad=True) for _ in range(2))
     weight.grad = torch.zeros_like(weight)

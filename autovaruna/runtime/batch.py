@@ -1,7 +1,7 @@
 """Describes one call: its micro-batches, what each instruction sends, and what a rank keeps meanwhile.
 
-`GlobalBatch` and `Job` are alike on all ranks, `Traffic` is what one rank makes of them; `OwnSamples`, `InFlight` and
-`ChangedState` hold its samples, stages between forward and backward, and state that forwards change.
+`GlobalBatch` and `BatchJob` are alike on all ranks, `Traffic` is what one rank makes of them; `OwnSamples`, `InFlight`
+and `ChangedState` hold its samples, stages between forward and backward, and state that forwards change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from autovaruna.errors import InputError
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.mail import Kind, Parcel, Route
+from autovaruna.runtime.mail import MessageKind, Parcel, Stream
 from autovaruna.runtime.transport.base import empty_on_host, is_dense
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Instruction, slices
 from autovaruna.schedule.pipeline import Kind as Work
 from autovaruna.stage.module import StageModule
-from autovaruna.stage.split import Edge, Split, StagePart
+from autovaruna.stage.split import Split, StageEdge, StagePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def weigh(batch: GlobalBatch, weights: tuple[float, ...], is_sum: bool) -> Globa
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class BatchJob:
     """One call of the model, as every rank sees it.
 
     Attributes:
@@ -266,26 +266,26 @@ class Traffic:
 
     def _inputs(self, stage: StagePart, part: MicroBatch) -> Parcel:
         """Returns the parcel that takes inputs to a stage; those that are no batches are the same on all ranks."""
-        route = Route(part.origin, self.plan.rank_of(stage.index, part.index), 4 * stage.index + 2)
-        return Parcel(Kind(self.graph_key, route, part.size), self._travelling[stage.index])
+        route = Stream(part.origin, self.plan.rank_of(stage.index, part.index), 4 * stage.index + 2)
+        return Parcel(MessageKind(self.graph_key, route, part.size), self._travelling[stage.index])
 
-    def _activations(self, edge: Edge, part: MicroBatch) -> Parcel:
-        route = Route(*self._ends(edge, part), 4 * edge.index)
-        return Parcel(Kind(self.graph_key, route, part.size), edge.values)
+    def _activations(self, edge: StageEdge, part: MicroBatch) -> Parcel:
+        route = Stream(*self._ends(edge, part), 4 * edge.index)
+        return Parcel(MessageKind(self.graph_key, route, part.size), edge.values)
 
-    def _gradients(self, edge: Edge, part: MicroBatch, origin: str) -> Parcel:
+    def _gradients(self, edge: StageEdge, part: MicroBatch, origin: str) -> Parcel:
         source, destination = self._ends(edge, part)
-        route = Route(destination, source, 4 * edge.index + 1)
-        return Parcel(Kind(self.graph_key + origin, route, part.size), edge.gradients)
+        route = Stream(destination, source, 4 * edge.index + 1)
+        return Parcel(MessageKind(self.graph_key + origin, route, part.size), edge.gradients)
 
-    def _ends(self, edge: Edge, part: MicroBatch) -> tuple[int, int]:
+    def _ends(self, edge: StageEdge, part: MicroBatch) -> tuple[int, int]:
         return self.plan.rank_of(edge.source, part.index), self.plan.rank_of(edge.destination, part.index)
 
 
 class OwnSamples:
     """The mini-batch of this rank, by input name."""
 
-    def __init__(self, inputs: Mapping[str, Tensor], job: Job, rank: int) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], job: BatchJob, rank: int) -> None:
         self._inputs, self._job, self._rank = inputs, job, rank
         self._slices: dict[str, Mapping[int, Tensor]] = {}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
 from autovaruna.interception.clipping import join_norms
-from autovaruna.interception.installed import Piece
+from autovaruna.interception.installed import ProcessPiece
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel, split_models
 from autovaruna.runtime.world import differences
@@ -155,5 +155,5 @@ def _model_of(tensors: Sequence[Tensor]) -> JoinedNorm | None:
     return None
 
 
-CLIPPING = Piece(partial(join_norms, _model_of))
+CLIPPING = ProcessPiece(partial(join_norms, _model_of))
 """PyTorch's own clipping, for gradients of models that are split."""

@@ -1,6 +1,6 @@
-"""Finds waits that can never end: `DeadlockDetector` knows where every rank waits, `Watch` is what one rank waits with.
+"""Finds waits that can never end: `DeadlockDetector` knows where every rank waits, `RankWatch` waits for one.
 
-Rank 0 keeps the detector. Each rank tells it what it does (`Join` a collective, `Report` a long wait, `Leave` the
+Rank 0 keeps the detector. Each rank tells it what it does (`Join` a collective, `WaitReport` a long wait, `Leave` the
 program), and it answers when all have come, or when they never can. It finds
 
 - ranks that joined collectives with different labels;
@@ -65,7 +65,7 @@ class Join(NamedTuple):
     value: bytes
 
 
-class Report(NamedTuple):
+class WaitReport(NamedTuple):
     """A rank has been waiting for a while: for what in words, what it needs, and what it had done before.
 
     No words: it no longer waits.
@@ -92,7 +92,7 @@ class Places(NamedTuple):
     text: str
 
 
-class Values(NamedTuple):
+class JoinedValues(NamedTuple):
     """Answers a join: the values by rank, as bytes."""
 
     values: tuple[bytes, ...]
@@ -109,9 +109,9 @@ class Farewell(NamedTuple):
     """Answers a leave: all ranks have come to their end."""
 
 
-Notice = Join | Report | Leave
-Answer = Values | Failure | Farewell
-_NEWS = (Join, Report, Leave, Values, Failure, Farewell, Ask, Places)
+Notice = Join | WaitReport | Leave
+Answer = JoinedValues | Failure | Farewell
+_NEWS = (Join, WaitReport, Leave, JoinedValues, Failure, Farewell, Ask, Places)
 
 
 def encoded(news: Notice | Answer | Ask | Places) -> bytes:
@@ -132,7 +132,7 @@ class DeadlockDetector:
     answer_all: Callable[[Answer], None]
     failure: Failure | None = None
     joined: dict[int, Join] = field(default_factory=dict)
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, WaitReport] = field(default_factory=dict)
     ended: dict[int, Leave] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
     known: dict[bytes, bytes] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class DeadlockDetector:
         elif len(self.joined) == self.num_ranks:
             values = tuple(self.joined[rank].value for rank in range(self.num_ranks))
             self._forget_joins()
-            self.answer_all(Values(values))
+            self.answer_all(JoinedValues(values))
         elif self.reports:
             self._look_for_stuck()
 
@@ -283,7 +283,7 @@ Waiting = Callable[[], tuple[str, tuple[Need, ...]]]
 """Says in words and for the detector what a rank waits for."""
 
 
-class Watch:
+class RankWatch:
     """Waits on behalf of one rank, such that no wait lasts for ever.
 
     The rank counts what it does that others may wait for. If it waits for long it tells the detector for what, with
@@ -324,7 +324,7 @@ class Watch:
         self._let_notices_leave()
         if isinstance(answer, Failure):
             raise RankError(answer.text)
-        assert isinstance(answer, Values), answer
+        assert isinstance(answer, JoinedValues), answer
         known: dict[bytes, Any] = {own: value} if type(value) is tuple else {}  # what is alike need not be read
         for item in answer.values:
             if item not in known:
@@ -383,7 +383,7 @@ class Watch:
                 give_up()
             self.transport.rest(now - started)
         if long_wait is not None and not self._is_leaving:
-            self.tell(Report("", (), {}))
+            self.tell(WaitReport("", (), {}))
 
     def raise_failure(self) -> None:
         """Raises what has been found, if anything."""
@@ -457,12 +457,12 @@ class Watch:
 class LongWait:
     """A wait that has lasted for a while: tells the detector, and later the log, what is waited for."""
 
-    def __init__(self, watch: Watch, waiting: Waiting) -> None:
+    def __init__(self, watch: RankWatch, waiting: Waiting) -> None:
         self._watch = watch
         self._words, needs = waiting()
         self._told_at = 0.0
         self._asked_at: float | None = None
-        watch.tell(Report(self._words, needs, dict(watch.counts)))
+        watch.tell(WaitReport(self._words, needs, dict(watch.counts)))
 
     def go_on(self, waited: float) -> None:
         """Asks where the others are, tells the log, and ends the wait, each at its time in seconds; never blocks."""

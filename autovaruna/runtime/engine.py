@@ -17,10 +17,10 @@ from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Opaque, Undelivered
-from autovaruna.planner.prediction import Orders
+from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.batch import GlobalBatch, Job, Traffic
+from autovaruna.runtime.batch import BatchJob, GlobalBatch, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.remote_parameter import RemoteTensor
@@ -79,7 +79,7 @@ class Engine:
     plan: Plan
     assignment: Assignment
     placement: Placement
-    orders: Orders
+    orders: RankOrders
     settings: Settings
     world: World
     device: torch.device
@@ -134,7 +134,7 @@ class Engine:
                 "The model was planned for evaluation, in a first call without gradients and without an optimizer: got "
                 "a call with gradients. Pass the optimizer to AutoVaruna, or make the first call one with gradients."
             )
-        job = Job(
+        job = BatchJob(
             split=prepared.split,
             plan=self.plan,
             batch=batch,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
 from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
-from autovaruna.runtime.world import Sums, World
+from autovaruna.runtime.world import GradientSums, World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
@@ -29,7 +29,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class Use:
+class StageUse:
     """One use of a parameter: the block, its stage, and the ranks of that stage."""
 
     block: int
@@ -53,12 +53,12 @@ class Order:
     """
 
     def __init__(
-        self, uses: Mapping[str, list[Use]], holders: Mapping[str, tuple[int, ...]], owners: Mapping[str, int]
+        self, uses: Mapping[str, list[StageUse]], holders: Mapping[str, tuple[int, ...]], owners: Mapping[str, int]
     ) -> None:
         self.owners = owners
-        self.uses: dict[str, list[Use]] = {}
+        self.uses: dict[str, list[StageUse]] = {}
         self.spread: dict[str, tuple[int, ...]] = {}
-        self.stages: dict[tuple[int, ...], dict[int, dict[str, list[Use]]]] = {}
+        self.stages: dict[tuple[int, ...], dict[int, dict[str, list[StageUse]]]] = {}
         for name, each in uses.items():
             if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
                 getting = {each[-1].ranks[0], owners[name]} if name in owners else holders[name]
@@ -73,7 +73,7 @@ class Summation:
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._order, self._world, self._parameters = order, world, parameters
-        self._sums = Sums(world)
+        self._sums = GradientSums(world)
         self._totals: dict[str, Tensor] = {}
         self._accumulators: dict[ParameterUse, Tensor] = {}
         self._coming = {ranks: dict(stages) for ranks, stages in order.stages.items()}
@@ -105,7 +105,7 @@ class Summation:
                 self._add(stages.pop(next(iter(stages))), ranks)
                 self._sums.start()
 
-    def _add(self, stage: Mapping[str, list[Use]], ranks: tuple[int, ...]) -> None:
+    def _add(self, stage: Mapping[str, list[StageUse]], ranks: tuple[int, ...]) -> None:
         """Adds up the uses of each parameter of a stage; its ranks, if there are several, sum the totals."""
         for name, (first, *others) in stage.items():
             total = self._take(name, first)
@@ -117,12 +117,12 @@ class Summation:
                 self._sums.add(total, ranks, is_contiguous=is_contiguous, owner=self._order.owners.get(name))
             self._totals[name] = total
 
-    def _take(self, name: str, use: Use) -> Tensor:
+    def _take(self, name: str, use: StageUse) -> Tensor:
         """Returns an accumulator; a replica that had no micro-batch adds zeros."""
         found = self._accumulators.pop((name, use.block), None)
         return found if found is not None else torch.zeros_like(self._parameters[name])
 
-    def _chain(self, name: str, uses: list[Use]) -> Tensor:
+    def _chain(self, name: str, uses: list[StageUse]) -> Tensor:
         """Sums a parameter over the stages that use it; the total is on the first rank of the first one."""
         runs = [list(run) for _, run in groupby(uses, key=attrgetter("stage"))]
         mine = [use for use in uses if self._world.rank in use.ranks]
@@ -148,10 +148,10 @@ class Summation:
         return total if total is not None else torch.empty_like(self._parameters[name])
 
 
-def _use(split: Split, plan: Plan, block: int) -> Use:
+def _use(split: Split, plan: Plan, block: int) -> StageUse:
     node = split.traced.graph.blocks[block].nodes[0]
     stage = split.assignment.stage_of[node]
-    return Use(block, stage, plan.stages[stage].ranks)
+    return StageUse(block, stage, plan.stages[stage].ranks)
 
 
 class GradientBook:

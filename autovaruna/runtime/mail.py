@@ -67,7 +67,7 @@ SMALL_AHEAD, SMALL_BYTES = 32, 1 << 20
 """The same while a rank waits and all that is posted is known to be less than these bytes."""
 
 
-class Route(NamedTuple):
+class Stream(NamedTuple):
     """A stream of messages: from one rank to another, under one tag."""
 
     source: int
@@ -75,18 +75,18 @@ class Route(NamedTuple):
     tag: int
 
 
-class Kind(NamedTuple):
+class MessageKind(NamedTuple):
     """Messages with the same layouts: of one graph, on one route, for one micro-batch size."""
 
     graph: str
-    route: Route
+    route: Stream
     micro_batch_size: int
 
 
 class Parcel(NamedTuple):
     """Tensors that travel together: the kind of their message, and their names."""
 
-    kind: Kind
+    kind: MessageKind
     names: tuple[str, ...]
 
 
@@ -117,11 +117,11 @@ class Mail:
         self.due = 0
         self._program: Sequence[Receiver] = ()
         self._position = self._next = 0
-        self._layouts: dict[Kind, Layouts] = {}
-        self._brought: dict[Kind, tuple[Layout, ...]] = {}
-        self._local: defaultdict[Route, deque[TensorList]] = defaultdict(deque)
-        self._posted: defaultdict[Route, deque[_Posted]] = defaultdict(deque)
-        self._expected: defaultdict[Route, deque[Kind]] = defaultdict(deque)
+        self._layouts: dict[MessageKind, Layouts] = {}
+        self._brought: dict[MessageKind, tuple[Layout, ...]] = {}
+        self._local: defaultdict[Stream, deque[TensorList]] = defaultdict(deque)
+        self._posted: defaultdict[Stream, deque[_Posted]] = defaultdict(deque)
+        self._expected: defaultdict[Stream, deque[MessageKind]] = defaultdict(deque)
 
     def forget(self, graph: str) -> None:
         """Forgets the layouts of a graph's messages, on all ranks at the same call; they are sent again."""
@@ -150,7 +150,7 @@ class Mail:
             self.expect(parcel.kind)
         self._next += 1
 
-    def send(self, tensors: Sequence[Tensor | None], kind: Kind) -> Pending:
+    def send(self, tensors: Sequence[Tensor | None], kind: MessageKind) -> Pending:
         """Starts to send tensors; they must not change until it is done. Never blocks."""
         route = kind.route
         if route.destination == self._world.rank:
@@ -169,7 +169,7 @@ class Mail:
             )
         return self._world.send(travelling, route.destination, route.tag) if travelling else DONE
 
-    def expect(self, kind: Kind) -> None:
+    def expect(self, kind: MessageKind) -> None:
         """Posts the receive of the next message on a route once its layouts are known; never blocks.
 
         Messages are taken in the order in which they are expected. Those that come by themselves need no post.
@@ -184,7 +184,7 @@ class Mail:
             expected.append(kind)
             self._post_known(route)
 
-    def take(self, kind: Kind) -> TensorList:
+    def take(self, kind: MessageKind) -> TensorList:
         """Returns the next message on a route; blocks until it is here."""
         route = kind.route
         if route.source == self._world.rank:
@@ -216,14 +216,14 @@ class Mail:
         pending.wait()
         self.waited_seconds += perf_counter() - begin
 
-    def _post_known(self, route: Route) -> None:
+    def _post_known(self, route: Stream) -> None:
         """Posts the receives of a route up to the first message whose layouts are not known."""
         expected = self._expected[route]
         while expected and (layouts := self._layouts.get(expected[0])) is not None:
             if expected.popleft() not in self._brought:
                 self._post(route, layouts)
 
-    def _learn(self, kind: Kind) -> None:
+    def _learn(self, kind: MessageKind) -> None:
         """Receives the layouts of a kind of messages, and finds how they come."""
         route = kind.route
         layouts: Layouts = self._world.receive_object(route.source, route.tag)
@@ -232,7 +232,7 @@ class Mail:
         if blanks and self._world.brings(route.source, blanks):
             self._brought[kind] = blanks
 
-    def _post(self, route: Route, layouts: Layouts) -> None:
+    def _post(self, route: Stream, layouts: Layouts) -> None:
         buffers, num_bytes = [], 0
         for layout in layouts:
             if layout is not None:

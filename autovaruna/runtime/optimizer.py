@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
-from autovaruna.interception.installed import Piece, Undo
+from autovaruna.interception.installed import ProcessPiece, Undo
 from autovaruna.interception.optimizer import OptimizerProxy, cut_groups, outermost_step, watch_steps
 from autovaruna.profiler.optimizer import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
@@ -224,7 +224,7 @@ def _watch_later_optimizers() -> Undo:
     return undo
 
 
-LATER_OPTIMIZERS = Piece(_watch_later_optimizers)
+LATER_OPTIMIZERS = ProcessPiece(_watch_later_optimizers)
 
 
 def _join(optimizer: Optimizer, *_: Any) -> None:

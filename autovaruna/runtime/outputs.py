@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import OutputKind, OutputSpec, joined, opened
-from autovaruna.runtime.batch import GlobalBatch, Job, MicroBatch
-from autovaruna.runtime.mail import Kind, Mail, Route
+from autovaruna.runtime.batch import BatchJob, GlobalBatch, MicroBatch
+from autovaruna.runtime.mail import Mail, MessageKind, Stream
 from autovaruna.runtime.world import World
 
 
@@ -23,7 +23,7 @@ class OutputCollector:
     `made` are those that this rank's stages made, by (output, micro-batch).
     """
 
-    job: Job
+    job: BatchJob
     world: World
     mail: Mail
     made: Mapping[tuple[int, int], Tensor]
@@ -121,11 +121,11 @@ class OutputCollector:
                 shares = _shares(self.job.batch, slots.device)
                 return (wide * shares.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
 
-    def _kind(self, place: int, part: MicroBatch, receiver: int) -> Kind:
+    def _kind(self, place: int, part: MicroBatch, receiver: int) -> MessageKind:
         return self._number_kind(place, self.job.maker_of(place, part.index), receiver, part.size)
 
-    def _number_kind(self, place: int, maker: int, receiver: int, size: int) -> Kind:
-        return Kind(self.job.graph_key, Route(maker, receiver, 4 * place + 3), size)
+    def _number_kind(self, place: int, maker: int, receiver: int, size: int) -> MessageKind:
+        return MessageKind(self.job.graph_key, Stream(maker, receiver, 4 * place + 3), size)
 
     def _makers(self, place: int, parts: list[MicroBatch]) -> list[int]:
         if place not in self._known_makers:
@@ -154,7 +154,7 @@ class GradientExchange:
     one: what goes back has other messages for others.
     """
 
-    job: Job
+    job: BatchJob
     world: World
     mail: Mail
     made: Mapping[tuple[str, int], Tensor | None]
@@ -249,10 +249,12 @@ class GradientExchange:
         self.world.all_reduce(total, tuple(range(self.world.num_ranks)))
         return total
 
-    def _output_kind(self, place: int, part: MicroBatch) -> Kind:
-        route = Route(part.origin, self.job.maker_of(place, part.index), 4 * place + 3)
-        return Kind(f"{self.job.graph_key}/back{self.origin}", route, part.size)
+    def _output_kind(self, place: int, part: MicroBatch) -> MessageKind:
+        route = Stream(part.origin, self.job.maker_of(place, part.index), 4 * place + 3)
+        return MessageKind(f"{self.job.graph_key}/back{self.origin}", route, part.size)
 
-    def _input_kind(self, place: int, name: str, part: MicroBatch, receiver: int) -> Kind:
+    def _input_kind(self, place: int, name: str, part: MicroBatch, receiver: int) -> MessageKind:
         holder = self.job.plan.rank_of(self.job.split.input_gradients[name], part.index)
-        return Kind(self.job.graph_key + self.origin, Route(holder, receiver, _INPUT_GRADIENT_TAG + place), part.size)
+        return MessageKind(
+            self.job.graph_key + self.origin, Stream(holder, receiver, _INPUT_GRADIENT_TAG + place), part.size
+        )

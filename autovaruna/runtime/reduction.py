@@ -20,8 +20,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.deadlock import Event, Need, Watch
-from autovaruna.runtime.transport.base import GROUP_CHANNEL, Part, Pending, Transport, flat, to_host
+from autovaruna.runtime.deadlock import Event, Need, RankWatch
+from autovaruna.runtime.transport.base import GROUP_CHANNEL, Pending, TensorTransfer, Transport, flat, to_host
 
 SMALL_BYTES = 16 << 10
 PIECE_BYTES = 1 << 20
@@ -32,34 +32,34 @@ WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 class Group:
     """The sums of one tuple of ranks: their pieces go in the order started, a few at once."""
 
-    def __init__(self, transport: Transport, watch: Watch, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: Transport, watch: RankWatch, ranks: tuple[int, ...]) -> None:
         self.transport, self.watch, self.ranks = transport, watch, ranks
         self.tag = (zlib.crc32(repr(ranks).encode()) >> 4) & ~3  # a multiple of 4, alike on every rank
         self.num_calls = 0
-        self._coming: deque[Piece] = deque()
-        self.active: deque[Piece] = deque()
+        self._coming: deque[SumPiece] = deque()
+        self.active: deque[SumPiece] = deque()
         self._num_active_bytes = 0
 
-    def start(self, tensor: Tensor) -> Exchange:
+    def start(self, tensor: Tensor) -> PieceExchange:
         host, num_ranks = to_host(tensor), len(self.ranks)
         pieces = []
         for piece in torch.split(flat(host), max(1, PIECE_BYTES // tensor.element_size()) * num_ranks):
             is_small = piece.nbytes <= SMALL_BYTES
             shares = [piece] * num_ranks if is_small else piece.tensor_split(num_ranks)
-            pieces.append(Piece(shares, sums=True, gathers=not is_small))
+            pieces.append(SumPiece(shares, sums=True, gathers=not is_small))
         return self._start(pieces, [(tensor, host)])
 
-    def start_shares(self, shares: Sequence[Sequence[Tensor]], *, gathers: bool) -> Exchange:
+    def start_shares(self, shares: Sequence[Sequence[Tensor]], *, gathers: bool) -> PieceExchange:
         """Starts to sum the tensors of each rank of the group there or, if it `gathers`, to send them to the others."""
         hosts = [[(tensor, to_host(tensor)) for tensor in share] for share in shares]
         columns = [[part for _, host in share for part in _cut(host)] for share in hosts]
         own = self.ranks.index(self.transport.rank)
         landing = [pair for place, share in enumerate(hosts) if (place == own) != gathers for pair in share]
-        return self._start([Piece(row, sums=not gathers, gathers=gathers) for row in zip_longest(*columns)], landing)
+        return self._start([SumPiece(row, sums=not gathers, gathers=gathers) for row in zip_longest(*columns)], landing)
 
-    def _start(self, pieces: Sequence[Piece], landing: Sequence[tuple[Tensor, Tensor]]) -> Exchange:
+    def _start(self, pieces: Sequence[SumPiece], landing: Sequence[tuple[Tensor, Tensor]]) -> PieceExchange:
         self.count_call()
-        exchange = Exchange(self, pieces, landing)
+        exchange = PieceExchange(self, pieces, landing)
         self._coming.extend(pieces)
         self.advance()
         return exchange
@@ -104,13 +104,13 @@ class Group:
         return f"for a sum or a copy among ranks {self.ranks}", needs
 
 
-class Exchange(Pending):
+class PieceExchange(Pending):
     """A sum or a copy among the ranks of a group on its way, in pieces.
 
     `landing` has tensors, and the memory on the host that is copied to them at the end.
     """
 
-    def __init__(self, group: Group, pieces: Sequence[Piece], landing: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, group: Group, pieces: Sequence[SumPiece], landing: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._group, self._pieces = group, list(pieces)
         self._landing = [pair for pair in landing if pair[0] is not pair[1]]
 
@@ -135,7 +135,7 @@ class Exchange(Pending):
             self._group.watch.wait_until(self.is_done, self._group.waiting)
 
 
-class Piece:
+class SumPiece:
     """One piece of what is exchanged, of which each rank of the group has a share, or none.
 
     If it `sums`, each share is summed on its rank; if it `gathers`, it is sent from there to the others then.
@@ -144,7 +144,7 @@ class Piece:
     def __init__(self, shares: Sequence[Tensor | None], *, sums: bool, gathers: bool) -> None:
         self._shares, self._sums, self._gathers = shares, sums, gathers
         self._parts: list[Tensor] = []
-        self._messages: list[Part] = []
+        self._messages: list[TensorTransfer] = []
         self.num_bytes = sum(share.nbytes for share in shares if share is not None)
         self.is_finished = False
 
@@ -216,7 +216,7 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
     def rank_at(place: int) -> int:
         return group.ranks[(place + start) % num_ranks]
 
-    def finish(parts: list[Part], ranks: list[int]) -> None:
+    def finish(parts: list[TensorTransfer], ranks: list[int]) -> None:
         words = f"for a broadcast of rank {root} among ranks {group.ranks}"
         group.watch.wait_until(partial(drain, parts), lambda: (words, tuple(map(group.need, ranks))))
 
@@ -230,7 +230,7 @@ def broadcast_in_tree(group: Group, tensor: Tensor, root: int) -> None:
     finish([part for rank in targets for part in transport.post_sends([tensor], rank, GROUP_CHANNEL, tag)], targets)
 
 
-def drain(parts: list[Part]) -> bool:
+def drain(parts: list[TensorTransfer]) -> bool:
     """Takes what is done out of a list, from its end; says whether nothing is left."""
     while parts and parts[-1].is_done():
         parts.pop()

@@ -34,10 +34,10 @@ from autovaruna.runtime.autograd import Finish, Gradients, arrive, follows_a_cal
 from autovaruna.runtime.batch import (
     NOTHING,
     Act,
+    BatchJob,
     ChangedState,
     GlobalBatch,
     InFlight,
-    Job,
     MicroBatch,
     OwnSamples,
     Stash,
@@ -99,7 +99,7 @@ class StepRunner:
             backward says what they start from.
     """
 
-    job: Job
+    job: BatchJob
     rank: RankParts
     stages: Mapping[int, StageModule]
     traffic: Traffic

@@ -24,7 +24,7 @@ from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
 from autovaruna.runtime.transport.base import distinct
-from autovaruna.runtime.world import Sums, World
+from autovaruna.runtime.world import GradientSums, World
 from autovaruna.stage.split import Assignment
 
 
@@ -333,7 +333,7 @@ def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) ->
 
 
 @dataclass(eq=False)
-class Share:
+class SharedParameter:
     """A parameter that this rank holds, with other `ranks`, and of which one rank, its home, has gradient and state.
 
     `gradient` is what this rank shows of the gradient, if it is another's; the same in every step.
@@ -352,9 +352,9 @@ class Share:
 _shares: Any = by_tensor()
 
 
-def share_of(parameter: Tensor) -> Share | None:
+def share_of(parameter: Tensor) -> SharedParameter | None:
     """Returns the share that a parameter is; None: every rank that holds it has gradient and state."""
-    found: Share | None = _shares.get(parameter)
+    found: SharedParameter | None = _shares.get(parameter)
     return found
 
 
@@ -372,7 +372,7 @@ def note_shares(state: OwnedState, placement: Placement, world: World, device: t
         ranks = placement.ranks_of(name)
         if name in placement.owners and world.rank in ranks:
             home = Home(f"the gradient of {name}", (placement.owners[name],), world.rank, device, parameter.shape)
-            _shares[parameter] = Share(home, ranks, world)
+            _shares[parameter] = SharedParameter(home, ranks, world)
 
 
 def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
@@ -387,11 +387,11 @@ def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
 
 def spread_steps(parameters: Iterable[Tensor]) -> None:
     """Gives the numbers of shared parameters, listed alike on every rank, from their owners to all. Collective."""
-    sums: Sums | None = None
+    sums: GradientSums | None = None
     for parameter in parameters:
         share = share_of(parameter)
         if share is not None:
-            sums = sums or Sums(share.world, gathers=True)
+            sums = sums or GradientSums(share.world, gathers=True)
             own = parameter.detach()
             sums.add(own, share.ranks, is_contiguous=own.is_contiguous(), owner=share.owner)
             if share.owner != share.world.rank:

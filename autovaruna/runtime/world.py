@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autovaruna.errors import AutoVarunaError, RankError, TraceError
 from autovaruna.log import error_text
-from autovaruna.runtime.deadlock import Event, Need, Watch
+from autovaruna.runtime.deadlock import Event, Need, RankWatch
 from autovaruna.runtime.reduction import Group, broadcast_in_tree
 from autovaruna.runtime.transport.base import (
     CARRIER_CHANNEL,
@@ -30,8 +30,8 @@ from autovaruna.runtime.transport.base import (
     Carrier,
     Layout,
     Pair,
-    Part,
     Pending,
+    TensorTransfer,
     Transport,
     check_dense,
     empty_on_host,
@@ -54,7 +54,12 @@ class Message(Pending):
     __slots__ = ("_count", "_event", "_finish", "_parts", "_world")
 
     def __init__(
-        self, world: World, parts: list[Part], event: Event, count: int, finish: Callable[[], None] | None = None
+        self,
+        world: World,
+        parts: list[TensorTransfer],
+        event: Event,
+        count: int,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._world, self._parts, self._event, self._count = world, parts, event, count
         self._finish = finish
@@ -127,11 +132,11 @@ class World:
         self.hosts = transport.hosts
         self.num_models = 0
         self.transport = transport
-        self.watch = Watch(transport, self._advance)
+        self.watch = RankWatch(transport, self._advance)
         self.carrier: Carrier | None = None
         self.coming: set[Message] = set()
         self.lagging: deque[Message] = deque()
-        self._sends: deque[Part] = deque()
+        self._sends: deque[TensorTransfer] = deque()
         self._groups: dict[Ranks, Group] = {}
 
     # Collectives of all ranks.
@@ -206,7 +211,7 @@ class World:
         self._sends.append(message)
         return message
 
-    def _sent(self, parts: list[Part], destination: int, channel: int, tag: int) -> Pending:
+    def _sent(self, parts: list[TensorTransfer], destination: int, channel: int, tag: int) -> Pending:
         """Returns what has been started as a message, which is kept until it has left."""
         event = "sent", destination, channel, tag
         count = self.watch.count(event, len(parts))
@@ -228,7 +233,7 @@ class World:
         return self._received(parts, source, TENSOR_CHANNEL, tag, _filling(buffers, landing))
 
     def _received(
-        self, parts: list[Part], source: int, channel: int, tag: int, finish: Callable[[], None] | None = None
+        self, parts: list[TensorTransfer], source: int, channel: int, tag: int, finish: Callable[[], None] | None = None
     ) -> Message:
         event = "received", source, channel, tag
         message = Message(self, parts, event, self.watch.count(event, len(parts)), finish)
@@ -352,7 +357,7 @@ class World:
         if needs_more:
             self.progress()
 
-    def keep(self, part: Part) -> None:
+    def keep(self, part: TensorTransfer) -> None:
         """Keeps what is on its way until it has left."""
         self._sends.append(part)
 
@@ -538,7 +543,7 @@ class Queue:
             self.start()
 
 
-class Sums:
+class GradientSums:
     """Sums of many tensors on their way, over any groups of ranks; or shares, if it `gathers`, that are given to all.
 
     Large tensors go from where they lie, small ones together in flat buckets. What is added starts in that order, the

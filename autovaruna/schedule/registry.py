@@ -135,7 +135,7 @@ class GPipe(Policy):
         return needed
 
 
-class Varuna(Policy):
+class VarunaPolicy(Policy):
     """Runs what frees memory first: backward, then recompute, then forward; never waits.
 
         rank 0 | 0F0 0F1 0F2 0R0  .  0B0 0F3 0R1 0B1 0R2 0B2 0R3  .   .  0B3
@@ -288,5 +288,5 @@ class DeepestFirst(Policy):
 
 
 POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (GPipe(), OneFOneB(), Varuna(), Interleaved(), DeepestFirst(), ZeroBubble())
+    policy.name: policy for policy in (GPipe(), OneFOneB(), VarunaPolicy(), Interleaved(), DeepestFirst(), ZeroBubble())
 }

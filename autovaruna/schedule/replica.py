@@ -150,7 +150,7 @@ class Replica:
         return self.recomputes - 1
 
 
-class Line:
+class RankLine:
     """The directed line between two ranks; `free_seconds` is when its bandwidth is free again."""
 
     __slots__ = ("free_seconds",)
@@ -159,7 +159,7 @@ class Line:
         self.free_seconds = 0.0
 
 
-Lines = defaultdict[tuple[int, int], Line]
+Lines = defaultdict[tuple[int, int], RankLine]
 """The lines from rank to rank."""
 
 
@@ -168,7 +168,7 @@ class Wire:
 
     __slots__ = ("latency_seconds", "line", "transfer_seconds")
 
-    def __init__(self, line: Line, latency_seconds: float, transfer_seconds: float) -> None:
+    def __init__(self, line: RankLine, latency_seconds: float, transfer_seconds: float) -> None:
         self.line, self.latency_seconds, self.transfer_seconds = line, latency_seconds, transfer_seconds
 
     def send(self, now: float) -> float:

@@ -24,7 +24,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class AllReduce:
     """The gradient all-reduce of a stage, on all its ranks."""
 
     stage: int
@@ -80,7 +80,7 @@ class Simulation:
 
     step_seconds: float
     peak_in_flight: tuple[tuple[int, ...], ...]
-    reductions: tuple[Reduction, ...]
+    reductions: tuple[AllReduce, ...]
     acts: tuple[list[Act], ...]
     overhead_seconds: float
     optimizer_seconds: tuple[float, ...]
@@ -122,8 +122,8 @@ class Simulation:
         return [sum(end - start for start, end, *_ in acts) for acts in self.acts]
 
     @cached_property
-    def _reductions_of(self) -> list[list[Reduction]]:
-        found: list[list[Reduction]] = [[] for _ in self.acts]
+    def _reductions_of(self) -> list[list[AllReduce]]:
+        found: list[list[AllReduce]] = [[] for _ in self.acts]
         for reduction in self.reductions:
             for rank in reduction.ranks:
                 found[rank].append(reduction)

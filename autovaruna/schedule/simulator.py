@@ -24,8 +24,8 @@ from autovaruna.schedule.pipeline import (
     work_seconds,
 )
 from autovaruna.schedule.registry import Choice, Policy
-from autovaruna.schedule.replica import Inbox, Line, Lines, Replica, Route, Wires
-from autovaruna.schedule.simulation import Act, Reduction, Simulation
+from autovaruna.schedule.replica import Inbox, Lines, RankLine, Replica, Route, Wires
+from autovaruna.schedule.simulation import Act, AllReduce, Simulation
 
 
 class FixedOrder(Policy):
@@ -79,7 +79,7 @@ def _replica(pipeline: Pipeline, policy: Policy, stage: int, index: int, *num_me
     return replica
 
 
-def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[Reduction, ...]:
+def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[AllReduce, ...]:
     """Returns the all-reduces that take time, in the order in which they start."""
     last = _ends_of_gradients(pipeline, acts)
     free = [0.0] * pipeline.num_ranks
@@ -88,7 +88,7 @@ def reductions(pipeline: Pipeline, acts: tuple[list[Act], ...]) -> tuple[Reducti
         ranks, seconds = pipeline.stages[stage].ranks, exact(pipeline.stages[stage].reduce_seconds)
         if seconds > 0 and pipeline.needs_gradients:
             start = max(last[stage], max(free[rank] for rank in ranks))
-            placed.append(Reduction(stage, ranks, start, start + seconds))
+            placed.append(AllReduce(stage, ranks, start, start + seconds))
             for rank in ranks:
                 free[rank] = start + seconds
     return tuple(placed)
@@ -183,7 +183,7 @@ class _Simulator:
     def _routes(self) -> dict[Kind, list[list[Route]]]:
         pipeline, stages = self.pipeline, self.stages
         routes: dict[Kind, list[list[Route]]] = {kind: [[] for _ in stages] for kind in Kind}
-        lines = Lines(Line)
+        lines = Lines(RankLine)
         for edge in pipeline.edges:
             s, t = edge.source, edge.destination
             inboxes = [replica.activations for replica in stages[t]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
-from autovaruna.checkpoint.state import Content, Subject, generator_states
+from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
 from autovaruna.errors import ConfigError
 from autovaruna.interception.optimizer import OptimizerProxy
 from autovaruna.interception.signals import has_heard, heard_names
@@ -142,7 +142,7 @@ class Morphing:
         self._num_batches += torch.is_grad_enabled()
         self._reporter.end_call()
 
-    def at_border(self, subject: Callable[[], Subject], num_steps: int, step: int) -> None:
+    def at_border(self, subject: Callable[[], ModelInTraining], num_steps: int, step: int) -> None:
         """Takes a snapshot, if all ranks have agreed to; the optimizer has stepped. Collective.
 
         `step` is the number that the script gives the state after `num_steps` steps of the optimizer.

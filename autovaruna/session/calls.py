@@ -30,7 +30,7 @@ from autovaruna.graph.batch.operators import Merge
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import is_plain
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.pieces import Argument, Piece, Source, direct, extract
+from autovaruna.graph.pieces import Argument, ArgumentSource, Piece, direct, extract
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.optimizer import OptimizerProxy
@@ -438,13 +438,13 @@ class BatchValues:
         totals: Mapping[str, Any],
     ) -> Any:
         match argument.source:
-            case Source.INPUT:
+            case ArgumentSource.INPUT:
                 return inputs[argument.name].detach().to(self._device).contiguous()  # as micro-batches are
-            case Source.SIZE:
+            case ArgumentSource.SIZE:
                 return self._traced.sizes.in_call(free_value(self._traced.nodes[argument.name]), *size)
-            case Source.BUFFER:
+            case ArgumentSource.BUFFER:
                 return self._buffers()[argument.name]
-            case Source.CONSTANT:
+            case ArgumentSource.CONSTANT:
                 return self._traced.constants[argument.name].to(self._device)
             case _:
                 return totals[argument.name]

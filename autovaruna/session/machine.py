@@ -22,7 +22,7 @@ from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.environment import get_world, local_rank_in
 from autovaruna.runtime.transport.base import Layout, Pair
 from autovaruna.runtime.transport.torch_channel import neighbours
-from autovaruna.runtime.world import Sums, World
+from autovaruna.runtime.world import GradientSums, World
 
 logger = logging.getLogger(__name__)
 _FIRST = torch.device("cuda", 0)
@@ -338,7 +338,7 @@ def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> Li
     gradients = [torch.zeros(size, dtype=torch.float32, device=device) for size in sample_of_gradients(sizes)]
 
     def sum_all() -> None:
-        sums = Sums(world)
+        sums = GradientSums(world)
         for gradient in gradients:
             sums.add(gradient, ranks, is_contiguous=True)
         sums.finish()

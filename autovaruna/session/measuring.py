@@ -114,7 +114,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredModel:
     """A model that is measured by all ranks."""
 
     model: nn.Module
@@ -231,7 +231,7 @@ def sizes_to_measure(
 
 
 def measured_problem(
-    subject: Subject,
+    subject: MeasuredModel,
     optimizer: torch.optim.Optimizer | None,
     shared: SharedCall,
     optimizer_bytes_factor: float,
@@ -264,7 +264,7 @@ def measured_problem(
     )
 
 
-def measured_profile(subject: Subject, sizes: list[int], splits: bool) -> Profile:
+def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> Profile:
     """Measures what no rank knows already, weight gradients apart, too, if it `splits`. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
     cache = cache_of(settings, device, world.hosts.count(world.hosts[world.rank]), splits=splits)

@@ -14,8 +14,8 @@ from typing import Any
 from autovaruna.checkpoint.folder import together
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import Saver, Way
-from autovaruna.checkpoint.source import Source
-from autovaruna.checkpoint.state import Content, Subject
+from autovaruna.checkpoint.source import CheckpointSource
+from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
@@ -24,7 +24,7 @@ from autovaruna.session.wrapped import Wrapped
 
 
 @dataclass
-class Pending:
+class PendingCheckpoint:
     """A checkpoint that is read once this rank knows its part."""
 
     loading: Loading
@@ -36,7 +36,7 @@ class Persistence:
     """The state of a wrapped model under its own names, in memory and in checkpoints."""
 
     def __init__(self, wrapped: Wrapped) -> None:
-        self.pending: Pending | None = None
+        self.pending: PendingCheckpoint | None = None
         self.seed: int | None = None  # what random nodes were seeded from in the run that was loaded
         self._wrapped = wrapped
         self._locks = ExitStack()
@@ -70,7 +70,7 @@ class Persistence:
             self._saver.wait()
 
     def load(
-        self, find: Callable[[ExitStack], Source], is_strict: bool, scaler: Any, lr_scheduler: Any
+        self, find: Callable[[ExitStack], CheckpointSource], is_strict: bool, scaler: Any, lr_scheduler: Any
     ) -> CheckpointInfo:
         """Loads what `find` returns; what that enters keeps it there, until it is read. Collective."""
         wrapped, subject = self._wrapped, self._wrapped.subject()
@@ -92,7 +92,7 @@ class Persistence:
             wrapped.engine.seed = self.seed
         return found
 
-    def _read(self, subject: Subject, loading: Loading) -> Pending | None:
+    def _read(self, subject: ModelInTraining, loading: Loading) -> PendingCheckpoint | None:
         """Reads tensors; returns what must wait until the ranks know their parts."""
         world, is_split = subject.world, subject.placement is not None
         if not is_split and world.num_ranks == 1:
@@ -101,7 +101,7 @@ class Persistence:
         on_meta = any(subject.state.tensor(name).is_meta for name in subject.state.places)
         waits = not is_split and any(world.gather_objects(on_meta, "reading a checkpoint"))
         _read_part(subject, loading, weights=not waits, optimizer=is_split)
-        return None if is_split else Pending(loading, waits, subject.optimizer is not None)
+        return None if is_split else PendingCheckpoint(loading, waits, subject.optimizer is not None)
 
     def given(self) -> Container[str]:
         """Returns the first names of what `fill` will read."""
@@ -170,7 +170,7 @@ class Persistence:
         return optimizer
 
 
-def _read_part(subject: Subject, loading: Loading, weights: bool, optimizer: bool) -> None:
+def _read_part(subject: ModelInTraining, loading: Loading, weights: bool, optimizer: bool) -> None:
     """Reads this rank's part; of the optimizer at least the options of its groups. Collective."""
 
     def act() -> None:

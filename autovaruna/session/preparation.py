@@ -37,7 +37,7 @@ from autovaruna.planner.deployment import (
     plan_from,
     save,
 )
-from autovaruna.planner.prediction import Orders
+from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan, plan_with_sharing
@@ -51,7 +51,7 @@ from autovaruna.runtime.world import gather_on_all, on_all
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.calls import SharedCall
 from autovaruna.session.machine import rank_memory
-from autovaruna.session.measuring import SHAPING, SpeedWatch, Subject, measured_problem, optimizer_factor
+from autovaruna.session.measuring import SHAPING, MeasuredModel, SpeedWatch, measured_problem, optimizer_factor
 from autovaruna.session.wrapped import Wrapped
 from autovaruna.stage.split import Assignment, assign
 
@@ -116,7 +116,7 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
         )
     try:
         plan = plan_from(deployment, graph)
-        Orders(plan, graph)
+        RankOrders(plan, graph)
         return plan
     except AutoVarunaError as error:
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
@@ -194,9 +194,9 @@ class Preparation:
         return self.plan.shares_state or self._sharing is True
 
     @cached_property
-    def orders(self) -> Orders:
+    def orders(self) -> RankOrders:
         """The instructions of every rank."""
-        return Orders(self.plan, self._traced.graph)
+        return RankOrders(self.plan, self._traced.graph)
 
     def event_trace(self) -> EventTrace | None:
         """Starts the trace of every step, if it is asked for. Collective."""
@@ -294,7 +294,7 @@ class Preparation:
 
     def _measured_problem(self) -> Problem:
         watch = SpeedWatch(self._world, self.device)
-        subject = Subject(self._model, self._traced, self._shared.tensors, self._settings, watch)
+        subject = MeasuredModel(self._model, self._traced, self._shared.tensors, self._settings, watch)
         factor = float(self._fingerprint.settings["optimizer_bytes_factor"])
         return measured_problem(subject, self._optimizer, self._shared, factor, self._resident_before)
 

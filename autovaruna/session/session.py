@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autovaruna.checkpoint.save import Way
 from autovaruna.checkpoint.source import words_of_newest
-from autovaruna.checkpoint.state import Content, Subject
+from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
@@ -194,7 +194,7 @@ class Session:
                 raise CheckpointError(f"{error} {words_of_newest(folder)}.") from error
             stopping.end(step)
 
-    def _only_subject(self) -> Subject:
+    def _only_subject(self) -> ModelInTraining:
         """Returns what a snapshot is of, if that is all there is."""
         refuse_several(max(self._wrapped.world.num_models, len(self.copies.members())))
         return self._wrapped.subject()

@@ -17,12 +17,12 @@ from autovaruna.graph.batch.refusals import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import warn_once
-from autovaruna.graph.export.run import Options
+from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
-from autovaruna.graph.trial import Trial
+from autovaruna.graph.trial import PartsTrial
 from autovaruna.graph.verify import compare
 from autovaruna.log import phase
 from autovaruna.profiler.cache import keep_tried, trial_file
@@ -294,7 +294,7 @@ class Traces:
         free: Places = frozenset(),
         is_alone: bool = False,
     ) -> Callable[[], TracedModel]:
-        options = Options(
+        options = TraceOptions(
             is_dynamic=is_dynamic,
             micro_batch_size=micro_batch_size,
             loss_mode=self._settings.loss_mode,
@@ -342,7 +342,7 @@ class Traces:
         weigh = None if is_free else (lambda part: 1.0) if settings.reduction == "sum" else (lambda part: part)
         for num_samples, first in ((size, 1), (_TRIED_IN_HALVES, _TRIED_IN_HALVES // 2)):  # one sample may be too few
             tensors = self._repeated(shared, max(2, min(num_samples, traced.greatest or num_samples)))
-            trial = Trial(traced, self._model, tensors, self.device, weigh, partial(self._given, traced), first)
+            trial = PartsTrial(traced, self._model, tensors, self.device, weigh, partial(self._given, traced), first)
             error = trial.refusal()
             if not trial.untried:
                 break

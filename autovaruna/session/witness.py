@@ -35,7 +35,7 @@ _STEPS, _SHARE = 1000, 0.01  # all looks together take at most this share of so 
 _MOST = 2**16  # numbers of a tensor of which each counts
 
 
-class _Asked(TorchFunctionMode):
+class _AskedOfTorch(TorchFunctionMode):
     """Notes each function of torch that is called, with its arguments: tensors by the order in which they are met."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,14 +73,14 @@ def _asked_of_torch(model: nn.Module, call: CallSpec, device: torch.device) -> l
         faked(model, mode, device),
     ):
         args, kwargs = call.arguments(example_inputs(call, max(2, call.batch_size), mode, device))
-        asked = _Asked(model)
+        asked = _AskedOfTorch(model)
         with mode, asked:
             call.of(model)(*args, **kwargs)
     return asked.calls
 
 
 @dataclass
-class _Kind:
+class _WatchedCalls:
     """Calls of one kind; `asked` is what the traced forward asked of torch."""
 
     asked: list[Any]
@@ -94,7 +94,7 @@ class Witness:
         self._model = model
         self._traces = traces
         self._world = world
-        self.kinds: dict[str, _Kind] = {}
+        self.kinds: dict[str, _WatchedCalls] = {}
         self._left = _SHARE * _STEPS * step_seconds  # seconds that looks may take yet
         self._price = 0.0
 
@@ -102,7 +102,7 @@ class Witness:
         """Notes what a forward asks of torch that has just been traced, in a call that took so long."""
         self._left += _SHARE * call_seconds
         if traced.needs_gradient and self._price <= self._left and (asked := self._ask(traced)):
-            self.kinds[traced.key] = _Kind(asked)
+            self.kinds[traced.key] = _WatchedCalls(asked)
             self._price /= 2  # the next one is warm
 
     def look(self, traced: TracedModel) -> bool:

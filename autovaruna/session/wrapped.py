@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna.checkpoint.state import Subject
+from autovaruna.checkpoint.state import ModelInTraining
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
@@ -115,13 +115,13 @@ class Wrapped:
         """The optimizer as the script made it."""
         return None if self.optimizer is None else self.optimizer.optimizer
 
-    def subject(self) -> Subject:
+    def subject(self) -> ModelInTraining:
         """Returns what checkpoints are of."""
         self.lent.settle()
         self.follow_groups()
         engine = self.engine
         placement, seed = (None, None) if engine is None else (engine.placement, engine.seed)
-        return Subject(self.world, self.state, placement, self.optimizer, seed, self.num_calls)
+        return ModelInTraining(self.world, self.state, placement, self.optimizer, seed, self.num_calls)
 
     def take_state(self) -> None:
         """Takes parameters and buffers as they are now; before the split only."""

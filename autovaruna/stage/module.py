@@ -19,13 +19,13 @@ from autovaruna.errors import InputError
 from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.export.idioms import check
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, SplitPiece, direct, split_backward
+from autovaruna.graph.pieces import Argument, ArgumentSource, Deferred, Piece, SplitPiece, direct, split_backward
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel
 from autovaruna.stage.split import StagePart
 
 ParameterUse = tuple[str, int]  # a parameter's first name and the block that uses it
-_OF_MICRO_BATCH = (Source.INPUT, Source.VALUE, Source.OF_BATCH)
+_OF_MICRO_BATCH = (ArgumentSource.INPUT, ArgumentSource.VALUE, ArgumentSource.OF_BATCH)
 
 
 class StageModule:
@@ -50,9 +50,9 @@ class StageModule:
         self.leaves: dict[ParameterUse, Tensor] = {}
         self._bound_buffers: list[tuple[str, Tensor]] = []
         places = list(enumerate(part.piece.arguments))
-        self._sizes = [(place, each.name) for place, each in places if each.source is Source.SIZE]
+        self._sizes = [(place, each.name) for place, each in places if each.source is ArgumentSource.SIZE]
         self._values = [(place, each.name) for place, each in places if each.source in _OF_MICRO_BATCH]
-        self._streams = [place for place, each in places if each.source is Source.RANDOM]
+        self._streams = [place for place, each in places if each.source is ArgumentSource.RANDOM]
         self.is_random = bool(self._streams)
         self.bind()
 
@@ -67,10 +67,10 @@ class StageModule:
                 )
         arguments = self.part.piece.arguments
         self._bound: list[Any] = [self._state(argument) for argument in arguments]
-        self._bound_buffers = [(name, self._buffer(name)) for name in self.part.piece.named(Source.BUFFER)]
+        self._bound_buffers = [(name, self._buffer(name)) for name in self.part.piece.named(ArgumentSource.BUFFER)]
         bound = zip(arguments, self._bound, strict=True)
         self._bound_frozen = [
-            (each.name, leaf) for each, leaf in bound if each.source is Source.PARAMETER and each.block < 0
+            (each.name, leaf) for each, leaf in bound if each.source is ArgumentSource.PARAMETER and each.block < 0
         ]
 
     def is_bound(self) -> bool:
@@ -84,8 +84,12 @@ class StageModule:
     def changed_state(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Returns the parameters and buffers among `names` that this stage uses."""
         named = self.part.piece.named
-        buffers: dict[str, Tensor] = {name: self._buffer(name) for name in named(Source.BUFFER) if name in names}
-        return buffers | {name: self._parameters[name].detach() for name in named(Source.PARAMETER) if name in names}
+        buffers: dict[str, Tensor] = {
+            name: self._buffer(name) for name in named(ArgumentSource.BUFFER) if name in names
+        }
+        return buffers | {
+            name: self._parameters[name].detach() for name in named(ArgumentSource.PARAMETER) if name in names
+        }
 
     @cached_property
     def split(self) -> SplitPiece | None:
@@ -122,11 +126,11 @@ class StageModule:
         return dict(zip(piece.outputs, self._run(*arguments), strict=True))
 
     def _state(self, argument: Argument) -> Tensor | None:
-        if argument.source is Source.PARAMETER:
+        if argument.source is ArgumentSource.PARAMETER:
             return self._leaf(argument)
-        if argument.source is Source.BUFFER:
+        if argument.source is ArgumentSource.BUFFER:
             return self._buffer(argument.name)
-        return self._constants[argument.name] if argument.source is Source.CONSTANT else None
+        return self._constants[argument.name] if argument.source is ArgumentSource.CONSTANT else None
 
     def _leaf(self, argument: Argument) -> Tensor:
         parameter = self._parameters[argument.name]
@@ -258,7 +262,7 @@ def _ordered(value: Any, order: Order) -> Any:
 
 def _free_dimensions(argument: Argument, traced: TracedModel) -> frozenset[int]:
     """Returns the dimensions of a tensor argument that follow from the batch size, or from other lengths that vary."""
-    if argument.source not in (Source.INPUT, Source.VALUE):
+    if argument.source not in (ArgumentSource.INPUT, ArgumentSource.VALUE):
         return frozenset()
     value = free_value(traced.nodes[argument.name])
     return frozenset(place for place, length in enumerate(value.shape) if isinstance(length, torch.SymInt))

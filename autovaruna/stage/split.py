@@ -117,7 +117,7 @@ def _holders(traced: TracedModel, stage_of: Mapping[str, int]) -> dict[str, tupl
 
 
 @dataclass(frozen=True)
-class Edge:
+class StageEdge:
     """What one stage sends to another for each micro-batch: tensors by name, of which some get a gradient back."""
 
     index: int
@@ -136,8 +136,8 @@ class StagePart:
     nodes: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[tuple[int, str], ...]
-    arriving: tuple[Edge, ...]
-    leaving: tuple[Edge, ...]
+    arriving: tuple[StageEdge, ...]
+    leaving: tuple[StageEdge, ...]
 
     @cached_property
     def watched(self) -> tuple[WatchedCall, ...]:
@@ -162,7 +162,7 @@ class Split:
     traced: TracedModel
     assignment: Assignment
     stages: tuple[StagePart, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[StageEdge, ...]
     input_gradients: dict[str, int]
 
     @cached_property
@@ -205,18 +205,18 @@ class _Splitter:
         first = {name: route[0] for name, route in routes.items() if name in self.relayed_inputs}
         return Split(self.traced, self.assignment, parts, edges, first)
 
-    def _edges(self, routes: dict[str, list[int]]) -> tuple[Edge, ...]:
+    def _edges(self, routes: dict[str, list[int]]) -> tuple[StageEdge, ...]:
         together: dict[tuple[int, int], list[str]] = {}
         for name in sorted(routes, key=self.traced.places.__getitem__):
             for pair in pairwise(routes[name]):
                 together.setdefault(pair, []).append(name)
         facts = self.traced.facts
         return tuple(
-            Edge(index, *ends, tuple(names), tuple(name for name in names if facts[name].needs_gradient))
+            StageEdge(index, *ends, tuple(names), tuple(name for name in names if facts[name].needs_gradient))
             for index, (ends, names) in enumerate(sorted(together.items()))
         )
 
-    def _part(self, stage: int, edges: Sequence[Edge]) -> StagePart:
+    def _part(self, stage: int, edges: Sequence[StageEdge]) -> StagePart:
         arriving = tuple(edge for edge in edges if edge.destination == stage)
         leaving = tuple(edge for edge in edges if edge.source == stage)
         places = enumerate(self.traced.outputs)
@@ -227,6 +227,6 @@ class _Splitter:
         return StagePart(self.traced, stage, tuple(self.nodes[stage]), inputs, outputs, arriving, leaving)
 
 
-def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[Edge]) -> tuple[str, ...]:
+def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[StageEdge]) -> tuple[str, ...]:
     sent = (name for edge in leaving for name in edge.values)
     return tuple(dict.fromkeys([*(name for _, name in outputs), *sent]))

@@ -85,7 +85,7 @@ _ALL_DEPTHS = 16  # up to so many ranks every number of stages is tried; beyond,
 
 
 @dataclass(frozen=True)
-class Choice:
+class GridOption:
     """One way to use the ranks; seconds and bytes are predicted."""
 
     num_stages: int
@@ -118,7 +118,7 @@ def depths(problem: Problem, uses_all_ranks: bool = False) -> list[int]:
     )
 
 
-def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
+def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> GridOption:
     """Returns the best plan with so many stages, of as many replicas as there are ranks for; PlanError if none fits."""
     batch_size, replicas = problem.global_batch_size, problem.cluster.num_ranks // num_stages
     if not replicas:
@@ -130,12 +130,12 @@ def choice_at(problem: Problem, num_stages: int, chunk_size: int = 0) -> Choice:
     plan = make_plan(replace(problem, cluster=cluster, min_micro_batches_for_inputs=replicas, constraints=forced))
     size = chunk_size or math.ceil(share / (plan.num_micro_batches // replicas))
     memory = max(plan.rank_bytes())
-    return Choice(num_stages, replicas, size, plan.num_micro_batches, plan.predicted_seconds, memory, plan)
+    return GridOption(num_stages, replicas, size, plan.num_micro_batches, plan.predicted_seconds, memory, plan)
 
 
-def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False) -> list[Choice]:
+def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False) -> list[GridOption]:
     """Returns the best plan of each depth that fits, the fastest first; PlanError, with each reason, if none fits."""
-    found: list[Choice] = []
+    found: list[GridOption] = []
     refusals: list[str] = []
     for depth in depths(problem, uses_all_ranks):
         try:
@@ -160,7 +160,7 @@ def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
 
 
 @dataclass(frozen=True)
-class Place:
+class GridPlace:
     """The place of a rank; where stages have different numbers of ranks, several of one stage may be of one replica."""
 
     grid: Grid
@@ -185,7 +185,7 @@ class Place:
         return self.batch_size // self.num_replicas + (replica < self.batch_size % self.num_replicas)
 
 
-def place_of(rank: int, grid: Grid, batch_size: int) -> Place:
+def place_of(rank: int, grid: Grid, batch_size: int) -> GridPlace:
     """Returns the place of a rank; InputError if there are fewer samples than replicas."""
     num_replicas = len(replicas_of(grid))
     if batch_size < num_replicas:
@@ -193,7 +193,7 @@ def place_of(rank: int, grid: Grid, batch_size: int) -> Place:
             f"batch_size is {batch_size} for {num_replicas} replicas; expected at least one sample for each."
         )
     stage, index = next((stage, ranks.index(rank)) for stage, ranks in enumerate(grid) if rank in ranks)
-    return Place(grid, stage, index % num_replicas, num_replicas, batch_size)
+    return GridPlace(grid, stage, index % num_replicas, num_replicas, batch_size)
 
 
 def local_rank_of(world: World) -> int:

@@ -18,7 +18,7 @@ from autovaruna.config.files import Amount, Count, at_home
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.errors import InputError, MeasureError
 from autovaruna.graph.call import describe
-from autovaruna.graph.export.run import Options
+from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
@@ -31,21 +31,23 @@ from autovaruna.profiler.work import all_parts
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.machine import find_device
-from autovaruna.session.measuring import SpeedWatch, Subject, describe_cluster, measured_profile, optimizer_factor
+from autovaruna.session.measuring import MeasuredModel, SpeedWatch, describe_cluster, measured_profile, optimizer_factor
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.grid import Choice, Grid, choice_at, choices, device_of, grid_of, local_rank_of
+from autovaruna.varuna.grid import Grid, GridOption, choice_at, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
 
 logger = logging.getLogger(__name__)
 
 
-def subject_of(model: nn.Module, inputs: Inputs, device: torch.device, settings: Settings, world: World) -> Subject:
+def subject_of(
+    model: nn.Module, inputs: Inputs, device: torch.device, settings: Settings, world: World
+) -> MeasuredModel:
     """Traces a sample call of a model, as it will be trained. Collective."""
 
-    def act() -> Subject:
+    def act() -> MeasuredModel:
         tensors, call = describe(model, (), inputs, settings.batch_inputs)
-        traced = trace(model, call, device, Options(loss_mode=settings.loss_mode))
-        return Subject(model, traced, tensors, settings, SpeedWatch(world, device))
+        traced = trace(model, call, device, TraceOptions(loss_mode=settings.loss_mode))
+        return MeasuredModel(model, traced, tensors, settings, SpeedWatch(world, device))
 
     return on_all(world, act, "tracing")
 
@@ -86,7 +88,7 @@ def find_grid(
         constraints=Constraints(cutpoints=known.cutpoints),
     )
 
-    def search() -> Choice | None:
+    def search() -> GridOption | None:
         return choices(problem, chunk_size or 0, uses_all_ranks=True)[0] if world.rank == 0 else None
 
     best = gather_on_all(world, search, "finding stages and replicas")[0]
@@ -310,12 +312,12 @@ class AutoConfig:
         )
 
     @cached_property
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[GridOption]:
         """The best plan of each number of stages that fits, the fastest first; PlanError if none does."""
         return choices(self._problem, self._chunk_size)
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> GridOption:
         """The fastest."""
         return self.choices[0]
 
@@ -328,7 +330,7 @@ class AutoConfig:
         """Returns stages, micro-batch size and predicted seconds of the fastest."""
         return self.best.num_stages, self.best.micro_batch_size, self.best.seconds
 
-    def info(self, stages: int, micro_batch_size: int = 0) -> Choice:
+    def info(self, stages: int, micro_batch_size: int = 0) -> GridOption:
         """Returns what some stages and micro-batch size would cost; PlanError if they do not fit."""
         size = whole_number("micro_batch_size", micro_batch_size) if micro_batch_size else self._chunk_size
         return choice_at(self._problem, whole_number("stages", stages), size)

@@ -21,7 +21,7 @@ from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.grid import Grid, Place, StageMap, device_of, local_rank_of, place_of, read_map
+from autovaruna.varuna.grid import Grid, GridPlace, StageMap, device_of, local_rank_of, place_of, read_map
 from autovaruna.varuna.profiler import find_grid
 from autovaruna.varuna.step import (
     GetBatch,
@@ -162,7 +162,7 @@ class Varuna(nn.Module):
         self._take_place(place_of(self.rank, grid, self.global_batch_size), chunk_size)
         self.__dict__["model"] = self._wrap(model, grid, get_batch_fn, settings)  # names stay the model's own
 
-    def _take_place(self, place: Place, chunk_size: int | None) -> None:
+    def _take_place(self, place: GridPlace, chunk_size: int | None) -> None:
         """Notes where this rank is in the grid."""
         self.place = place
         self.stage_to_rank_map = {stage: list(ranks) for stage, ranks in enumerate(place.grid)}

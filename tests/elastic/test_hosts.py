@@ -12,8 +12,8 @@ import pytest
 from autovaruna.elastic import hosts as module
 from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import Morphing
-from autovaruna.elastic.watch import Slow, Watch
+from autovaruna.elastic.options import MorphingOptions
+from autovaruna.elastic.watch import JobWatch, Slow
 from tests.elastic.keepers import TOKEN
 from tests.hosts.emulation import wait_for
 from tests.mpi.launch import find_mpirun
@@ -22,7 +22,7 @@ HOST, OTHER = "localhost", "elsewhere.invalid"
 
 
 @contextmanager
-def job_hosts(folder: Path, ways: Morphing) -> Iterator[Hosts]:
+def job_hosts(folder: Path, ways: MorphingOptions) -> Iterator[Hosts]:
     """Returns the hosts of a job on this machine; its keeper ends with the context."""
     settings = {"folder": str(folder / "job"), "token": TOKEN, "standby": False}
     hosts = Hosts({HOST: 1}, ways, settings, folder / "own", EventLog(None))
@@ -46,7 +46,7 @@ def look(hosts: Hosts) -> set[str]:
 def test_a_notice_holds_until_a_machine_list_is_written_after_it(tmp_path: Path) -> None:
     machines = tmp_path / "machines"
     machines.write_text(f"{HOST}\n")
-    with job_hosts(tmp_path, Morphing(str(machines), 1)) as hosts:
+    with job_hosts(tmp_path, MorphingOptions(str(machines), 1)) as hosts:
         machines.write_text(f"{HOST}\n{OTHER}\n")
         assert not hosts.notice(HOST, 60.0), "the list was written before, and is read after it"
         assert not look(hosts) and not look(hosts)
@@ -57,7 +57,7 @@ def test_a_notice_holds_until_a_machine_list_is_written_after_it(tmp_path: Path)
 def test_a_host_that_a_command_lists_until_it_has_gone_stays_left(tmp_path: Path) -> None:
     found = tmp_path / "found"
     found.write_text(f"{HOST}\n")
-    with job_hosts(tmp_path, Morphing(None, 1, discover_hosts=f"cat {found}")) as hosts:
+    with job_hosts(tmp_path, MorphingOptions(None, 1, discover_hosts=f"cat {found}")) as hosts:
         assert not hosts.notice(HOST, 60.0)
         found.write_text(f"{HOST}\n{OTHER}\n")
         assert not look(hosts)
@@ -68,7 +68,7 @@ def test_a_host_that_a_command_lists_until_it_has_gone_stays_left(tmp_path: Path
 
 
 def test_a_command_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
-    with job_hosts(tmp_path, Morphing(None, 1, discover_hosts="sleep 20")) as hosts:
+    with job_hosts(tmp_path, MorphingOptions(None, 1, discover_hosts="sleep 20")) as hosts:
         begin = time.monotonic()
         assert look(hosts) == look(hosts) == {HOST}
         assert time.monotonic() - begin < 10.0
@@ -78,7 +78,7 @@ def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_lis
     """Once, that keeper ended the mpirun of a job on other hosts, and notices came no more."""
     machines = tmp_path / "machines"
     machines.write_text(f"{HOST}\n")
-    with job_hosts(tmp_path, Morphing(str(machines), 1)) as hosts:
+    with job_hosts(tmp_path, MorphingOptions(str(machines), 1)) as hosts:
         (tmp_path / "own").touch()
         machines.write_text(f"{OTHER}\n")
         assert not look(hosts) and set(hosts.listed) == {OTHER}
@@ -91,8 +91,8 @@ def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_lis
 
 def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with job_hosts(tmp_path, Morphing(None, 1)) as hosts:
-        watch = Watch(0)
+    with job_hosts(tmp_path, MorphingOptions(None, 1)) as hosts:
+        watch = JobWatch(0)
         watch.take(HOST, {"attempt": 0, "ranks": {"0": {"state": "R", "calls": 0, "work": []}}, "predicted": {}})
         watch.changes.append(Slow(0, 30, 2.0, "its own past"))
         hosts.slow.take(watch)
@@ -105,7 +105,7 @@ def test_a_host_that_fails_is_left_out_for_longer_each_time_until_mpirun_can_sta
     """It is told once."""
     find_mpirun()
     probe = module.Probe
-    with job_hosts(tmp_path, Morphing(None, 1, start_seconds=15.0)) as hosts:
+    with job_hosts(tmp_path, MorphingOptions(None, 1, start_seconds=15.0)) as hosts:
         assert hosts.find_unfit([HOST, OTHER]) == [OTHER]
         assert hosts.can_do_without([OTHER]) and not hosts.can_do_without([HOST])
         monkeypatch.setattr(module, "_FAILED_SECONDS", 0.5)
@@ -125,8 +125,8 @@ def test_a_host_that_fails_is_left_out_for_longer_each_time_until_mpirun_can_sta
 def test_a_host_whose_ranks_are_asked_to_end_is_left_if_others_suffice(
     tmp_path: Path, min_ranks: int, left: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with job_hosts(tmp_path, Morphing(None, 1, min_ranks=1)) as hosts:
-        monkeypatch.setattr(hosts, "_ways", Morphing(None, 1, min_ranks=min_ranks))
+    with job_hosts(tmp_path, MorphingOptions(None, 1, min_ranks=1)) as hosts:
+        monkeypatch.setattr(hosts, "_ways", MorphingOptions(None, 1, min_ranks=min_ranks))
         monkeypatch.setattr(hosts, "usable", lambda: dict.fromkeys({HOST, OTHER} - hosts.noticed.keys(), 1))
         hosts.leave_if_others_suffice([HOST])
         assert hosts.noticed.keys() == left

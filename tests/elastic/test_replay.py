@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic.replay import Change, Costs, Rates, read_trace, replay
+from autovaruna.elastic.replay import Change, FaultCosts, Rates, read_trace, replay
 from autovaruna.errors import InputError
 
 STEPS = {1: 1.0, 2: 0.5, 3: 0.4}
 
 
 def result_of(*rows: tuple[float, int] | tuple[float, int, str], **costs: float):
-    return replay([Change(*row) for row in rows], STEPS, Costs(**costs))
+    return replay([Change(*row) for row in rows], STEPS, FaultCosts(**costs))
 
 
 def test_without_a_fault_all_is_done():
@@ -60,7 +60,9 @@ def test_a_host_that_comes_and_goes_before_it_is_used_ends_the_job_like_any_othe
 
 
 def test_hosts_that_no_plan_uses_are_lost_to_smaller_plans():
-    result = replay([Change(0, 3), Change(10, 1), Change(20, 0)], {2: 0.5}, Costs(copy_steps=1, checkpoint_steps=1))
+    result = replay(
+        [Change(0, 3), Change(10, 1), Change(20, 0)], {2: 0.5}, FaultCosts(copy_steps=1, checkpoint_steps=1)
+    )
     assert result.done_steps == pytest.approx(20) and result.ideal_steps == pytest.approx(30 + 10)
     assert result.smaller_steps == pytest.approx(20) and result.restart_steps == 0
 
@@ -86,7 +88,7 @@ def test_every_step_of_the_ideal_is_counted_once(seed: int):
         event = "kill" if hosts == trace[-1].hosts else rng.choice(["", "notice"]) if hosts < trace[-1].hosts else ""
         trace.append(Change(seconds, hosts, event))
     step_seconds = {hosts: rng.uniform(0.05, 30.0) for hosts in rng.sample(range(1, 5), rng.randint(1, 4))}
-    result = replay(trace, step_seconds, Costs(copy_steps=rng.randint(1, 20)))
+    result = replay(trace, step_seconds, FaultCosts(copy_steps=rng.randint(1, 20)))
     parts = (result.done_steps, result.restart_steps, result.lost_steps, result.smaller_steps)
     assert all(part >= -1e-9 for part in parts)
     assert sum(parts) == pytest.approx(result.ideal_steps, rel=1e-9)
@@ -102,7 +104,7 @@ def test_a_failure_every_ten_minutes_leaves_97_percent(fault: str):
             "loss": [Change(start, 2), Change(start + 60, 3)],
             "two losses": [Change(start, 2 if start % 1200 else 3)],
         }[fault]
-    result = replay([*rows, Change(86_400, 0)], STEPS, Costs(kill_seconds=6.0, loss_seconds=6.0))
+    result = replay([*rows, Change(86_400, 0)], STEPS, FaultCosts(kill_seconds=6.0, loss_seconds=6.0))
     assert 0.97 <= result.share(result.done_steps) < 0.995
 
 

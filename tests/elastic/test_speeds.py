@@ -12,7 +12,7 @@ import pytest
 from autovaruna.elastic import hosts
 from autovaruna.elastic.hosts import SlowHosts
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.watch import Recovered, Slow, Speeds, Watch
+from autovaruna.elastic.watch import JobWatch, Recovered, Slow, Speeds
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.records import predicted_seconds
 from autovaruna.planner.search import make_plan
@@ -181,9 +181,9 @@ def slow_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowHosts]:
     yield slow_hosts
 
 
-def saw(*changes: Slow | Recovered) -> Watch:
+def saw(*changes: Slow | Recovered) -> JobWatch:
     """Returns a watch of two ranks, each on a host of its name, that has seen some changes."""
-    watch = Watch(0)
+    watch = JobWatch(0)
     for rank in range(2):
         report = {"state": "R", "calls": 0, "work": []}
         watch.take(f"h{rank}", {"attempt": 0, "ranks": {str(rank): report}, "predicted": {}})

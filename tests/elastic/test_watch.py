@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autovaruna.elastic import watch as module
-from autovaruna.elastic.watch import Watch
+from autovaruna.elastic.watch import JobWatch
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def report(newest: int | None = None, copied: object = None, **ranks: dict[str, 
     return {"attempt": 1, "newest": newest, "copied": copied, "ranks": found, "predicted": {}, "is_full": False}
 
 
-def trained(clock: SimpleNamespace, seconds: float = 0.5, num_calls: int = 5) -> Watch:
+def trained(clock: SimpleNamespace, seconds: float = 0.5, num_calls: int = 5) -> JobWatch:
     """Returns a watch over ranks 0 and 1 on hosts a and b that have trained for some calls of so many seconds."""
-    watch = Watch(1)
+    watch = JobWatch(1)
     for calls in range(1, num_calls + 1):
         clock.now += seconds
         watch.take("a", report(r0=rank(calls)))
@@ -100,7 +100,7 @@ def test_a_false_alarm_makes_the_next_run_wait_longer(clock: SimpleNamespace) ->
     watch = trained(clock)
     clock.now += 21.0
     assert watch.hang() is not None
-    again = Watch(1, watch.longest_seconds)
+    again = JobWatch(1, watch.longest_seconds)
     for calls in range(1, 4):
         again.take("a", report(r0=rank(calls)))
         clock.now += 0.5
@@ -131,7 +131,7 @@ def test_a_state_is_held_once_each_host_has_it_and_a_copy(clock: SimpleNamespace
 
 
 def test_ranks_can_leave_at_a_border_once_they_have_trained_and_take_snapshots(clock: SimpleNamespace) -> None:
-    watch = Watch(1)
+    watch = JobWatch(1)
     assert not watch.can_leave
     for its, expected in ((rank(1), False), (rank(1, is_inside=False), True), (rank(2), True)):
         watch.take("a", report(r0=its))

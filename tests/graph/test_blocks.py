@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.grouping import crossing_sizes, merge_free_blocks
-from autovaruna.graph.pieces import Source, extract, reads
+from autovaruna.graph.pieces import ArgumentSource, extract, reads
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.records import Graph, Size, Value
 from autovaruna.graph.traced import TracedModel
@@ -265,7 +265,7 @@ def test_repeated_nodes_come_along_or_stay_outside() -> None:
     assert {"mul"} <= set(last.nodes) and traced.repeated
     whole = extract(traced, last.nodes, [last.nodes[-1]])
     bare = extract(traced, last.nodes, [last.nodes[-1]], is_bare=True)
-    assert len(bare.named(Source.VALUE)) == len(whole.named(Source.VALUE)) + 1
+    assert len(bare.named(ArgumentSource.VALUE)) == len(whole.named(ArgumentSource.VALUE)) + 1
 
 
 def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:
@@ -292,4 +292,4 @@ def test_reads_are_the_arguments_of_the_piece(name: str) -> None:
         made = {block.index for block in blocks}
         outputs = [value.name for value in graph.graph.values if value.producer in made]
         piece = extract(graph, nodes, outputs)
-        assert reads(graph, nodes, outputs) == (piece.named(Source.VALUE), piece.named(Source.INPUT))
+        assert reads(graph, nodes, outputs) == (piece.named(ArgumentSource.VALUE), piece.named(ArgumentSource.INPUT))

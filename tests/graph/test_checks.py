@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autovaruna._torch import TorchDispatchMode
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
-from autovaruna.graph.export.run import Options
+from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import OutputKind, TracedModel
 from autovaruna.graph.verify import compare
@@ -239,7 +239,7 @@ def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
     """The error says what to do; for one batch size, which a user may ask for, the model is traced as it is."""
     with pytest.raises(TraceError, match=r"mixes the samples of a batch: .*batch_first=True.*dynamic_batch=False"):
         trace(model(function), call_of(model(function), SEQUENCES), CPU)
-    trace(model(function), call_of(model(function), SEQUENCES), CPU, Options(is_dynamic=False, micro_batch_size=3))
+    trace(model(function), call_of(model(function), SEQUENCES), CPU, TraceOptions(is_dynamic=False, micro_batch_size=3))
 
 
 def auxiliary(self: nn.Module, x: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ def returning(make: Any, loss_mode: str = "auto") -> TracedModel:
     has_labels = len(signature(make).parameters) > 1
     given = (ROWS, torch.zeros(3, dtype=torch.long))[: 1 + has_labels]
     model = Function(lambda self, x, *y: make(self.layer(x), *y), layer=nn.Linear(4, 4))
-    return trace(model, describe(model, given, {})[1], CPU, Options(loss_mode=loss_mode))
+    return trace(model, describe(model, given, {})[1], CPU, TraceOptions(loss_mode=loss_mode))
 
 
 @pytest.mark.parametrize(

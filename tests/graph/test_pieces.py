@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autovaruna.graph.call import describe
-from autovaruna.graph.pieces import Argument, Deferred, Piece, Source, direct, extract, split_backward
+from autovaruna.graph.pieces import Argument, ArgumentSource, Deferred, Piece, direct, extract, split_backward
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import measure
@@ -84,7 +84,7 @@ def arguments(piece: Piece, model: nn.Module, x: Tensor) -> list[Any]:
     """Returns arguments with leaves of their own."""
     return [
         model.get_parameter(each.name).detach().requires_grad_(each.block >= 0)
-        if each.source is Source.PARAMETER
+        if each.source is ArgumentSource.PARAMETER
         else x
         for each in piece.arguments
     ]
@@ -107,7 +107,9 @@ def test_what_is_left_for_later_and_its_bits(name: str) -> None:
     for batch in batches:
         both = [batch.clone().requires_grad_() for _ in range(2)]
         for given, x in zip((plain, apart), both, strict=True):
-            given[:] = [x if a.source is Source.INPUT else g for a, g in zip(piece.arguments, given, strict=True)]
+            given[:] = [
+                x if a.source is ArgumentSource.INPUT else g for a, g in zip(piece.arguments, given, strict=True)
+            ]
         (expected,), deferred = piece.module(*plain), Deferred()
         (found,) = split.run(deferred, *apart)
         assert torch.equal(found, expected)
@@ -128,7 +130,7 @@ def in_one_block(use: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> Piece:
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     graph.output((use(graph, x, w),))
-    given = Argument(Source.INPUT, "x"), Argument(Source.PARAMETER, "w", 0)
+    given = Argument(ArgumentSource.INPUT, "x"), Argument(ArgumentSource.PARAMETER, "w", 0)
     return Piece(fx.GraphModule({}, graph), given, ("y",))
 
 
@@ -252,7 +254,7 @@ def test_a_region_keeps_its_precision_and_its_grad_mode() -> None:
     expected.backward()
     assert torch.equal(found, expected)
     for argument, leaf in zip(piece.arguments, given, strict=True):
-        if argument.source is Source.PARAMETER:
+        if argument.source is ArgumentSource.PARAMETER:
             assert torch.equal(leaf.grad, model.get_parameter(argument.name).grad)
 
 

@@ -14,7 +14,7 @@ from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.graph import trace as tracing
 from autovaruna.graph import trial
 from autovaruna.graph.call import describe
-from autovaruna.graph.trial import Trial
+from autovaruna.graph.trial import PartsTrial
 from autovaruna.session import traces
 from tests.reference import sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned
@@ -161,9 +161,9 @@ def test_one_micro_batch_has_plain_numbers() -> None:
 
 def test_it_can_be_turned_off_and_what_holds_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     run(MEETING["repeat"], check_parts=False)
-    tried: list[Trial] = []
-    refusal = Trial.refusal
-    monkeypatch.setattr(Trial, "refusal", lambda self: (tried.append(self), refusal(self))[1])
+    tried: list[PartsTrial] = []
+    refusal = PartsTrial.refusal
+    monkeypatch.setattr(PartsTrial, "refusal", lambda self: (tried.append(self), refusal(self))[1])
     for settings, num_tried in (({}, 1), ({}, 1), ({"reduction": "sum", "check_parts": False}, 1)):
         run(ALONE["statistics"], **settings)
         assert len(tried) == num_tried
@@ -177,7 +177,7 @@ def test_of_layers_that_are_alike_one_is_tried(place: str, monkeypatch: pytest.M
     for way, is_refused in ((lambda x: x, False), (lambda x: x.flip(0), True)):
         model, tensors = nn.Sequential(*(Layer(way) for _ in range(4))), (torch.randn(SAMPLES, WIDTH),)
         traced = tracing.trace(model, describe(model, tensors, {})[1], torch.device("cpu"))
-        tries = Trial(traced, model.to(place), tensors, torch.device("cpu"), None, lambda *args: [])
+        tries = PartsTrial(traced, model.to(place), tensors, torch.device("cpu"), None, lambda *args: [])
         names = [name for name in sorted(tries.state) if name.endswith("weight")]
         assert names == ["0.inner.weight", "1.inner.weight"]  # the input of the first one needs no gradient
         assert (tries.refusal() is not None) is is_refused
@@ -188,8 +188,8 @@ def test_a_later_kind_of_call_is_tried_with_drawn_weights(
 ) -> None:
     """No rank has all weights any more then."""
     tried: list[Any] = []
-    refusal = Trial.refusal
-    monkeypatch.setattr(Trial, "refusal", lambda self: tried.append(refusal(self)))
+    refusal = PartsTrial.refusal
+    monkeypatch.setattr(PartsTrial, "refusal", lambda self: tried.append(refusal(self)))
     args = batch()
 
     def call(model: AutoVaruna, optimizer: Any, rank: int) -> None:

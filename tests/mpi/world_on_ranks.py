@@ -14,7 +14,7 @@ from itertools import permutations
 import torch
 
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.mail import Kind, Mail, Route
+from autovaruna.runtime.mail import Mail, MessageKind, Stream
 from tests.runtime.world_laws import LAWS
 
 
@@ -40,7 +40,7 @@ def mixed_lists() -> bool:
     world = get_world()
     world.open_rings([(0, 1), (1, 0)], True)
     mail = Mail(world, torch.device("cpu"))
-    sizes = {Kind("graph", Route(0, 1, 0), size): size for size in (2, 3)}
+    sizes = {MessageKind("graph", Stream(0, 1, 0), size): size for size in (2, 3)}
     came = []
     for is_known in (False, True):
         if world.rank == 1 and is_known:

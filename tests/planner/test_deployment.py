@@ -13,7 +13,7 @@ import pytest
 
 from autovaruna.errors import DeploymentError
 from autovaruna.planner.deployment import Deployment, Fingerprint, deployment_of, differences, load, plan_from, save
-from autovaruna.planner.prediction import Orders
+from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
@@ -57,7 +57,8 @@ def test_comes_back_as_it_was(saved: tuple[Path, Deployment], problem: Problem) 
     assert plan_from(back, problem.graph) == deployment.plan
     assert differences(back.fingerprint, VALID) == []
     assert (
-        Orders(plan_from(back, problem.graph), problem.graph).planned == Orders(deployment.plan, problem.graph).planned
+        RankOrders(plan_from(back, problem.graph), problem.graph).planned
+        == RankOrders(deployment.plan, problem.graph).planned
     )
 
 

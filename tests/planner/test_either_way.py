@@ -10,7 +10,7 @@ import pytest
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
-from autovaruna.planner.prediction import Orders, pipeline_of
+from autovaruna.planner.prediction import RankOrders, pipeline_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search import make_plan
@@ -35,7 +35,7 @@ def test_a_split_backward_is_chosen_where_it_pays_and_runs_as_the_rules_say() ->
     assert (plan.schedule, plain.schedule) == ("zero_bubble", "1f1b")
     assert plan.predicted_seconds < 0.9 * plain.predicted_seconds
     assert plan.bound_seconds <= plan.predicted_seconds
-    schedule = Orders(plan, problem.graph).planned
+    schedule = RankOrders(plan, problem.graph).planned
     check(schedule, pipeline_of(plan, problem.graph))
     assert sum(act.kind is Kind.WEIGHT for row in schedule for act in row) == 4 * 8
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.prediction import Orders
+from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
@@ -36,7 +36,7 @@ def test_stage_ranks(ranks: tuple[tuple[int, ...], ...], with_cuts: bool) -> Non
     assert tuple(stage.ranks for stage in plan.stages) == ranks
     assert [stage.blocks[0] for stage in plan.stages] == [0, 2, 4, 6][: len(ranks)] or not with_cuts
     assert 0 < plan.bound_seconds <= plan.predicted_seconds
-    num_acts = sum(len(acts) for acts in Orders(plan, problem.graph).planned)
+    num_acts = sum(len(acts) for acts in RankOrders(plan, problem.graph).planned)
     assert num_acts == 2 * len(ranks) * plan.num_micro_batches
 
 

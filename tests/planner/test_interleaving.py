@@ -10,7 +10,7 @@ import pytest
 from autovaruna.planner.cuts import cut_evenly
 from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.interleaved import patterns
-from autovaruna.planner.prediction import Orders
+from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
@@ -49,7 +49,9 @@ def test_they_shorten_a_step_of_few_micro_batches(num_ranks: int, rounds: int, g
     assert stages_per_rank(one) == 1 < stages_per_rank(plan) <= 4
     assert one.predicted_seconds > gain * plan.predicted_seconds
     assert plan.bound_seconds <= plan.predicted_seconds and "with one stage a rank no plan takes" in plan.bound_proof
-    assert sum(len(row) for row in Orders(plan, problem.graph).planned) == 2 * plan.num_stages * plan.num_micro_batches
+    assert (
+        sum(len(row) for row in RankOrders(plan, problem.graph).planned) == 2 * plan.num_stages * plan.num_micro_batches
+    )
 
 
 def test_more_of_them_pay_where_ranks_are_many() -> None:

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from autovaruna.errors import ScheduleError
-from autovaruna.planner.prediction import Dependence, Orders
+from autovaruna.planner.prediction import Dependence, RankOrders
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule.check import check
 from autovaruna.schedule.pipeline import Edge, Pipeline
@@ -20,14 +20,14 @@ CHAIN: list[Dependence] = [(0, 1, True), (1, 2, True)]
 
 
 @cache
-def orders(seed: int, schedule: str) -> Orders:
+def orders(seed: int, schedule: str) -> RankOrders:
     """Returns those of a plan of three stages, between which few values go, and fewer have a gradient."""
     problem = make_problem(
         6, 2, 8, seed, loose=True, skips=1, stage_ranks=((0,), (0,), (1,)), schedule=schedule, num_micro_batches=5
     )
     values = tuple(replace(value, needs_gradient=False) for value in problem.graph.values)
     problem = replace(problem, graph=replace(problem.graph, values=values))
-    return Orders(make_plan(problem), problem.graph)
+    return RankOrders(make_plan(problem), problem.graph)
 
 
 def with_edges(pipeline: Pipeline, dependences: list[Dependence]) -> Pipeline:

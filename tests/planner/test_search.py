@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.graph.records import Size, Value
-from autovaruna.planner.prediction import Orders
+from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import assert_near_the_best, small_problem
@@ -66,7 +66,7 @@ def test_schedule_is_the_same_wherever_the_plan_is() -> None:
     problem = make_problem(9, 3, 12, num_stages=3)
     one, other = make_plan(problem), make_plan(problem)
     assert one == other
-    assert Orders(one, problem.graph).planned == Orders(other, problem.graph).planned
+    assert RankOrders(one, problem.graph).planned == RankOrders(other, problem.graph).planned
 
 
 def test_progress_is_told() -> None:

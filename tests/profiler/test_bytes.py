@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autovaruna.profiler import bytes
 from autovaruna.profiler.bytes import AllocationMeter, count_bytes
-from autovaruna.profiler.work import Part, Samples, make_work
+from autovaruna.profiler.work import MeasuredPart, Samples, make_work
 from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
@@ -50,7 +50,7 @@ def test_blocks_add_up_to_the_whole(name: str) -> None:
     model, graph, tensors = traced_case(name, 4)
     costs = profile(graph, model, [4], CPU, inputs=tensors, budget_seconds=0.0).costs[0]
     nodes = tuple(n for n in graph.nodes if n in graph.block_of or n in graph.repeated)
-    whole = Part(graph, graph.graph.blocks, nodes, "whole")
+    whole = MeasuredPart(graph, graph.graph.blocks, nodes, "whole")
     counted = count_bytes(make_work(whole, Samples(graph, model, CPU, tensors), 4), CPU)
     kept = counted.inside + sum(made.num_bytes for made in counted.made if made.is_saved)
     assert kept <= sum(cost.saved_bytes for cost in costs) <= kept * (1.05 if name in WITH_MASKS else 1.0)

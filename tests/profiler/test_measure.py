@@ -27,7 +27,7 @@ from autovaruna.profiler.cache import load_measured, save_measured
 from autovaruna.profiler.measure import measure, measure_pace, merge, own_clock, to_profile
 from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
-from autovaruna.profiler.work import Part, Samples, block_parts, make_work
+from autovaruna.profiler.work import MeasuredPart, Samples, block_parts, make_work
 from tests.catalogue import CASES
 from tests.graph.models import Function
 from tests.products import some
@@ -210,7 +210,7 @@ def test_blocks_add_up_to_what_a_stage_defers(name: str, most: float) -> None:
     model, graph, tensors = traced_case(name, 4)
     samples = Samples(graph, model, CPU, tensors)
     nodes = tuple(n for n in graph.nodes if n in graph.block_of or n in graph.repeated)
-    whole, _ = count_deferred_bytes(make_work(Part(graph, graph.graph.blocks, nodes, "whole"), samples, 4))
+    whole, _ = count_deferred_bytes(make_work(MeasuredPart(graph, graph.graph.blocks, nodes, "whole"), samples, 4))
     works = [make_work(part, samples, 4) for part in block_parts(graph)]
     assert 1.0 <= sum(count_deferred_bytes(work)[0] for work in works if work.split) / whole <= most
 

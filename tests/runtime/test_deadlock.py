@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from autovaruna.runtime.deadlock import Answer, DeadlockDetector, Failure, Join, Leave, Need, Report, Values
+from autovaruna.runtime.deadlock import Answer, DeadlockDetector, Failure, Join, JoinedValues, Leave, Need, WaitReport
 
 EVENT = ("sent", 0, 0, 7)
 
@@ -20,9 +20,9 @@ class Hearing:
         return next((answer for answer in self.answers if isinstance(answer, Failure)), None)
 
 
-def waits(rank: int, done: int = 0) -> Report:
+def waits(rank: int, done: int = 0) -> WaitReport:
     """Returns the report of a rank that needs `rank` to send to rank 0, and has sent that `done` times itself."""
-    return Report(f"for rank {rank}", (Need(rank, EVENT, 1),), {EVENT: done})
+    return WaitReport(f"for rank {rank}", (Need(rank, EVENT, 1),), {EVENT: done})
 
 
 def test_what_a_thousand_ranks_say_alike_travels_once() -> None:
@@ -30,7 +30,9 @@ def test_what_a_thousand_ranks_say_alike_travels_once() -> None:
     for rank in range(1000):
         hearing.detector.take(rank, Join("step", b"%1000d" % (rank % 3)))
     values = hearing.answers[0]
-    assert isinstance(values, Values) and [int(value) for value in values.values] == [rank % 3 for rank in range(1000)]
+    assert isinstance(values, JoinedValues) and [int(value) for value in values.values] == [
+        rank % 3 for rank in range(1000)
+    ]
     assert len(pickle.dumps(values)) < 10_000
 
 

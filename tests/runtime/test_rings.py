@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.transport import processes
-from autovaruna.runtime.transport.base import DONE, Arrival, Layout, Part
+from autovaruna.runtime.transport.base import DONE, Arrival, Layout, TensorTransfer
 from autovaruna.runtime.transport.processes import (
     MAX_BYTES,
     NUM_BYTES,
@@ -39,7 +39,7 @@ def make_ring() -> tuple[RingSender, RingReceiver]:
     return RingSender(memory), RingReceiver(memory, 0)
 
 
-def send(sender: RingSender, tensor: Tensor, key: int) -> Part:
+def send(sender: RingSender, tensor: Tensor, key: int) -> TensorTransfer:
     """Sends a tensor at once or when there is room, as the transport does."""
     return DONE if sender.put(tensor, key) else sender.queue(tensor, key)
 
@@ -73,7 +73,7 @@ class Traffic:
         self.sizes = sizes
         self.sender, self.receiver = make_ring()
         self.sent: defaultdict[int, deque[Tensor]] = defaultdict(deque)
-        self.leaving: list[Part] = []
+        self.leaving: list[TensorTransfer] = []
         self.posted: list[tuple[Arrival, Tensor, Tensor]] = []
         self.kept: list[tuple[Tensor, Tensor]] = []
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from autovaruna.runtime import mail
 from autovaruna.runtime.batch import Stash
-from autovaruna.runtime.mail import AHEAD, Kind, Mail, Parcel, Route
+from autovaruna.runtime.mail import AHEAD, Mail, MessageKind, Parcel, Stream
 from autovaruna.runtime.step_runner import _alone
 from tests.catalogue import PLAIN
 from tests.ranks import make_worlds
@@ -45,7 +45,7 @@ def test_messages_of_unknown_size_are_not_posted_far_ahead(monkeypatch: pytest.M
 def test_small_receives_are_posted_far_ahead_while_a_rank_waits() -> None:
     """Before the first instruction only those are that it may need soon: posting them all delayed every rank."""
     mails = [Mail(world, torch.device("cpu")) for world in make_worlds(2)]
-    kind = Kind("graph", Route(0, 1, 0), 4)
+    kind = MessageKind("graph", Stream(0, 1, 0), 4)
     mails[0].send([torch.ones(2)], kind)
     mails[1].take(kind)
     mails[1].follow([SimpleNamespace(receives=(Parcel(kind, ("x",)),))] * 20)

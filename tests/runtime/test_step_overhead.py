@@ -18,7 +18,7 @@ from autovaruna import AutoVaruna
 from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.batch import Traffic
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.mail import Kind, Mail, Route
+from autovaruna.runtime.mail import Mail, MessageKind, Stream
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.transport.base import SMALL_BYTES
 from autovaruna.runtime.world import Message, World
@@ -50,7 +50,7 @@ def calls_of_python(act: Callable[[], object]) -> int:
 def test_a_message_takes_few_calls() -> None:
     """It took 66, and then 50, most of them to look at one tensor again and again."""
     mails = [Mail(world, torch.device("cpu")) for world in make_worlds(2)]
-    kind, tensor = Kind("graph", Route(0, 1, 0), 4), torch.randn(4, 3)
+    kind, tensor = MessageKind("graph", Stream(0, 1, 0), 4), torch.randn(4, 3)
 
     def message() -> None:
         mails[1].expect(kind)

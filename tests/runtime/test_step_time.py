@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autovaruna.runtime.deadlock import Watch
+from autovaruna.runtime.deadlock import RankWatch
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.stage.module import StageModule
@@ -102,18 +102,18 @@ def test_a_rank_that_is_late_at_random_costs_what_it_must(
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Returns a list that grows by each message and each exchange of objects."""
     found: list[tuple[str, int]] = []
-    gather = Watch.gather
+    gather = RankWatch.gather
 
     def note_message(act: Callable[..., Any]) -> Callable[..., Any]:
         return lambda world, *args: (found.append(("message", world.rank)), act(world, *args))[1]
 
-    def note_gather(self: Watch, value: object, label: str, *given: Any) -> Any:
+    def note_gather(self: RankWatch, value: object, label: str, *given: Any) -> Any:
         found.append((label, self.transport.rank))
         return gather(self, value, label, *given)
 
     for name in ("send", "send_object"):
         monkeypatch.setattr(World, name, note_message(getattr(World, name)))
-    monkeypatch.setattr(Watch, "gather", note_gather)
+    monkeypatch.setattr(RankWatch, "gather", note_gather)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 
 from autovaruna.errors import CheckpointError, RankError
 from autovaruna.log import error_text
-from autovaruna.runtime.deadlock import Join, Need, Watch
+from autovaruna.runtime.deadlock import Join, Need, RankWatch
 from autovaruna.runtime.transport.base import pack, unpack
 
 VALUES = [
@@ -57,7 +57,7 @@ def test_tensors_without_numbers_and_arrays_come_as_they_went() -> None:
         Calls(getattr, pack, "__globals__"),
         Calls(torch.load, "made"),
         Calls(error_text, ValueError()),
-        Calls(Watch, None, None),
+        Calls(RankWatch, None, None),
         Calls(Calls, print),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import GROUP_CHANNEL, Part
+from autovaruna.runtime.transport.base import GROUP_CHANNEL, TensorTransfer
 from autovaruna.runtime.transport.threads import ThreadTransport, single_world
 from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
@@ -40,10 +40,10 @@ def test_abort_prints_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.startswith("rank 0, stage 1:\nValueError: no")
 
 
-class Late(Part):
+class Late(TensorTransfer):
     """A message that comes a while after it came."""
 
-    def __init__(self, pending: Part) -> None:
+    def __init__(self, pending: TensorTransfer) -> None:
         self.pending = pending
         self.due = time.monotonic() + 0.1
 
@@ -55,7 +55,7 @@ def test_a_sum_is_done_when_all_its_pieces_are(monkeypatch: pytest.MonkeyPatch) 
     """A tensor of 2 MiB and a bit: the bit is exchanged once, and came before the second exchange of the rest."""
     post_receive = ThreadTransport.post_receive
 
-    def post(self: ThreadTransport, tensor: torch.Tensor, source: int, channel: int, tag: int) -> Part:
+    def post(self: ThreadTransport, tensor: torch.Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         pending = post_receive(self, tensor, source, channel, tag)
         return Late(pending) if channel == GROUP_CHANNEL and tag % 4 == 1 else pending
 

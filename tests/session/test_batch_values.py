@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
-from autovaruna.graph.trial import Trial
+from autovaruna.graph.trial import PartsTrial
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import Written
@@ -279,7 +279,7 @@ def test_what_cannot_be_tried_out_is_said(caplog: pytest.LogCaptureFixture, monk
     def fail(*args: Any) -> None:
         raise MemoryError("too much")
 
-    monkeypatch.setattr(Trial, "_run", fail)
+    monkeypatch.setattr(PartsTrial, "_run", fail)
     with caplog.at_level(logging.WARNING, "autovaruna"):
         AutoVaruna(counting_by(roomy_experts), num_micro_batches=2, **QUIET)(*batch())
     assert "could not be tried out (MemoryError: too much)" in caplog.text

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
 from autovaruna.runtime.deadlock import Failure, encoded
 from autovaruna.runtime.trace import Metrics
-from autovaruna.runtime.transport.base import Part
+from autovaruna.runtime.transport.base import TensorTransfer
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
 from autovaruna.session.borders import STATUS
@@ -197,7 +197,7 @@ def test_a_batch_that_never_changes_is_no_mistake(caplog: pytest.LogCaptureFixtu
 PATIENCE_SECONDS = 20.0
 
 
-class Held(Part):
+class Held(TensorTransfer):
     """A message that leaves once its sender has asked for it some times, after those before it."""
 
     needs_calls = True
@@ -230,7 +230,7 @@ class Lazy(ThreadTransport):
         self._held.append(Held(self, send))
         return self._held[-1]
 
-    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         if self._random.random() < 0.3 and not self._held:
             return super().post_send(tensor, destination, channel, tag)
         return self._hold(lambda: ThreadTransport.post_send(self, tensor, destination, channel, tag))

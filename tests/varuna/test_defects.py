@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.planner.prediction import Orders
+from autovaruna.planner.prediction import RankOrders
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.varuna import CutPoint, Varuna
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
@@ -88,7 +88,7 @@ def test_a_step_of_many_micro_batches_is_not_cut_off() -> None:
 
     model = wrap_tiny(Tiny())
     plan, graph = model.model.plan, model.model.preparation._traced.graph
-    kinds = [(step.kind, step.micro_batch) for step in Orders(plan, graph).planned[0]]
+    kinds = [(step.kind, step.micro_batch) for step in RankOrders(plan, graph).planned[0]]
     assert {m for kind, m in kinds if kind is Kind.BACKWARD} == set(range(6000))
     loss, _ = model.step({"x": torch.arange(6000.0).view(-1, 1)})
     expected = Tiny()
@@ -112,7 +112,7 @@ def test_no_stage_runs_ahead_of_its_memory(schedule: str) -> None:
 
     def script(world: Any) -> Any:
         model = wrap("0;1;2", 12, 1, schedule=schedule)
-        return model.model.plan, Orders(model.model.plan, model.model.preparation._traced.graph).planned
+        return model.model.plan, RankOrders(model.model.plan, model.model.preparation._traced.graph).planned
 
     plan, schedule_of_ranks = on_ranks(3, script)[0]
     for rank, program in enumerate(schedule_of_ranks):

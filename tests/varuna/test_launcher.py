@@ -18,7 +18,7 @@ import pytest
 
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
-from autovaruna.elastic.job import Job, Output, find_mpirun
+from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import list_hosts, read_options, read_variables
 from autovaruna.errors import ConfigError
@@ -43,7 +43,7 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
     Path("varuna.env").write_text("export FOO='a b'\nBAR=1  # one\n")
     read, grid = run_varuna.choose(read_options(options("--batch_size", "9", "--nstages", "2", "--chunk_size", "3")))
     assert grid == ((0, 2), (1, 3)) and read.variables == {"FOO": "a b", "BAR": "1"}
-    job = Job(read, grid)
+    job = MpiJob(read, grid)
     command = job.command("hosts")
     assert command[command.index("-np") + 1] == "4"
     assert command[-1] == stub.__file__  # mpirun sees no argument of the script
@@ -60,7 +60,7 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
 
 def test_ranks_that_stages_leave_over_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
     read, grid = run_varuna.choose(read_options(options("--nstages", "3")))
-    assert grid == ((0,), (1,), (2,)) and Job(read, grid).num_ranks == 3
+    assert grid == ((0,), (1,), (2,)) and MpiJob(read, grid).num_ranks == 3
     assert "1 of 4 ranks are left over" in capsys.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_an_error_of_the_script_is_shown_as_by_python_itself(text: str, tmp_path
 def test_output_is_that_of_its_rank(written: bytes, shown: str, ended: dict[int, int]) -> None:
     """mpirun marks neither the end of a last line without one, nor, a second time, a line that goes on behind it."""
     target = io.TextIOWrapper(io.BytesIO(), "ascii")  # cannot show everything
-    output = Output(lambda: None)
+    output = JobOutput(lambda: None)
     output.follow(io.BytesIO(written), target)
     output.wait()
     target.seek(0)
@@ -140,7 +140,7 @@ def test_output_is_that_of_its_rank(written: bytes, shown: str, ended: dict[int,
 
 def test_the_first_rank_that_runs_is_told() -> None:
     started: list[int] = []
-    output = Output(lambda: started.append(1))
+    output = JobOutput(lambda: started.append(1))
     output.follow(io.BytesIO(f"[1,0]<stderr>: {rank_script.STARTED}\n".encode() * 2), shown := io.StringIO())
     output.wait()
     assert started == [1] and output.has_started and not shown.getvalue()
@@ -150,7 +150,7 @@ def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.
     reader, writer = os.pipe()
     os.close(reader)
     stream = io.BytesIO(b"[1,0]<stdout>: a\n" * 10_000)
-    output = Output(lambda: None)
+    output = JobOutput(lambda: None)
     output.follow(stream, os.fdopen(writer, "w", closefd=False))
     output.wait()
     os.close(writer)
@@ -220,7 +220,7 @@ def test_a_process_that_holds_the_output_of_an_mpirun_that_was_killed_holds_up_n
     monkeypatch.setattr("autovaruna.elastic.job.find_mpirun", lambda: str(mpirun))
     read, grid = run_varuna.choose(read_options(options()))
     began = time.monotonic()
-    assert Job(read, grid).run() == 128 + signal.SIGKILL
+    assert MpiJob(read, grid).run() == 128 + signal.SIGKILL
     assert time.monotonic() - began < 20.0
 
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.batch.interpret import Values, is_number
+from autovaruna.graph.batch.interpret import BatchAnalysis, is_number
 from autovaruna.graph.batch.operators import (
     KEEPING,
     SCALING,
     Means,
-    Source,
+    ScalingUse,
     Trait,
-    Use,
+    ValueSource,
     adds_up,
     has,
     is_listed,
@@ -33,10 +33,10 @@ from autovaruna.graph.batch.operators import (
 )
 from autovaruna.graph.lengths import Sizes
 from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import Reduction, opaque_module_of
+from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 
 _SIZES = (1, 2, 3, 8)
-_POWERS = {Use.PLAIN: 0.0, Use.DIVISOR: 1.0, Use.FACTOR: -1.0}
+_POWERS = {ScalingUse.PLAIN: 0.0, ScalingUse.DIVISOR: 1.0, ScalingUse.FACTOR: -1.0}
 """How what a micro-batch gets of a value of the whole batch grows with it."""
 
 
@@ -46,7 +46,7 @@ class Powers:
     With `is_added`, losses of micro-batches are added up: each gets values of the whole batch as they are.
     """
 
-    def __init__(self, values: Values, sizes: Sizes, is_added: bool = False) -> None:
+    def __init__(self, values: BatchAnalysis, sizes: Sizes, is_added: bool = False) -> None:
         self._values = values
         self._sizes = sizes
         self._is_added = is_added
@@ -63,7 +63,7 @@ class Powers:
         """Returns the part of a value that is no sum over the samples; None if all of it is one, or may be."""
         parts = self._reduced(node, 0.0, set())
         return next(
-            (made for made, power in parts if power != 1.0 and reduction_of(made) is not Reduction.UNKNOWN), None
+            (made for made, power in parts if power != 1.0 and reduction_of(made) is not ReductionKind.UNKNOWN), None
         )
 
     def ends_in_sums(self, node: fx.Node, tail: Collection[fx.Node]) -> bool:
@@ -86,7 +86,7 @@ class Powers:
         elif means in KEEPING or means is Means.PRODUCT:
             for each in node.all_input_nodes:
                 yield from self._reduced(each, power, seen)
-        elif power not in (self._is_added, 1.0) and Source.STATE in source and Source.BATCH not in source:
+        elif power not in (self._is_added, 1.0) and ValueSource.STATE in source and ValueSource.BATCH not in source:
             yield node, power
 
     def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
@@ -124,10 +124,10 @@ class Powers:
             made: Any = node.args[0]
             kept = opaque_module_of(made)
             is_named = kept is not None and kept.adds_up(int(node.args[1]))  # type: ignore[arg-type]
-            return is_named or (reduction_of(node) or join_tried(node, self._sizes)) is Reduction.SUM
+            return is_named or (reduction_of(node) or join_tried(node, self._sizes)) is ReductionKind.SUM
         if is_listed(node) or not any(map(self._grows, node.all_input_nodes)):
             return adds_up(node)
-        return join_tried(node, self._sizes) is Reduction.SUM
+        return join_tried(node, self._sizes) is ReductionKind.SUM
 
     def _grows(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and self._sizes.has_samples(node)
@@ -142,7 +142,7 @@ class Powers:
             return self._power_of(scale.meta["val"])
         if has(scale, Trait.SAME_NUMBER) and len(scale.all_input_nodes) == 1 and is_number(scale):
             return self._power(scale.all_input_nodes[0])
-        return None if Source.BATCH in self._values[scale].source else 0.0
+        return None if ValueSource.BATCH in self._values[scale].source else 0.0
 
     def _power_of(self, number: Any) -> float:
         first, *others = (float(self._sizes.number(number, size)) for size in _SIZES)
@@ -161,19 +161,19 @@ _ALLOWED = 1e-3
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
-def join_tried(node: fx.Node, sizes: Sizes) -> Reduction:
+def join_tried(node: fx.Node, sizes: Sizes) -> ReductionKind:
     """Returns how an operation of torch's makes one number of those of several samples: a sum, a mean, or neither."""
     made: Any = node.args[0] if node.target is getitem else node
     if not isinstance(made.target, OpOverload) or is_random(made):
-        return Reduction.UNKNOWN
+        return ReductionKind.UNKNOWN
     leaves = [each for each in made.all_input_nodes if isinstance(each.meta["val"], Tensor)]
     try:
         whole, one, other = (each.double() for each in computed(node, dict.fromkeys(leaves), sizes))
     except Exception:  # it takes numbers of its own kind, or sizes that only data decide
-        return Reduction.UNKNOWN
+        return ReductionKind.UNKNOWN
     if _are_close(whole, (PARTS[0] * one + PARTS[1] * other) / ALL):
-        return Reduction.MEAN
-    return Reduction.SUM if _are_close(whole, one + other) else Reduction.OTHER
+        return ReductionKind.MEAN
+    return ReductionKind.SUM if _are_close(whole, one + other) else ReductionKind.OTHER
 
 
 def is_random(node: fx.Node) -> bool:

@@ -19,12 +19,12 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.operators import (
+    BatchShare,
+    BatchValue,
     Merge,
     Reach,
-    Share,
-    Source,
     Trait,
-    Value,
+    ValueSource,
     aten,
     count_by_class,
     has,
@@ -39,7 +39,7 @@ _OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.
 _MOST_ELEMENTS = 65_536
 
 
-class Values:
+class BatchAnalysis:
     """The values of a graph's nodes; those of nodes that have been added since are found when they are asked for.
 
     Totals are looked for among the nodes that are `chosen`, which follow from the inputs alone.
@@ -59,7 +59,7 @@ class Values:
                 while isinstance(source, fx.Node) and source.name in facts and facts[source.name].is_view:
                     source = source.args[0]
                 self._becomes_state.add(source)
-        self._of: dict[fx.Node, Value] = {}
+        self._of: dict[fx.Node, BatchValue] = {}
         in_memory: dict[int, list[fx.Node]] = {}
         for node in nodes.nodes:
             self._of[node] = value = self._value(node)
@@ -71,35 +71,37 @@ class Values:
             for storage in fact.makes if fact is not None else ():
                 in_memory.setdefault(storage, []).append(node)
 
-    def __getitem__(self, node: fx.Node) -> Value:
+    def __getitem__(self, node: fx.Node) -> BatchValue:
         if node not in self._of:
             self._of[node] = self._value(node)
         return self._of[node]
 
     def is_whole(self, node: fx.Node) -> bool:
         """Whether a value follows from the inputs, and is that of the whole batch, or the same for any."""
-        return self[node].share in (Share.FIXED, Share.WHOLE)
+        return self[node].share in (BatchShare.FIXED, BatchShare.WHOLE)
 
-    def _value(self, node: fx.Node) -> Value:
+    def _value(self, node: fx.Node) -> BatchValue:
         source, reach = self._source(node), self._reach(node)
         if node not in self._known:
-            return Value(source, reach)
+            return BatchValue(source, reach)
         share, merge = self._share(node)
         is_extreme = merge in (Merge.LARGEST, Merge.SMALLEST)
-        if share is Share.WHOLE and merge is None:
-            is_extreme = all(self[each].is_extreme for each in node.all_input_nodes if self[each].share is Share.WHOLE)
-        return Value(source, reach, share, merge, is_extreme)
+        if share is BatchShare.WHOLE and merge is None:
+            is_extreme = all(
+                self[each].is_extreme for each in node.all_input_nodes if self[each].share is BatchShare.WHOLE
+            )
+        return BatchValue(source, reach, share, merge, is_extreme)
 
-    def _source(self, node: fx.Node) -> Source:
+    def _source(self, node: fx.Node) -> ValueSource:
         if node.op == "placeholder":
-            return Source.SAMPLES | Source.BATCH if node.name in self._batch else Source.NONE
+            return ValueSource.SAMPLES | ValueSource.BATCH if node.name in self._batch else ValueSource.NONE
         if node.op == "get_attr":
-            return Source.NONE if _is_constant(node) else Source.STATE
-        found = Source.NONE
+            return ValueSource.NONE if _is_constant(node) else ValueSource.STATE
+        found = ValueSource.NONE
         for each in node.all_input_nodes:
             found |= self[each].source
-        if Source.SAMPLES in found and self._sizes.is_given(node):
-            return found & ~Source.SAMPLES | (Source.TOTAL if is_of_batch(node) else Source.NONE)
+        if ValueSource.SAMPLES in found and self._sizes.is_given(node):
+            return found & ~ValueSource.SAMPLES | (ValueSource.TOTAL if is_of_batch(node) else ValueSource.NONE)
         return found
 
     def _reach(self, node: fx.Node) -> Reach:
@@ -127,18 +129,18 @@ class Values:
         is_joint = any(self[each].reach is Reach.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
         return Reach.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Reach.COUNTS
 
-    def _share(self, node: fx.Node) -> tuple[Share, Merge | None]:
+    def _share(self, node: fx.Node) -> tuple[BatchShare, Merge | None]:
         if node.op == "placeholder":
-            return Share.SAMPLES if node.name in self._batch else Share.FIXED, None
+            return BatchShare.SAMPLES if node.name in self._batch else BatchShare.FIXED, None
         if node.op == "get_attr" or self._sizes.is_given(node):
-            return Share.FIXED, None
+            return BatchShare.FIXED, None
         sources = {share for each in node.all_input_nodes if (share := self[each].share) is not None}
-        most = max(sources, default=Share.FIXED)
-        if most is Share.SAMPLES and Share.WHOLE in sources:
-            return Share.AFTER, None
-        if most is Share.SAMPLES and (merge := self._merge(node)) is not None:
-            return Share.WHOLE, merge
-        return (Share.AFTER if most is Share.WHOLE and not _is_small(node) else most), None
+        most = max(sources, default=BatchShare.FIXED)
+        if most is BatchShare.SAMPLES and BatchShare.WHOLE in sources:
+            return BatchShare.AFTER, None
+        if most is BatchShare.SAMPLES and (merge := self._merge(node)) is not None:
+            return BatchShare.WHOLE, merge
+        return (BatchShare.AFTER if most is BatchShare.WHOLE and not _is_small(node) else most), None
 
     def _merge(self, node: fx.Node) -> Merge | None:
         """Returns how the results of a node for several mini-batches are merged; None: no way is known."""

@@ -23,7 +23,7 @@ from autovaruna._torch import HigherOrderOperator, OpOverload, pytree
 from autovaruna.graph.opaque.run import run_opaque
 
 
-class Source(Flag):
+class ValueSource(Flag):
     """What a value is made of."""
 
     NONE = 0
@@ -43,7 +43,7 @@ class Reach(IntEnum):
     ALL = 4  # numbers of several samples in one, or of one for all
 
 
-class Share(IntEnum):
+class BatchShare(IntEnum):
     """What a value that follows from the inputs alone has to do with the batch."""
 
     FIXED = 0  # nothing, or it follows from its size
@@ -62,7 +62,7 @@ class Merge(str, Enum):
 
 
 @dataclass(frozen=True)
-class Value:
+class BatchValue:
     """What is known of the value of a node.
 
     Attributes:
@@ -71,14 +71,14 @@ class Value:
         is_extreme: whether it is the greatest or the least of the batch, or follows from such values alone.
     """
 
-    source: Source = Source.NONE
+    source: ValueSource = ValueSource.NONE
     reach: Reach = Reach.NONE
-    share: Share | None = None
+    share: BatchShare | None = None
     merge: Merge | None = None
     is_extreme: bool = False
 
 
-class Use(str, Enum):
+class ScalingUse(str, Enum):
     """What becomes of a value of the whole batch in the term of a loss."""
 
     PLAIN = "plain"  # it is used as it is
@@ -88,13 +88,13 @@ class Use(str, Enum):
 
     def of_share(self, value: Tensor | float, share: float) -> Tensor | float:
         """Returns what a micro-batch gets, whose loss has the weight `share` in that of the global batch."""
-        if self is Use.PLAIN:
+        if self is ScalingUse.PLAIN:
             return value
         wide = value.double() if isinstance(value, Tensor) else value
-        return wide * share if self is Use.DIVISOR else wide / share
+        return wide * share if self is ScalingUse.DIVISOR else wide / share
 
 
-def of_batch(value: Any, use: Use, dtype: torch.dtype) -> Tensor:
+def of_batch(value: Any, use: ScalingUse, dtype: torch.dtype) -> Tensor:
     """Stands in a graph for `value` over the whole batch; run by itself, what it is given is the whole batch."""
     return value.to(dtype) if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.drawn import ALL, SIZES, computed, is_random, places, run
-from autovaruna.graph.batch.interpret import Values, read
+from autovaruna.graph.batch.interpret import BatchAnalysis, read
 from autovaruna.graph.batch.operators import Reach, Trait, arguments, has, name_of, reached
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
@@ -31,7 +31,7 @@ class _TornError(Exception):
     """Rows of several samples come where those of one belong, or other ones in a micro-batch."""
 
 
-class Orders:
+class SampleOrders:
     """The order of samples in the values of a graph.
 
     Attributes:
@@ -39,7 +39,7 @@ class Orders:
     """
 
     def __init__(self, graph: KnownGraph) -> None:
-        self.values, self._sizes = Values(graph), graph.sizes
+        self.values, self._sizes = BatchAnalysis(graph), graph.sizes
         self._rows: dict[fx.Node, Tensor | None] = {}
         self._fitting: dict[tuple[fx.Node, int], bool] = {}
         self.torn: dict[fx.Node, str] = {}

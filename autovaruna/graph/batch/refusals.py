@@ -16,13 +16,13 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.drawn import Powers, join_tried
-from autovaruna.graph.batch.interpret import Values, has_numbers, is_long, read
+from autovaruna.graph.batch.interpret import BatchAnalysis, has_numbers, is_long, read
 from autovaruna.graph.batch.operators import (
     MEAN,
     Means,
     Reach,
-    Source,
     Trait,
+    ValueSource,
     arguments,
     has,
     is_listed,
@@ -30,15 +30,15 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.batch.order import Orders
+from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.export.errors import advice, modules_of, origin
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import Reduction, opaque_module_of
+from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 from autovaruna.graph.traced import OutputKind, TracedModel
 
 
-def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: Orders) -> list[fx.Node]:
+def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: SampleOrders) -> list[fx.Node]:
     """Makes sure that the numbers of samples go through a graph one by one; returns what joins counts of several.
 
     One that holds for one batch size alone is not looked at. Raises TraceError for an operation that mixes samples.
@@ -58,7 +58,7 @@ def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: Orders) -> list[f
 class _Meetings:
     """Tells how the operations of a graph have samples meet."""
 
-    def __init__(self, graph: KnownGraph, orders: Orders) -> None:
+    def __init__(self, graph: KnownGraph, orders: SampleOrders) -> None:
         self._orders, self._values, self._facts, self._sizes = orders, orders.values, graph.facts, graph.sizes
 
     def joins_counts(self, node: fx.Node) -> bool:
@@ -141,7 +141,7 @@ class _Meetings:
 
     def _inside(self, node: fx.Node) -> str:
         """Finds modules and functions that are kept whole, and make something else of the parts of a batch."""
-        if node.target is not getitem or reduction_of(node) is not Reduction.OTHER:
+        if node.target is not getitem or reduction_of(node) is not ReductionKind.OTHER:
             return ""
         kept = opaque_module_of(node.args[0])  # type: ignore[arg-type]
         assert kept is not None
@@ -178,8 +178,8 @@ def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = Tr
     Losses are averaged, or added up if that `is_added`. If it is not `is_exact`, a loss may go on from means as well,
     each micro-batch from its own. Others are an InputError.
     """
-    values = Values(traced)
-    means, powers = _Means(traced, values), Powers(values, traced.sizes, is_added)
+    values = BatchAnalysis(traced)
+    means, powers = _LossTail(traced, values), Powers(values, traced.sizes, is_added)
     specs = [spec for spec in traced.outputs if spec.kind in (OutputKind.LOSS, OutputKind.MEAN)]
     for spec in specs if traced.sizes.symbol is not None else ():
         node = traced.nodes[spec.node]
@@ -232,10 +232,10 @@ def _place(made: fx.Node) -> str:
     return origin(made) or made.name
 
 
-class _Means:
+class _LossTail:
     """Follows a loss back to where samples were reduced."""
 
-    def __init__(self, traced: TracedModel, values: Values) -> None:
+    def __init__(self, traced: TracedModel, values: BatchAnalysis) -> None:
         self._sizes = traced.sizes
         self._facts = traced.facts
         self._values = values
@@ -251,7 +251,7 @@ class _Means:
 
     def _breaks(self, node: fx.Node) -> bool:
         if node.target is getitem:
-            return self._is_unknown(node) or join_tried(node, self._sizes) is Reduction.OTHER
+            return self._is_unknown(node) or join_tried(node, self._sizes) is ReductionKind.OTHER
         if not isinstance(node.target, OpOverload):
             return False
         row = operator_of(node)
@@ -271,7 +271,7 @@ class _Means:
         if Trait.PICKS in row.traits or self._averages_counted(node):
             return True
         is_made = any(map(self._sizes.has_samples, node.all_input_nodes))
-        return is_made and not is_listed(node) and join_tried(node, self._sizes) is Reduction.OTHER
+        return is_made and not is_listed(node) and join_tried(node, self._sizes) is ReductionKind.OTHER
 
     def _is_unknown(self, node: fx.Node) -> bool:
         """Whether a node is what a module or function that is kept whole makes of means, or of samples, but no mean."""
@@ -280,8 +280,8 @@ class _Means:
         if join is None:
             return False
         kept = opaque_module_of(made)
-        is_guess = join is Reduction.UNKNOWN and kept is not None and kept.is_own_function
-        return join is Reduction.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
+        is_guess = join is ReductionKind.UNKNOWN and kept is not None and kept.is_own_function
+        return join is ReductionKind.OTHER or is_guess or any(map(self._is_joint, made.all_input_nodes))
 
     def _averages_counted(self, node: fx.Node) -> bool:
         """Whether a node is a mean over as many numbers as numbers of the model say; counts of inputs are parted.
@@ -300,7 +300,7 @@ class _Means:
     def _is_joint(self, node: Any) -> bool:
         """Whether a value is made of several samples: it depends on the batch, and has none."""
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if not isinstance(value, Tensor) or Source.SAMPLES not in self._values[node].source:
+        if not isinstance(value, Tensor) or ValueSource.SAMPLES not in self._values[node].source:
             return False
         return not _says_what_is_finite(node) and not self._sizes.has_samples(node)
 

@@ -19,19 +19,19 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.drawn import Powers
-from autovaruna.graph.batch.interpret import Values, from_inputs, has_numbers, is_number, picked_symbols
+from autovaruna.graph.batch.interpret import BatchAnalysis, from_inputs, has_numbers, is_number, picked_symbols
 from autovaruna.graph.batch.operators import (
     KEEPING,
     MEAN,
     SUM,
     SUM_OF,
     WITH_TENSORS,
+    BatchShare,
     Means,
     Merge,
-    Share,
-    Source,
+    ScalingUse,
     Trait,
-    Use,
+    ValueSource,
     arguments,
     as_tensor,
     aten,
@@ -67,7 +67,7 @@ class BatchTotals:
     merges: dict[str, Merge]
     before: tuple[str, ...]
     after: tuple[str, ...]
-    values: dict[str, tuple[str, Use]]
+    values: dict[str, tuple[str, ScalingUse]]
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -85,12 +85,12 @@ def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     if sizes.symbol is None:
         return NO_TOTALS
     additions = _Additions(graph.module.graph, facts)
-    means = _Means(graph, additions)
+    means = _CountedMeans(graph, additions)
     for node in list(graph.module.graph.nodes):
         if node.op == "call_function" and (count := means.count_of(node)) is not None:
             means.part(node, count)
     known = from_inputs(graph)
-    values = Values(graph, known)
+    values = BatchAnalysis(graph, known)
     marks = _Marks(graph, values, additions)
     marks.give_totals(known)
     marks.give_lengths(known)
@@ -128,21 +128,21 @@ def _what_makes(nodes: Iterable[fx.Node], known: Iterable[fx.Node], facts: Mappi
 class _Marks:
     """Puts calls of `of_batch` into a graph; `given` has the node that each stands for, and what becomes of it."""
 
-    def __init__(self, graph: KnownGraph, values: Values, additions: _Additions) -> None:
+    def __init__(self, graph: KnownGraph, values: BatchAnalysis, additions: _Additions) -> None:
         self._known = graph
         self._graph, self._facts, self._sizes = graph.module.graph, graph.facts, graph.sizes
         self._values = values
         self._add = additions
         self._in_outputs = self._makes_outputs()
-        self.given: dict[str, tuple[str, Use]] = {}
+        self.given: dict[str, tuple[str, ScalingUse]] = {}
 
     def give_totals(self, known: Sequence[fx.Node]) -> None:
         """Marks a value of the whole batch wherever the graph goes on from it."""
         powers, tail = Powers(self._values, self._sizes), _linear_tail(self._graph)
-        for value in [node for node in known if self._values[node].share is Share.WHOLE]:
+        for value in [node for node in known if self._values[node].share is BatchShare.WHOLE]:
             for user in [user for user in value.users if user in self._in_outputs and self._goes_on(value, user)]:
                 use = _use(value, user, powers, tail)
-                is_cast = use is not Use.PLAIN or _is_plain(value)
+                is_cast = use is not ScalingUse.PLAIN or _is_plain(value)
                 user.replace_input_with(value, self._stand_in(user, value, use, user if is_cast else value))
 
     def give_lengths(self, known: Sequence[fx.Node]) -> None:
@@ -156,7 +156,7 @@ class _Marks:
             sources = number.all_input_nodes
             if taken.keys().isdisjoint(sources):
                 (tensor,) = sources
-                taken[tensor] = self._stand_in(number, tensor, Use.PLAIN, tensor)
+                taken[tensor] = self._stand_in(number, tensor, ScalingUse.PLAIN, tensor)
             taken[number] = self._add.again(number, taken)
             for user in [user for user in number.users if user in users and not is_of_batch(user)]:
                 if isinstance(user.meta.get("val"), Tensor):
@@ -182,7 +182,7 @@ class _Marks:
             if is_added:
                 is_own = operator_of(user).means is Means.MULTIPLY and not any(map(powers.sum_in, others))
             else:
-                is_own = any(self._values[each].source & (Source.SAMPLES | Source.TOTAL) for each in others)
+                is_own = any(self._values[each].source & (ValueSource.SAMPLES | ValueSource.TOTAL) for each in others)
             return is_own and user in tail and tail.issuperset(each for each in user.users if each.op != "output")
 
         made: list[str] = []
@@ -190,11 +190,11 @@ class _Marks:
         for number, user in [(number, user) for number, user in uses if _computes_with(user, number)]:
             if user in in_outputs and not has_its_own(user):
                 tensor = self._add.before(user, as_tensor, size_of[number], _dtype(number, user))
-                _replace(user, number, self._stand_in(user, tensor, Use.PLAIN, tensor))
+                _replace(user, number, self._stand_in(user, tensor, ScalingUse.PLAIN, tensor))
                 made.append(tensor.name)
         return made
 
-    def _stand_in(self, user: fx.Node, value: fx.Node, use: Use, like: fx.Node) -> fx.Node:
+    def _stand_in(self, user: fx.Node, value: fx.Node, use: ScalingUse, like: fx.Node) -> fx.Node:
         """Returns a new call of `of_batch`, right before a node, of the dtype of another one."""
         node = self._add.before(user, of_batch, value, use, like.meta["val"].dtype)
         self.given[node.name] = value.name, use
@@ -227,7 +227,7 @@ class _Marks:
     def _is_own_size(self, value: fx.Node) -> bool:
         """Whether a tensor becomes a size that stays that of the micro-batch: integers that go with it stay so, too."""
         found = [(user, self._values[user]) for user in value.users]
-        users = [user for user, known in found if known.share is Share.WHOLE and not known.is_extreme]
+        users = [user for user, known in found if known.share is BatchShare.WHOLE and not known.is_extreme]
         return any(_is_plain(user) or self._is_own_size(user) for user in users)
 
     def _numbers_of_sizes(self) -> dict[fx.Node, fx.Node]:
@@ -248,15 +248,15 @@ def _is_plain(node: fx.Node) -> bool:
     return not isinstance(node.meta["val"], Tensor)
 
 
-def _use(value: fx.Node, user: fx.Node, powers: Powers, tail: Collection[fx.Node]) -> Use:
+def _use(value: fx.Node, user: fx.Node, powers: Powers, tail: Collection[fx.Node]) -> ScalingUse:
     """Returns what becomes of a value of the whole batch in a node that goes on from it."""
     first, second = (*user.args, None, None)[:2]
     is_divided = _scales(user) is Means.DIVIDE and second is value
     if is_divided and (powers.sum_in(first) is not None or powers.ends_in_sums(user, tail)):
-        return Use.DIVISOR
+        return ScalingUse.DIVISOR
     if _scales(user) is Means.MULTIPLY and powers.sum_in(first if second is value else second) is not None:
-        return Use.FACTOR
-    return Use.PLAIN
+        return ScalingUse.FACTOR
+    return ScalingUse.PLAIN
 
 
 def _scales(user: fx.Node) -> Means | None:
@@ -317,7 +317,7 @@ def _replace(user: fx.Node, number: fx.Node, given: fx.Node) -> None:
     user.replace_input_with(number, given)
 
 
-class _Means:
+class _CountedMeans:
     """Parts each mean over a number of elements that the inputs decide into a sum and its count.
 
     Such are losses over the labels that are not ignored, and means of what a mask has picked. Micro-batches have

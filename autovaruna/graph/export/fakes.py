@@ -379,11 +379,11 @@ def _is_left(value: Any) -> bool:
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter) and not is_known(value)
 
 
-class _Thread(local):
+class _ProfilingThread(local):
     is_profiling = False
 
 
-_thread = _Thread()
+_thread = _ProfilingThread()
 
 
 def is_profiling() -> bool:

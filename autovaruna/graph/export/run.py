@@ -73,7 +73,7 @@ from autovaruna.graph.opaque.functions import (
     watched,
     with_own_backward,
 )
-from autovaruna.graph.opaque.keep import Keeper, is_of_keeper, kept_whole, packed_sequences, take_modules
+from autovaruna.graph.opaque.keep import OpaqueCalls, is_of_keeper, kept_whole, packed_sequences, take_modules
 from autovaruna.graph.opaque.run import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
 from autovaruna.graph.random import noted_draws, python_generators
@@ -161,7 +161,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Opaque:
+class KeptWhole:
     """What is kept whole.
 
     Attributes:
@@ -185,12 +185,12 @@ class Opaque:
 class RetryError(Exception):
     """Says what the next trace has to keep whole."""
 
-    def __init__(self, kept: Opaque) -> None:
+    def __init__(self, kept: KeptWhole) -> None:
         super().__init__()
         self.kept = kept
 
 
-def retry(error: Exception, model: nn.Module, kept: Opaque, stopped: Sequence[str]) -> None:
+def retry(error: Exception, model: nn.Module, kept: KeptWhole, stopped: Sequence[str]) -> None:
     """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
     if kept.can_tell and not isinstance(error, InModuleError):
         raise RetryError(replace(kept, is_told=True, can_tell=False, untold=str(error))) from error
@@ -215,7 +215,7 @@ def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
 class FlatCall(nn.Module):
     """Calls the model on a flat list of tensors and returns a flat tuple of them."""
 
-    def __init__(self, attempt: Attempt, keeper: Keeper, idioms: Idioms) -> None:
+    def __init__(self, attempt: ExportAttempt, keeper: OpaqueCalls, idioms: Idioms) -> None:
         super().__init__()
         self.model, self.attempt, self.keeper, self.idioms = attempt.model, attempt, keeper, idioms
 
@@ -266,7 +266,7 @@ def _kind(tensor: Tensor | None) -> str:
 
 
 @dataclass(frozen=True)
-class Options:
+class TraceOptions:
     """What a graph is to serve.
 
     Attributes:
@@ -292,11 +292,11 @@ class Options:
     can_keep: bool = True
 
 
-PLAIN = Options()
+PLAIN = TraceOptions()
 
 
 @dataclass(frozen=True)
-class Attempt:
+class ExportAttempt:
     """One trace of a call.
 
     Attributes:
@@ -307,8 +307,8 @@ class Attempt:
     call: CallSpec
     batch_size: int
     device: torch.device
-    options: Options
-    kept: Opaque
+    options: TraceOptions
+    kept: KeptWhole
     sizes: SizeWatch = field(default_factory=SizeWatch)
     reports: list[tuple[Tree, list[str]]] = field(default_factory=list)
 
@@ -444,7 +444,7 @@ _OF_HOOKS = (
 )
 
 
-def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.device, options: Options) -> Exported:
+def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.device, options: TraceOptions) -> Exported:
     """Traces one call of a model in its present mode, without running it; submodules that fail are kept whole.
 
     Raises:
@@ -452,15 +452,15 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_layouts(model)
-    first = Opaque(modules=hooked(model), can_grow=options.can_keep)
+    first = KeptWhole(modules=hooked(model), can_grow=options.can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
-    kept: Opaque | None = first
+    kept: KeptWhole | None = first
     not_kept: list[BaseException] = []
     while kept is not None:
         try:
             with quiet_failure(), mended_lstm():
-                found = Attempt(model, call, batch_size, device, options, kept).run()
+                found = ExportAttempt(model, call, batch_size, device, options, kept).run()
             warn_of_left(found.left, model)
             return found
         except RetryError as stopped:
@@ -480,7 +480,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
     try:  # fails again, and says why: nobody has asked for what was kept whole
         with quiet_failure(), mended_lstm():
             last, options = replace(first, can_grow=False), replace(options, is_parted=True, free=frozenset())
-            return Attempt(model, call, batch_size, device, options, last).run()
+            return ExportAttempt(model, call, batch_size, device, options, last).run()
     except TraceError as error:
         if error.own is not None:
             raise

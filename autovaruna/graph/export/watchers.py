@@ -190,7 +190,7 @@ def _held_by(hook: Any) -> Iterator[Any]:
         yield hook
 
 
-class _Seen(torch.autograd.Function):
+class _ShownTensor(torch.autograd.Function):
     """Shows a tensor to a hook; a backward that comes by it would miss the step."""
 
     @staticmethod
@@ -213,7 +213,7 @@ def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> N
     """
     module = model.get_submodule(call.path)
     tensors = [
-        _Seen.apply(values[name]) if name in values else Undelivered(Opaque(f"{call.path} was given", "tensor"))  # type: ignore[no-untyped-call]
+        _ShownTensor.apply(values[name]) if name in values else Undelivered(Opaque(f"{call.path} was given", "tensor"))  # type: ignore[no-untyped-call]
         for name in call.names
     ]
     (args, kwargs), output = call.tree.unflatten(tensors)

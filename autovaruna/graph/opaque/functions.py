@@ -39,7 +39,7 @@ Handler = Callable[[Call], Any]
 """Returns what the call returns."""
 
 
-class _Thread(local):
+class _HandlerThread(local):
     """What this thread does: its handlers, and the function whose next forward none of them sees."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Thread(local):
         self.plain: Function | None = None
 
 
-_thread = _Thread()
+_thread = _HandlerThread()
 _lock = Lock()
 _num_handlers = 0
 _replaced: list[tuple[Function, Any]] = []

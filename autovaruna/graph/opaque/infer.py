@@ -31,7 +31,7 @@ from autovaruna.graph.opaque.functions import (
 )
 from autovaruna.graph.opaque.run import (
     OutputShape,
-    Reduction,
+    ReductionKind,
     Returned,
     is_differentiable,
     opaque_module_of,
@@ -50,7 +50,7 @@ class CannotKeepError(Exception):
     """Says why a module cannot be kept whole."""
 
 
-class Numbers(Enum):
+class DrawnNumbers(Enum):
     """Which numbers arguments have, for modules refuse some: whether they are shares, and what integers are.
 
     Integers may be classes, or lengths; where none is said, they are zeros and ones.
@@ -64,12 +64,12 @@ class Numbers(Enum):
     DRAWN_SHARES = True, None
 
 
-_FOR_SHAPES = (Numbers.PLAIN, Numbers.SHARES, Numbers.ONES, Numbers.SHARES_AND_ONES)
-_FOR_REDUCTIONS = (Numbers.DRAWN, Numbers.DRAWN_SHARES, Numbers.PLAIN)
+_FOR_SHAPES = (DrawnNumbers.PLAIN, DrawnNumbers.SHARES, DrawnNumbers.ONES, DrawnNumbers.SHARES_AND_ONES)
+_FOR_REDUCTIONS = (DrawnNumbers.DRAWN, DrawnNumbers.DRAWN_SHARES, DrawnNumbers.PLAIN)
 _NEAR = 0.05
 
 
-def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: Numbers) -> Tensor:
+def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: DrawnNumbers) -> Tensor:
     """Returns random numbers, small ones where integers are the same; booleans are true then."""
     is_share, whole = numbers.value
     kind = torch.empty((), dtype=dtype)
@@ -87,7 +87,7 @@ def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator)
 
 
 @dataclass(frozen=True)
-class Trial:
+class OpaqueTrial:
     """What a module is tried out with.
 
     Attributes:
@@ -127,7 +127,7 @@ class Trial:
                 refusals.append(error)
         raise refusals[0]
 
-    def _outputs(self, size: int, numbers: Numbers) -> tuple[list[Tensor], Tree]:
+    def _outputs(self, size: int, numbers: DrawnNumbers) -> tuple[list[Tensor], Tree]:
         state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [each._version for each in tensors]
         outputs, tree, _ = self.run(tensors, state)
@@ -166,13 +166,13 @@ class Trial:
         """Returns numbers of the module's state: its own, or random ones."""
         generator = torch.Generator().manual_seed(0)
         made = [
-            _drawn(own.shape, own.dtype, generator, Numbers.PLAIN) if own.is_meta else own.detach().clone()
+            _drawn(own.shape, own.dtype, generator, DrawnNumbers.PLAIN) if own.is_meta else own.detach().clone()
             for own in self.state
         ]
         pairs = zip(made, self.state, strict=True)
         return [each.to(self.device).requires_grad_(own.requires_grad) for each, own in pairs]
 
-    def arguments(self, numbers: Numbers, size: int) -> list[Tensor]:
+    def arguments(self, numbers: DrawnNumbers, size: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         return [
             _drawn(self.shape_of(each, size), each.dtype, generator, numbers)
@@ -248,13 +248,13 @@ _NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def infer_reductions(trial: Trial) -> Returned:
+def infer_reductions(trial: OpaqueTrial) -> Returned:
     """Tries a module out, on a thread of its own; returns what it returns, with how that is joined."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_inferred, trial).result()
 
 
-def _inferred(trial: Trial) -> Returned:
+def _inferred(trial: OpaqueTrial) -> Returned:
     with untouched_generator(trial.device):
         returned = trial.returned()
         joins = _learned(trial, returned.tensors)
@@ -262,21 +262,21 @@ def _inferred(trial: Trial) -> Returned:
     return replace(returned, tensors=tuple(lines))
 
 
-def _learned(trial: Trial, lines: Sequence[OutputShape]) -> list[Reduction]:
+def _learned(trial: OpaqueTrial, lines: Sequence[OutputShape]) -> list[ReductionKind]:
     """Returns how each tensor is joined; UNKNOWN if anything is random, or cannot be tried out."""
     if not isinstance(trial.batch[0], torch.SymInt):
-        return [Reduction.UNKNOWN for _ in lines]
+        return [ReductionKind.UNKNOWN for _ in lines]
     for numbers in _FOR_REDUCTIONS:
         try:
             found = _joins(trial, lines, numbers)
         except Exception:  # it may want other numbers
             continue
-        if Reduction.UNKNOWN not in found:
+        if ReductionKind.UNKNOWN not in found:
             return found
-    return [Reduction.UNKNOWN for _ in lines]
+    return [ReductionKind.UNKNOWN for _ in lines]
 
 
-def _joins(trial: Trial, lines: Sequence[OutputShape], numbers: Numbers) -> list[Reduction]:
+def _joins(trial: OpaqueTrial, lines: Sequence[OutputShape], numbers: DrawnNumbers) -> list[ReductionKind]:
     tensors = trial.arguments(numbers, _WHOLE)
     parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
     runs = [_run(trial, each, seed=0) for each in (tensors, *parts)]
@@ -285,10 +285,10 @@ def _joins(trial: Trial, lines: Sequence[OutputShape], numbers: Numbers) -> list
     is_half = any(each.dtype in _HALVES for each in (*tensors, *whole, *trial.state))
     noise = _NOISE_OF_HALVES if is_half or trial.precision else _NOISE
     if not all(_is_close(one, other, noise) for one, other in zip(again, whole, strict=True)):  # it is random
-        return [Reduction.UNKNOWN for _ in lines]
+        return [ReductionKind.UNKNOWN for _ in lines]
     joins = [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
     if trial.is_differentiated and not _is_joined_backward(runs, joins, noise):
-        return [Reduction.OTHER if is_differentiable(whole[place]) else join for place, join in enumerate(joins)]
+        return [ReductionKind.OTHER if is_differentiable(whole[place]) else join for place, join in enumerate(joins)]
     return joins
 
 
@@ -296,7 +296,7 @@ _Run = tuple[list[Tensor], list[Tensor]]
 """What a run returns, and those of its arguments and parameters that get a gradient."""
 
 
-def _is_joined_backward(runs: Sequence[_Run], joins: Sequence[Reduction], noise: float) -> bool:
+def _is_joined_backward(runs: Sequence[_Run], joins: Sequence[ReductionKind], noise: float) -> bool:
     """Whether backwards of all samples and of their parts have gradients that fit together."""
     starts = _starts([outputs for outputs, _ in runs], joins)
     try:
@@ -310,19 +310,19 @@ def _is_joined_backward(runs: Sequence[_Run], joins: Sequence[Reduction], noise:
     )
 
 
-def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[Reduction]) -> list[list[Tensor | None]]:
+def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[ReductionKind]) -> list[list[Tensor | None]]:
     """Returns gradients to go backward from: drawn for all samples, and what parts have of those."""
     generator = torch.Generator().manual_seed(0)
     found: list[list[Tensor | None]] = []
     for join, (whole, *parts) in zip(joins, zip(*outputs, strict=True), strict=True):
-        if not whole.requires_grad or join in (Reduction.OTHER, Reduction.UNKNOWN):
+        if not whole.requires_grad or join in (ReductionKind.OTHER, ReductionKind.UNKNOWN):
             found.append([None for _ in outputs])
             continue
         drawn = normal(whole.shape, whole.dtype, generator).to(whole.device, whole.dtype)
         if (grows := _growing(whole, parts[0])) is not None:
             found.append([drawn, *drawn.split_with_sizes([each.shape[grows] for each in parts], grows)])
         else:
-            shares = [size / _WHOLE if join is Reduction.MEAN else 1.0 for size in _PARTS]
+            shares = [size / _WHOLE if join is ReductionKind.MEAN else 1.0 for size in _PARTS]
             found.append([drawn, *(drawn * share for share in shares)])
     return [list(each) for each in zip(*found, strict=True)]
 
@@ -346,22 +346,22 @@ def _growing(one: Tensor, other: Tensor) -> int | None:
     return next((place for place, length in enumerate(one.shape) if length != other.shape[place]), None)
 
 
-def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: float) -> Reduction:
+def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: float) -> ReductionKind:
     if not is_differentiable(whole) or not whole.numel():
-        return Reduction.MEAN
+        return ReductionKind.MEAN
     if not all(each.isfinite().all() for each in (whole, *parts)):
-        return Reduction.UNKNOWN
+        return ReductionKind.UNKNOWN
     grows = [place for place, (slope, _) in enumerate(line.lengths) if slope]
     if grows:
         is_same = _is_close(torch.cat(list(parts), grows[0]), whole, noise)
         is_plain = len(grows) == 1 and line.lengths[grows[0]] == (1, 0)
-        return Reduction.SAMPLES if is_same else Reduction.OTHER if is_plain else Reduction.UNKNOWN
+        return ReductionKind.SAMPLES if is_same else ReductionKind.OTHER if is_plain else ReductionKind.UNKNOWN
     if not whole.any() and not any(each.any() for each in parts):
-        return Reduction.UNKNOWN
+        return ReductionKind.UNKNOWN
     first, second = (each.double() if not each.is_complex() else each for each in parts)
     if _is_close((_PARTS[0] * first + _PARTS[1] * second) / _WHOLE, whole, noise):
-        return Reduction.MEAN
-    return Reduction.SUM if _is_close(first + second, whole, noise) else Reduction.OTHER
+        return ReductionKind.MEAN
+    return ReductionKind.SUM if _is_close(first + second, whole, noise) else ReductionKind.OTHER
 
 
 def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> bool:
@@ -374,7 +374,7 @@ def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> b
     return not other.numel() or float((first - second).abs().max()) <= noise * max(float(second.abs().max()), least)
 
 
-def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> _Run:
+def _run(trial: OpaqueTrial, tensors: Sequence[Tensor], seed: int) -> _Run:
     default_generator(trial.device).manual_seed(seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
     numbers = trial.numbers()
@@ -384,7 +384,7 @@ def _run(trial: Trial, tensors: Sequence[Tensor], seed: int) -> _Run:
     return outputs, [each for each in (*copies, *numbers) if each.requires_grad]
 
 
-def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:
+def _part(trial: OpaqueTrial, place: int, tensor: Tensor, part: int) -> Tensor:
     """Returns the samples of a part; a ValueError says that a length does not tell which those are."""
     given = trial.inputs[place]
     sizes = [trial.shape_of(given, size) for size in _PARTS]
@@ -398,7 +398,7 @@ def _part(trial: Trial, place: int, tensor: Tensor, part: int) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def reduction_of(item: fx.Node) -> Reduction | None:
+def reduction_of(item: fx.Node) -> ReductionKind | None:
     """Returns how what a node takes out of the results of a kept module is joined; None: of something else."""
     made: Any = item.args[0] if item.args else None
     kept = opaque_module_of(made) if isinstance(made, fx.Node) else None

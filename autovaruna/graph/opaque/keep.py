@@ -26,7 +26,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.export.errors import users_line
 from autovaruna.graph.guards import HOOKS, restored
 from autovaruna.graph.opaque.functions import Function, StateError, plain_apply
-from autovaruna.graph.opaque.infer import CannotKeepError, Trial, copy_of, infer_reductions, own_tensors
+from autovaruna.graph.opaque.infer import CannotKeepError, OpaqueTrial, copy_of, infer_reductions, own_tensors
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned, places_of, run_opaque
 from autovaruna.graph.precision import current_precision, regions
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -49,9 +49,9 @@ def _fake(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: s
 @contextmanager
 def kept_whole(
     model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
-) -> Iterator[Keeper]:
+) -> Iterator[OpaqueCalls]:
     """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them."""
-    keeper = Keeper(device, functions)
+    keeper = OpaqueCalls(device, functions)
     modules = {model.get_submodule(path): path for path in sorted(paths, reverse=True)}
     try:
         with restored(map(vars, modules)):
@@ -74,7 +74,7 @@ def spare_of(module: nn.Module) -> Spare:
         return error, ()
 
 
-class Keeper:
+class OpaqueCalls:
     """Leaves nodes for the calls of modules and functions that are kept whole.
 
     Attributes:
@@ -128,7 +128,7 @@ class Keeper:
         copy, own = spare
         if isinstance(copy, CannotKeepError):
             raise copy
-        trial = Trial(copy, own, call, tensors, self.batch, self._device, *mode)
+        trial = OpaqueTrial(copy, own, call, tensors, self.batch, self._device, *mode)
         num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
         inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
         kind = path, bool(state), call.key(), str(inputs), *mode
@@ -144,7 +144,7 @@ class Keeper:
 
 def is_of_keeper(error: BaseException) -> bool:
     """Whether an error says that a module cannot be kept whole."""
-    return any(frame.f_code is Keeper.call.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code is OpaqueCalls.call.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def take_modules(module: fx.GraphModule) -> None:
@@ -247,7 +247,7 @@ def refuse_lengths(*args: Any) -> Any:
 
 
 @contextmanager
-def packed_sequences(model: nn.Module, keeper: Keeper) -> Iterator[None]:
+def packed_sequences(model: nn.Module, keeper: OpaqueCalls) -> Iterator[None]:
     """Traces recurrent modules on packed sequences, on this thread, while the context lasts."""
     recurrent = {path: each for path, each in model.named_modules() if isinstance(each, nn.RNNBase)}
     with restored(map(vars, recurrent.values())):

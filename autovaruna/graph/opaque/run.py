@@ -22,7 +22,7 @@ from autovaruna.graph.random import default_generator, own_cache, python_generat
 from autovaruna.graph.tree import Tree, flatten
 
 
-class Reduction(str, Enum):
+class ReductionKind(str, Enum):
     """How what a module returns for parts of a batch becomes what it returns for all of it."""
 
     UNKNOWN = "unknown"
@@ -49,7 +49,7 @@ class OutputShape:
     lengths: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
     dtype: torch.dtype
-    join: Reduction = Reduction.UNKNOWN
+    join: ReductionKind = ReductionKind.UNKNOWN
 
     def shape(self, batch: Any) -> list[Any]:
         return [slope * batch + start if slope else start for slope, start in self.lengths]
@@ -144,8 +144,8 @@ class OpaqueModule:
 
     def adds_up(self, place: int) -> bool:
         """Whether a tensor that it returns is a sum over the samples: it was tried out, or is asked for by name."""
-        if (join := self.returned.tensors[place].join) is not Reduction.UNKNOWN:
-            return join is Reduction.SUM
+        if (join := self.returned.tensors[place].join) is not ReductionKind.UNKNOWN:
+            return join is ReductionKind.SUM
         return any("reduction" in path and words == "'sum'" for path, words in self._call.constants())
 
     def __repr__(self) -> str:

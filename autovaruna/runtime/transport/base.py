@@ -96,7 +96,7 @@ Gather = Callable[[object, str], list[Any]]
 """Returns the objects that all ranks pass, by rank, for a collective of a label."""
 
 
-class Part(ABC):
+class TensorTransfer(ABC):
     """A tensor on its way. Keep it until it is done: it owns the memory."""
 
     __slots__ = ()
@@ -108,7 +108,7 @@ class Part(ABC):
         """Says whether it has finished, letting it advance; never blocks. Raises if its number of bytes is another."""
 
 
-class Pending(Part):
+class Pending(TensorTransfer):
     """A message or a sum that has been started, and can be waited for."""
 
     __slots__ = ()
@@ -184,7 +184,7 @@ class Layout:
         return tensor.copy_(buffer).expand(self.shape)
 
 
-class Arrival(Part):
+class Arrival(TensorTransfer):
     """A message that this rank has memory for: `tensor`; it comes by a way that lets it advance."""
 
     __slots__ = ("_num_bytes", "_source", "_way", "needs_calls", "tensor")
@@ -205,7 +205,7 @@ class Arrival(Part):
         return True
 
 
-class Departure(Part):
+class Departure(TensorTransfer):
     """A message that waits for room, and the memory that it leaves from."""
 
     __slots__ = ("_way", "has_left", "memory")
@@ -243,18 +243,18 @@ class Transport(ABC):
     hosts: tuple[str, ...]
 
     @abstractmethod
-    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         """Starts to send the memory of a dense tensor of the host; each channel and tag keeps its order."""
 
     @abstractmethod
-    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         """Starts to receive into the memory of a dense tensor of the host."""
 
-    def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Part]:
+    def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[TensorTransfer]:
         """Starts to send tensors, each in parts of at most 1 GiB."""
         return [self.post_send(part, destination, channel, tag) for each in tensors for part in split(each)]
 
-    def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Part]:
+    def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[TensorTransfer]:
         """Starts to receive the same parts."""
         return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
 
@@ -309,9 +309,9 @@ class Carrier(Protocol):
 
     def receives_from(self, rank: int) -> bool: ...
 
-    def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part: ...
+    def post_send(self, tensor: Tensor, destination: int, tag: int) -> TensorTransfer: ...
 
-    def post_receive(self, tensor: Tensor, source: int, tag: int) -> Part: ...
+    def post_receive(self, tensor: Tensor, source: int, tag: int) -> TensorTransfer: ...
 
     def start_all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending | None: ...
 

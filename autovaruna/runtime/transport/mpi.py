@@ -15,14 +15,14 @@ import mpi4py
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, Part, check_size
+from autovaruna.runtime.transport.base import CHANNELS, DONE, SMALL_BYTES, TensorTransfer, check_size
 from autovaruna.runtime.transport.processes import ProcessTransport
 
 mpi4py.rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
 
-class MpiPart(Part):
+class MpiPart(TensorTransfer):
     """One request of MPI, and the memory it works on."""
 
     __slots__ = ("_memory", "_request", "_status", "needs_calls")
@@ -56,11 +56,11 @@ class MpiTransport(ProcessTransport):
         self._status = MPI.Status()
         self._notices: deque[MPI.Request] = deque()
 
-    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         request = self._channels[channel].Isend(memory_of(tensor), destination, tag)
         return DONE if request.Test() else MpiPart(request, tensor, None)  # a small one has left by now
 
-    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         return MpiPart(self._channels[channel].Irecv(memory_of(tensor), source, tag), tensor, self._status)
 
     # Notices.

@@ -42,7 +42,7 @@ from autovaruna.runtime.transport.base import (
     Gather,
     Layout,
     Pair,
-    Part,
+    TensorTransfer,
     Transport,
     check_size,
     show,
@@ -149,7 +149,7 @@ class RingSender:
         self._passing = Blocks(self._shared, PASSING_START, NUM_BYTES)
         self._left: deque[tuple[Departure, Tensor, int]] = deque()
 
-    def queue(self, tensor: Tensor, key: int) -> Part:
+    def queue(self, tensor: Tensor, key: int) -> TensorTransfer:
         """Sends a tensor as `put`, once there is room."""
         departure = Departure(self, tensor)
         self._left.append((departure, tensor, key))
@@ -363,27 +363,27 @@ class ProcessTransport(Transport):
         return False
 
     @abstractmethod
-    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         """Starts to send the memory of a dense tensor past the rings."""
 
     @abstractmethod
-    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         """Starts to receive into the memory of a dense tensor what comes past the rings."""
 
-    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         ring = self._rings_to.get(destination)
         if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
             key = channel << _TAG_BITS | tag
             return DONE if ring.put(tensor, key) else ring.queue(tensor, key)
         return self.send_far(tensor, destination, channel, tag)
 
-    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         ring = self._rings_from.get(source)
         if ring is not None and tensor.nbytes <= _RING_BYTES[channel]:
             return ring.post(tensor, channel << _TAG_BITS | tag)
         return self.receive_far(tensor, source, channel, tag)
 
-    def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[Part]:
+    def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[TensorTransfer]:
         """Starts to send tensors; those beside one that is too large for a ring go its way.
 
         A rank posts the receive of such a list ahead, past lists that are brought: a part of it in the ring could not
@@ -393,7 +393,7 @@ class ProcessTransport(Transport):
             return super().post_sends(tensors, destination, channel, tag)
         return [self.send_far(part, destination, channel, tag) for each in tensors for part in split(each)]
 
-    def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[Part]:
+    def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[TensorTransfer]:
         if not _is_large(tensors, channel):
             return super().post_receives(tensors, source, channel, tag)
         return [self.receive_far(part, source, channel, tag) for each in tensors for part in split(each)]

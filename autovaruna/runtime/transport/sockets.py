@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autovaruna.errors import RankError
 from autovaruna.log import write_error
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Arrival, Departure, Part
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Arrival, Departure, TensorTransfer
 from autovaruna.runtime.transport.processes import ProcessTransport
 
 logger = logging.getLogger(__name__)
@@ -180,12 +180,12 @@ class SocketTransport(ProcessTransport):
 
     # Messages.
 
-    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+    def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         departure = Departure(self, tensor)
         self._peers[destination].send((channel, tag), memory_of(tensor), departure)
         return DONE if departure.has_left else departure
 
-    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+    def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         arrival = Arrival(self, source, tensor, needs_calls=tensor.nbytes > SMALL_BYTES)
         peer = self._peers[source]
         if early := peer.early.get((channel, tag)):

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from autovaruna.runtime.deadlock import Failure, encoded
-from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, Part, Transport, check_size, flat, show, status_after
+from autovaruna.runtime.transport.base import (
+    DONE,
+    SMALL_BYTES,
+    TensorTransfer,
+    Transport,
+    check_size,
+    flat,
+    show,
+    status_after,
+)
 from autovaruna.runtime.world import World, describe
 
 of_this_thread = threading.local()
@@ -29,7 +38,7 @@ class Mailboxes:
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(num_ranks)]
 
 
-class Delivery(Part):
+class Delivery(TensorTransfer):
     """The n-th receive from an address, which takes the n-th message sent to it."""
 
     def __init__(self, mailboxes: Mailboxes, key: tuple[Address, int], buffer: Tensor) -> None:
@@ -56,13 +65,13 @@ class ThreadTransport(Transport):
         self._num_sent: Counter[Address] = Counter()
         self._num_received: Counter[Address] = Counter()
 
-    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> Part:
+    def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         address = self.rank, destination, channel, tag
         self._mailboxes.messages[address, self._num_sent[address]] = flat(tensor).view(torch.uint8).clone()
         self._num_sent[address] += 1
         return DONE
 
-    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> Part:
+    def post_receive(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         address = source, self.rank, channel, tag
         number = self._num_received[address]
         self._num_received[address] += 1

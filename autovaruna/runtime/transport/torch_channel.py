@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Part, Pending, flat
+from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer, flat
 from autovaruna.runtime.world import World, on_all
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
 _CONNECT_SECONDS = 2.0
 
 
-class Transfer(Part):
+class Transfer(TensorTransfer):
     """One tensor on its way; `work` is there once it has been started."""
 
     def __init__(self, channel: TorchChannel, tensor: Tensor, *, is_send: bool) -> None:
@@ -70,7 +70,7 @@ class Transfer(Part):
         return True
 
 
-class Sums(Pending):
+class ChannelSums(Pending):
     """Sums and copies over a group on their way: the work of each, the tensor it is for, and where it is computed."""
 
     def __init__(self, channel: TorchChannel, every: list[tuple[Any, Tensor, Tensor]]) -> None:
@@ -111,7 +111,7 @@ class TorchChannel:
         self._sums: dict[Ranks, Any] = {}
         self._waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
         self._early: dict[tuple[int, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)
-        self._headers: dict[int, tuple[Tensor, Part]] = {}
+        self._headers: dict[int, tuple[Tensor, TensorTransfer]] = {}
 
     def connect(self, pairs: Set[Pair], groups: Set[Ranks]) -> None:
         """Makes the process groups that are not there yet, for messages and sums of any ranks. Collective."""
@@ -144,7 +144,7 @@ class TorchChannel:
     def receives_from(self, rank: int) -> bool:
         return rank in self._in
 
-    def post_send(self, tensor: Tensor, destination: int, tag: int) -> Part:
+    def post_send(self, tensor: Tensor, destination: int, tag: int) -> TensorTransfer:
         data = flat(tensor).view(torch.uint8)
         header = torch.tensor([tag, data.numel()], dtype=torch.int64, device="cpu")
         self.world.keep(self.world.transport.post_send(header, destination, HEADER_CHANNEL, 0))
@@ -152,7 +152,7 @@ class TorchChannel:
         transfer.work = self._start(self._out[destination].send, [data], 1)
         return transfer
 
-    def post_receive(self, tensor: Tensor, source: int, tag: int) -> Part:
+    def post_receive(self, tensor: Tensor, source: int, tag: int) -> TensorTransfer:
         transfer = Transfer(self, tensor, is_send=False)
         early = self._early[source, tag]
         if early:
@@ -167,7 +167,7 @@ class TorchChannel:
         if group is None or tensor.dtype is torch.bool:
             return None
         result = tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
-        return Sums(self, [(group.allreduce([flat(result)]), tensor, result)])
+        return ChannelSums(self, [(group.allreduce([flat(result)]), tensor, result)])
 
     def start_shares(self, shares: Sequence[Sequence[Tensor]], ranks: Ranks, *, gathers: bool) -> Pending | None:
         """Starts to sum each share on its rank, or to copy it from there to all; None if the group was not opened.
@@ -185,7 +185,7 @@ class TorchChannel:
             for tensor in share:
                 result = tensor if gathers else tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
                 every.append((start([flat(result)], options), tensor, result))
-        return Sums(self, every)
+        return ChannelSums(self, every)
 
     def advance(self) -> None:
         """Posts the receives of all tensors whose headers have come; never blocks."""
@@ -219,7 +219,7 @@ class TorchChannel:
         waiting: Future[Any] = self._pool.submit(work.wait)
         return waiting
 
-    def _await_header(self, source: int) -> tuple[Tensor, Part]:
+    def _await_header(self, source: int) -> tuple[Tensor, TensorTransfer]:
         header = torch.empty(2, dtype=torch.int64, device="cpu")
         self._headers[source] = header, self.world.transport.post_receive(header, source, HEADER_CHANNEL, 0)
         return self._headers[source]
