@@ -31,7 +31,7 @@ from autovaruna.graph.export.errors import FOR_COUNTS, advice, first_line, modul
 from autovaruna.graph.export.fakes import profiling_mode
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import ReductionKind
+from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_module_of
 from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
 from autovaruna.graph.random import own_cache, python_generators, untouched_generator
@@ -112,6 +112,9 @@ class PartsTrial:
 
     def refusal(self) -> AutoVarunaError | None:
         """Returns why the graph cannot run in micro-batches: they make other numbers; None: nothing is known of it."""
+        if any(each.has_buffers for each in self._unknown):
+            self.untried = "it has modules that are kept whole and may change state"
+            return None
         if self._num_drawn_bytes() > _free_bytes(self.device):
             self.untried = "its weights, which are elsewhere, do not fit here"
             return None
@@ -149,7 +152,7 @@ class PartsTrial:
             off = _distances(whole, _join(parts, runs), runs)
             off = {name: each for name, each in off.items() if each > CLEAR * allowed}
             again = [self._run(tensors, every, Rounded(self.device, seed)) for seed in SEEDS if off]
-            again += [self._run(tensors, every, seed=seed) for seed in SEEDS if off and self._may_draw]
+            again += [self._run(tensors, every, seed=seed) for seed in SEEDS if off and self._unknown]  # they may draw
             noise = [_distances(whole, run, [run]) for run in again]
             wrong = {k: far for k, far in off.items() if far > BY_ROUNDING * max(each[k] for each in noise)}
             if wrong:
@@ -273,10 +276,11 @@ class PartsTrial:
         return self.traced.lengths_of(self.traced.call) or ()
 
     @cached_property
-    def _may_draw(self) -> bool:
-        """Whether modules that are kept whole may draw numbers of their own."""
-        calls = [node for node in self.nodes.values() if node.op == "call_function"]
-        return any(reduction_of(node) is ReductionKind.UNKNOWN for node in calls)
+    def _unknown(self) -> list[OpaqueModule]:
+        """The modules that are kept whole, and of which nobody knows how parts make up what they return."""
+        results = [node for node in self.nodes.values() if node.op == "call_function" and node.args]
+        kept = [opaque_module_of(node.args[0]) for node in results if reduction_of(node) is ReductionKind.UNKNOWN]
+        return [each for each in kept if each is not None]
 
     # state
 

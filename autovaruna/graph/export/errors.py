@@ -228,9 +228,11 @@ def explain(
             f"{name} raises {type(own).__name__} on these inputs{where_raised(own)}: {first_line(own)}. Got {inputs}. "
             "Expected inputs that the model takes on one process, without AutoVaruna; try it so."
         )
-        found.own = own
-        if sys.version_info >= (3, 11):
-            own.add_note(str(found))
+        frames = traceback.extract_tb(own.__traceback__)
+        if frames and is_users(frames[-1].filename):  # what torch raises there is told in our words
+            found.own = own
+            if sys.version_info >= (3, 11):
+                own.add_note(str(found))
         return found
     where = where_raised(error)
     if _OF_KEYS in str(error):
