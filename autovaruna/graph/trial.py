@@ -49,7 +49,7 @@ _MOST_FLOPS = 5e9
 _SMALL = 0.01
 """What is less than this share of the largest gradient is compared with that share."""
 _NUMBERS, _SEED, _BACKWARD = 0.05, 0, 3.0
-_FLOAT, _TINY, _COPIES = 4, 1e-30, 4
+_FLOAT, _TINY, _COPIES, _FEWEST = 4, 1e-30, 4, 2
 _MOST_NAMES = 3
 _GRADIENT = "the gradient of "
 
@@ -103,11 +103,13 @@ class PartsTrial:
         self._first_size = first
         self.traced, self.model, self.device = traced, model, device
         self._tensors, self._weigh, self._values = tensors, weigh, values
-        self.num_samples = next(
-            len(each) for each, spec in zip(tensors, traced.call.inputs, strict=True) if spec.is_batch
-        )
+        place = next(place for place, spec in enumerate(traced.call.inputs) if spec.is_batch)
+        self.num_samples = len(tensors[place])
         self.known: dict[Any, Any] = {}  # what the whole batch has drawn and counted, by node
-        self.module = traced.module if self._is_quick() else _with_layers_once(traced)
+        is_quick = self._is_quick()
+        self.module = traced.module if is_quick else _with_layers_once(traced)
+        if not is_quick and first == 1 and not traced.joins_counts:
+            self._tensors, self.num_samples = self._of(tensors, range(_FEWEST)), _FEWEST
         self.nodes = {node.name: node for node in self.module.graph.nodes}
 
     def refusal(self) -> AutoVarunaError | None:
