@@ -84,9 +84,9 @@ class PartsTrial:
 
     Args:
         tensors: Those of two samples or more.
-        first: Samples of the first of two parts.
         weigh: None: the loss does not count.
         values: What parts are given of the whole batch.
+        first: Samples of the first of two parts.
     """
 
     def __init__(
@@ -582,7 +582,7 @@ def _off(one: Tensor, other: Tensor, least: float = 0.0) -> float:
     """Returns the greatest difference of two tensors over the greatest number in the second, or `least`."""
     if one.shape == other.shape and _has_numbers(other) and other.numel():
         first, second = (each.float() if each.itemsize < _FLOAT else each for each in (one, other))
-        off, largest = float((first - second).abs().max()), float(second.abs().max())
+        off, largest = float((first - second).detach().abs().max()), float(second.detach().abs().max())
         if math.isfinite(off) and math.isfinite(largest):
             return off / max(largest, least, _TINY)
     return distance(one, other)

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from autovaruna.interception.exits import status_of
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads, status_of
+from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads
 from autovaruna.runtime.transport.base import is_dense
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.transport.torch_channel import neighbours

@@ -13,7 +13,7 @@ from torch import nn
 
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
-from autovaruna.session import borders
+from autovaruna.interception import signals
 from autovaruna.varuna import CutPoint, Varuna
 from autovaruna.varuna.step import GROWTH_INTERVAL, Requests, StepScale
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
@@ -312,13 +312,13 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once, the manager's stood in its place, and the run ended without a call of it."""
-    monkeypatch.setattr(borders, "_before", {})
-    monkeypatch.setattr(borders, "_heard", set())
+    monkeypatch.setattr(signals, "_before", {})
+    monkeypatch.setattr(signals, "_heard", set())
     called: list[str] = []
-    before = {number: signal.getsignal(number) for number in borders.SIGNALS}
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
         signal.signal(signal.SIGUSR1, lambda *_: called.append("handler"))
-        borders.listen()
+        signals._listen()
         alone: Any = SimpleNamespace(gather_objects=lambda own, what: [own])
         requests = Requests(alone, lambda: called.append("before"))
         requests.take_over()
@@ -327,4 +327,4 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert called == ["before", "handler"] and not borders.has_heard()
+    assert called == ["before", "handler"] and not signals.has_heard()
