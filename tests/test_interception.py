@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from autovaruna.interception.installed import ProcessPiece
 from tests.ranks import run_ranks
 
 PLACE = f"{os.sep}autovaruna{os.sep}"
@@ -47,6 +50,27 @@ def test_importing_the_package_changes_nothing() -> None:
 
 def test_a_model_that_is_gone_leaves_everything_as_it_was() -> None:
     run_alone("from tests.test_interception import train_and_leave; train_and_leave()")
+
+
+@pytest.mark.timeout(30)
+def test_a_model_may_be_collected_while_another_one_is_wrapped() -> None:
+    """The collector runs on the thread that installs, and within it."""
+    undone: list[str] = []
+    releases: list[Callable[[], None]] = []
+
+    def install() -> Callable[[], None] | None:
+        while releases:
+            releases.pop()()
+        return (lambda: undone.append("undone")) if can_install else None
+
+    can_install = False
+    piece = ProcessPiece(install)
+    releases.append(piece.use())
+    can_install = True
+    release = piece.use()
+    assert undone == []
+    release()
+    assert undone == ["undone"]
 
 
 def run_alone(code: str) -> str:

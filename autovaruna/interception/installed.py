@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakMethod
 
@@ -69,16 +69,16 @@ class ProcessPiece:
     """
 
     def __init__(self, install: Callable[[], Undo | None]) -> None:
-        self._install, self._lock = install, Lock()  # ranks may be threads
+        self._install, self._lock = install, RLock()  # ranks may be threads; a model may be collected within `use`
         self._num_users = 0
         self._undo: Undo | None = None
 
     def use(self) -> Undo:
         """Makes the change, unless it is there; returns what its user calls, once, when it needs it no more."""
         with self._lock:
+            self._num_users += 1
             if self._undo is None:
                 self._undo = self._install()
-            self._num_users += 1
         return self._release
 
     def _release(self) -> None:
