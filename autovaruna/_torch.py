@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -58,6 +59,8 @@ try:
     OpOverload = torch._ops.OpOverload
     HigherOrderOperator = torch._ops.HigherOrderOperator  # takes graphs, as regions without gradients
 
+    PARAMETRIZE_CACHE, _CACHE_ENABLED = "_cache", "_cache_enabled"  # of torch.nn.utils.parametrize
+
     rebuild_meta = torch._utils._rebuild_meta_tensor_no_storage  # a tensor on meta, as pickle takes it apart
 
     # Modes that see every operation, and how to leave them.
@@ -79,6 +82,7 @@ try:
 
     # What is known of a tensor besides its numbers.
     preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter  # to write unseen by autograd
+    is_view = Tensor._is_view
     _num_uses: Any = torch._C._storage_Use_Count
     swap_tensors: Any = torch._C._swap_tensor_impl  # torch.utils.swap_tensors refuses what the graph of a step holds
 
@@ -91,6 +95,7 @@ try:
     all_true = Tensor._is_all_true  # what torch's own checks of tensors ask
 
     # Autograd, from within.
+    run_engine: Any = torch.autograd.Variable._execution_engine.run_backward  # without the checks of ``backward``
     run_backward = torch.autograd.graph._engine_run_backward  # from edges of its graph, not from tensors
     SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a function that costs no look for transforms
     is_graph_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph  # by the backward that runs now
@@ -105,7 +110,13 @@ try:
     # What torch does for all of its own modules and optimizers.
     call_impl = nn.Module._call_impl  # runs a module with its hooks
     OWN_CALL = "_compiled_call_impl"  # where a module has what its calls are instead, as ``module.compile()`` does
-    convert_impl: Any = nn.Module._apply  # makes each tensor of a module another
+    CONVERT = "_apply"  # makes each tensor of a module another
+    convert_impl: Any = nn.Module._apply
+    FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # tables of a module's hooks
+    BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+    HOOKS = ("_forward_hooks", "_forward_pre_hooks", *BACKWARD_HOOKS)
+    FLAT_WEIGHTS = "_flat_weights"  # the list of its weights that a recurrent module keeps
+    VALIDATES = "_validate_args"  # whether a distribution checks its parameters
     IncompatibleKeys = nn.modules.module._IncompatibleKeys  # what ``load_state_dict`` returns
     NormBase = torch.nn.modules.batchnorm._NormBase
     parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``
@@ -129,17 +140,17 @@ try:
     for _sample, _names in (
         (Tensor, ("_version", "_backward_hooks")),
         (torch.UntypedStorage, ("_cdata",)),
-        (nn.Module(), ("_parameters", "_buffers", "_modules", "_backward_hooks", "_backward_pre_hooks", "_apply")),
+        (nn.Module(), ("_parameters", "_buffers", "_modules", CONVERT, *HOOKS)),
         (nn.Module(), (OWN_CALL,)),
-        (torch.ops.aten.mul.Tensor, ("_schema", "_overloadpacket", "_op")),
+        (torch.ops.aten.mul.Tensor, ("_schema", "_op")),
         (torch.fx.Graph(), ("_codegen", "_root")),
         (torch.amp.GradScaler, (UNSCALE,)),
         (SimpleNamespace(**torch.optim.Optimizer.__annotations__), OPTIMIZER_HOOKS),
         (ModuleStackTracer, ("call_module", "getattr")),
-        (torch.distributions.Distribution, ("_validate_args",)),
+        (torch.distributions.Distribution, (VALIDATES,)),
         (torch.nn.utils.clip_grad, (NORM, CLIP)),
-        (torch.nn.utils.parametrize, ("_cache", "_cache_enabled")),
-        (nn.RNN(1, 1, device="meta"), ("_flat_weights",)),
+        (torch.nn.utils.parametrize, (PARAMETRIZE_CACHE, _CACHE_ENABLED)),
+        (nn.RNN(1, 1, device="meta"), (FLAT_WEIGHTS,)),
     ):
         for _name in _names:
             getattr(_sample, _name)
@@ -147,9 +158,71 @@ except (ImportError, AttributeError) as _error:
     raise _missing(_error) from _error
 
 
+def parameter_table(module: nn.Module) -> dict[str, Any]:
+    """Returns the parameters that a module itself holds, by name; what is written there is the module's."""
+    return module._parameters
+
+
+def buffer_table(module: nn.Module) -> dict[str, Any]:
+    """Returns the buffers that a module itself holds, as `parameter_table` does."""
+    return module._buffers
+
+
+def module_table(module: nn.Module) -> dict[str, Any]:
+    """Returns the modules that a module itself holds, as `parameter_table` does."""
+    return module._modules
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Makes each tensor of a module, and of those within it, another."""
+    module._apply(convert)  # type: ignore[no-untyped-call]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor, or a view of its memory, was written into."""
+    return tensor._version
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns which memory a tensor lies in; views share theirs."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def set_backward_hook(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Has a hook see the gradient of a leaf, without the checks and the handle of ``register_hook``."""
+    leaf._backward_hooks = {0: hook}
+
+
+def schema_of(operation: Any) -> Any:
+    """Returns what an operator of torch takes, changes and returns."""
+    return operation._schema
+
+
+def kernel_of(operation: Any) -> Any:
+    """Returns what runs an operator, without the layer of Python above it."""
+    return operation._op
+
+
+def root_of(graph: torch.fx.Graph) -> torch.fx.Node:
+    """Returns the node before the first one."""
+    return graph._root
+
+
+def is_parametrize_cached() -> bool:
+    """Whether a script computes in `parametrize.cached()` now."""
+    return bool(getattr(torch.nn.utils.parametrize, _CACHE_ENABLED))
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Returns the options of a group of NCCL that gives up after some time."""
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
 def num_uses_of_storage(tensor: Tensor) -> int:
     """Returns how many tensors and other objects use the memory of a tensor, the one that counts included."""
-    return int(_num_uses(tensor.untyped_storage()._cdata))
+    return int(_num_uses(storage_of(tensor)))
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

@@ -6,6 +6,14 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
+
+from autovaruna._torch import FakeTensor, FakeTensorMode
 
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
 ROOMS = [
@@ -127,6 +135,44 @@ def private_names(file: str) -> list[str]:
 @pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
 def test_private_names_of_torch_are_in_one_file(file):
     assert not private_names(file)
+
+
+def private_attributes() -> set[str]:
+    """Returns the private names that objects and modules of torch have, which a user or the library may hold."""
+    parameter, graph = nn.Parameter(torch.zeros(1)), fx.Graph()
+    optimizer = torch.optim.SGD([parameter])
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    samples = (
+        *(nn.Module(), nn.RNN(1, 1), nn.BatchNorm1d(1), nn.parallel.DistributedDataParallel, torch.jit.ScriptModule),
+        *(parameter, parameter.untyped_storage(), torch.Generator(), FakeTensor, FakeTensorMode, torch.distributed),
+        *(optimizer, scheduler, torch.amp.GradScaler("cpu"), torch.distributions.Distribution),
+        *(torch.autograd.Function, torch.autograd.Variable, torch.autograd.graph.Node, parametrize),
+        *(
+            graph,
+            graph.placeholder("x"),
+            fx.GraphModule(nn.Module(), fx.Graph()),
+            fx.Interpreter,
+            torch.ops.aten.mul.Tensor,
+        ),
+        *(torch.SymInt, SymNode, ShapeEnv(), torch.export.ExportedProgram, DataLoader([0]), iter(DataLoader([0]))),
+    )
+    return {name for sample in samples for name in dir(sample) if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+
+
+PRIVATE = private_attributes()
+KEYS_OF_FILES = {"_growth_tracker", "_reconstruct"}  # what a GradScaler's state and NumPy's pickles have
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
+def test_private_attributes_of_torch_are_read_in_one_file(file):
+    tree = list(ast.walk(ast.parse((PACKAGE / file).read_text())))
+    attributes = [node for node in tree if isinstance(node, ast.Attribute)]
+    own = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {each.attr for each in attributes if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"}
+    own |= {ast.unparse(node.target) for node in tree if isinstance(node, ast.AnnAssign)}
+    read = {each.attr for each in attributes} - own
+    read |= {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not read & PRIVATE - KEYS_OF_FILES
 
 
 def test_no_file_is_a_drawer_for_everything():

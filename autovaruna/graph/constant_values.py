@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes
+from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, schema_of
 from autovaruna.graph.operators import EMPTY, aliases_of
 
 _SIZES = (2, 7)
@@ -106,7 +106,7 @@ def _is_computable(node: fx.Node) -> bool:
 
 
 def _writes(target: OpOverload) -> bool:
-    return target._schema.is_mutable and target is not _DETACH_
+    return schema_of(target).is_mutable and target is not _DETACH_
 
 
 def _refuse_writes(cone: list[fx.Node]) -> None:

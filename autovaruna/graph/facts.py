@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
-from autovaruna._torch import FakeTensorMode, OpOverload, pytree
+from autovaruna._torch import FakeTensorMode, OpOverload, pytree, schema_of, storage_of, version_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.export.errors import reason_of
@@ -157,12 +157,12 @@ class _FactsPass(fx.Interpreter):
 
     def _run(self, n: fx.Node) -> Any:
         inputs = [leaf for arg in n.all_input_nodes for leaf in tensors_in(self.env[arg])]
-        versions = [tensor._version for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         precision = precision_of(n)
         with in_precision(precision) if precision else nullcontext():
             value = super().run_node(n)
         is_counted = n.op == "call_function" and not _is_view(n.target)
-        written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if t._version != version}
+        written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if version_of(t) != version}
         statistics = {storage_of(self.env[each]) for each in changed_statistics(self.module, n)}
         outputs = tensors_in(value)
         self.facts[n.name] = Fact(
@@ -236,11 +236,6 @@ def learn(
     }
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Returns which memory a tensor lies in; views share theirs."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _plain(number: Any) -> float:
     """Returns a number; a length that only the data decides counts as one."""
     if not isinstance(number, torch.SymInt | torch.SymFloat):
@@ -253,7 +248,7 @@ def _is_view(target: Any) -> bool:
     """Whether an operation returns views of its arguments, or takes a tuple apart: there is no arithmetic to count."""
     if not isinstance(target, OpOverload):
         return target is operator.getitem
-    results = target._schema.returns
+    results = schema_of(target).returns
     return all(each.alias_info is not None and not each.alias_info.is_write for each in results) and bool(results)
 
 

@@ -13,9 +13,12 @@ from torch.distributions import Distribution
 from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import (
+    VALIDATES,
     FakeTensor,
     FakeTensorMode,
+    buffer_table,
     in_kernel_invocation,
+    parameter_table,
     replaced,
 )
 from autovaruna.errors import TraceError
@@ -40,10 +43,12 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
     Parameters that this rank does not hold (they are on ``meta``) are traced like the others.
     """
     memo: dict[int, Tensor] = {}
-    tables = [table for module in model.modules() for table in (vars(module), module._parameters, module._buffers)]
+    tables = [
+        table for module in model.modules() for table in (vars(module), parameter_table(module), buffer_table(module))
+    ]
     with restored(tables):
         for path, module in model.named_modules():
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            for name, tensor in [*parameter_table(module).items(), *buffer_table(module).items()]:
                 if tensor is None:
                     continue
                 if is_lazy(tensor):
@@ -90,5 +95,5 @@ def without_cudnn() -> Iterator[bool]:
 @contextmanager
 def unchecked_distributions() -> Iterator[None]:
     """Has distributions take their parameters as they are: to check them takes numbers."""
-    with replaced(Distribution, "_validate_args", False):
+    with replaced(Distribution, VALIDATES, False):
         yield

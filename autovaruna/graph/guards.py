@@ -19,12 +19,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import DisableTorchFunctionSubclass
+from autovaruna._torch import (
+    HOOKS,
+    DisableTorchFunctionSubclass,
+    buffer_table,
+    module_table,
+    parameter_table,
+    version_of,
+)
 from autovaruna.graph.outside import OutsidePlace, is_record, read_outside
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_MODULES = frozenset(vars(nn.Module()))
 """What torch itself keeps in every module."""
 _VALUES = methodcaller("values")
@@ -227,9 +233,9 @@ class Guards:
         self._modules = [module for _, module in named]
         own = [vars(module) for module in self._modules]
         self._hooks = [place[kind] for place in own for kind in HOOKS if kind in place]
-        self._tables = [place["_parameters"] for place in own]
-        self._holders = [place["_modules"] for place in own]
-        self._buffers = [place["_buffers"] for place in own]
+        self._tables = [parameter_table(each) for each in self._modules]
+        self._holders = [module_table(each) for each in self._modules]
+        self._buffers = [buffer_table(each) for each in self._modules]
         places = [OutsidePlace(full_name(path, ""), vars(each)) for path, each in [*named, *records(self._model)]]
         for place in places:
             place.names = place.held.keys() - OF_MODULES
@@ -277,7 +283,7 @@ class Guards:
         for path, each in found:
             if type(each) is Tensor and path + NUMBERS not in self._ignored and not each.is_inference():
                 self._tensors.append(each)
-                self._last[path + NUMBERS] = self._count(path + NUMBERS, each, each._version)
+                self._last[path + NUMBERS] = self._count(path + NUMBERS, each, version_of(each))
                 self._where |= {path + NUMBERS: (each, "")} if each.device == self._device else {}
 
     def _count(self, name: str, value: Any, version: int = 0) -> Any:
@@ -297,7 +303,7 @@ class Guards:
             return []
         values += [[(path, each if isinstance(each, _PLAIN) else id(each)) for path, each in found] for found in held]
         values += [id(place.get(name)) for place, name in self._objects]
-        values += [each._version for each in self._tensors]
+        values += [version_of(each) for each in self._tensors]
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
         values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))
         return values
@@ -320,7 +326,7 @@ class Guards:
         return {
             full_name(path, name): id(tensor)
             for path, module in self._model.named_modules()
-            for name, tensor in module._parameters.items()
+            for name, tensor in parameter_table(module).items()
         }
 
 
@@ -334,7 +340,7 @@ def _put(held: Any, name: str, value: Any) -> None:
 
 
 def _kind(module: nn.Module) -> str:
-    buffers = ",".join(module._buffers.keys())
+    buffers = ",".join(buffer_table(module).keys())
     return f"{type(module).__qualname__}({buffers})" if buffers else type(module).__qualname__
 
 

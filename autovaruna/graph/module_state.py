@@ -8,15 +8,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autovaruna._torch import FLAT_WEIGHTS, buffer_table, parameter_table
+
 
 def put(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts another tensor in the place of a parameter or buffer, and in the list that recurrent modules keep."""
-    own: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    own: dict[str, Any] = parameter_table(module) if name in parameter_table(module) else buffer_table(module)
     old = own[name]
     own[name] = tensor
-    flat = module.__dict__.get("_flat_weights")
+    flat = module.__dict__.get(FLAT_WEIGHTS)
     if flat is not None:
-        module.__dict__["_flat_weights"] = [tensor if weight is old else weight for weight in flat]
+        module.__dict__[FLAT_WEIGHTS] = [tensor if weight is old else weight for weight in flat]
 
 
 Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
@@ -25,13 +27,15 @@ Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
 
 def places_of(module: nn.Module) -> Places:
     """Returns where the tensors of a module's state are: parameters first, each once, in the order of their names."""
-    found: dict[str, dict[int, list[tuple[nn.Module, str]]]] = {"_parameters": {}, "_buffers": {}}
-    for each in module.modules():
-        for kind, places in found.items():
-            for name, tensor in getattr(each, kind).items():
+    found: list[tuple[tuple[nn.Module, str], ...]] = []
+    for table in (parameter_table, buffer_table):
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for each in module.modules():
+            for name, tensor in table(each).items():
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((each, name))
-    return tuple(tuple(shared) for places in found.values() for shared in places.values())
+        found += map(tuple, places.values())
+    return tuple(found)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autovaruna._torch import HigherOrderOperator, OpOverload, pytree
+from autovaruna._torch import HigherOrderOperator, OpOverload, pytree, schema_of
 
 
 class ValueSource(Flag):
@@ -142,7 +142,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     target: Any = node.target
     if not isinstance(target, OpOverload):
         return {}
-    known = target._schema.arguments
+    known = schema_of(target).arguments
     given = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
     return given | dict(zip([argument.name for argument in known], node.args, strict=False)) | dict(node.kwargs)
 
@@ -154,9 +154,9 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns those arguments of a call, of a list each, that its operation changes as its schema says."""
-    if not isinstance(operation, OpOverload) or not operation._schema.is_mutable:
+    if not isinstance(operation, OpOverload) or not schema_of(operation).is_mutable:
         return []
-    known = operation._schema.arguments
+    known = schema_of(operation).arguments
     given = dict(zip([argument.name for argument in known], args, strict=False)) | dict(kwargs)
     if given.get("training") is False:  # else a normalisation changes statistics; the schema of most does not say so
         return []
@@ -168,7 +168,7 @@ def give(node: fx.Node, **changed: Any) -> None:
     """Gives other arguments to an operation."""
     target: Any = node.target
     given = arguments(node) | changed
-    node.args = tuple(given.pop(argument.name) for argument in target._schema.arguments if not argument.kwarg_only)
+    node.args = tuple(given.pop(argument.name) for argument in schema_of(target).arguments if not argument.kwarg_only)
     node.kwargs = given
 
 
@@ -498,4 +498,4 @@ def aliases_of(node: fx.Node) -> list[Any]:
     """Returns what torch's schema says of each result of an operation that is memory of an argument."""
     if not isinstance(node.target, OpOverload):
         return []
-    return [each.alias_info for each in node.target._schema.returns if each.alias_info is not None]
+    return [each.alias_info for each in schema_of(node.target).returns if each.alias_info is not None]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autovaruna._torch import OpOverload, run_backward
+from autovaruna._torch import OpOverload, kernel_of, root_of, run_backward
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.operators import is_of_batch, run_opaque
@@ -147,7 +147,7 @@ class _Extraction:
         switch.to(())
         self.graph.output(tuple(self._resolve(self.traced.nodes[name], -1) for name in outputs))
         for node in reversed(self.arguments.values()):  # placeholders first, in the order of the arguments
-            self.graph._root.append(node)
+            root_of(self.graph).append(node)
         module = fx.GraphModule(self.regions, self.graph)
         return Piece(module, tuple(self.arguments), tuple(outputs))
 
@@ -226,7 +226,7 @@ def direct(module: fx.GraphModule) -> Callable[..., Any]:
         operation = getattr(getattr(getattr(torch.ops, match[1]), match[2]), match[3])
         if type(operation) is not OpOverload:
             return match[0]
-        called[name] = operation._op
+        called[name] = kernel_of(operation)
         return name
 
     source = _OPERATION.sub(bare, code.src)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
-from autovaruna._torch import replaced
+from autovaruna._torch import PARAMETRIZE_CACHE, is_parametrize_cached, replaced
 
 _generator_lock = Lock()
 
@@ -84,11 +84,10 @@ def untouched_generator(device: torch.device) -> Iterator[None]:
 @contextmanager
 def own_cache() -> Iterator[None]:
     """Keeps what a run computes apart from what others have, where a script calls a model in `parametrize.cached()`."""
-    module: Any = parametrize
-    if not module._cache_enabled:
+    if not is_parametrize_cached():
         yield
         return
-    with replaced(module, "_cache", {}):
+    with replaced(parametrize, PARAMETRIZE_CACHE, {}):
         yield
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import OpOverload, preserve_version_counter
+from autovaruna._torch import OpOverload, preserve_version_counter, schema_of
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
 from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.export.advice import FOR_COUNTS, advice
@@ -475,7 +475,7 @@ class _TrialPass(GraphRun):
         if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
             statistics = self._trial.known.setdefault(node, _statistics(args[0]))
             return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
-        names = [argument.name for argument in target._schema.arguments]
+        names = [argument.name for argument in schema_of(target).arguments]
         args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
         return run(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})
 
@@ -492,7 +492,7 @@ class _TrialPass(GraphRun):
         whole = trial.known.setdefault(node, made.detach().clone())
         with torch.no_grad():
             own = trial.rows_of(node, whole, self._part.samples)
-            return made.copy_(own) if node.target._schema.is_mutable else own  # type: ignore[union-attr]
+            return made.copy_(own) if schema_of(node.target).is_mutable else own
 
 
 def _with_layers_once(traced: TracedModel) -> fx.GraphModule:
@@ -596,7 +596,7 @@ def _in_training(target: Any) -> bool:
     """Whether an operation does something else in training."""
     if not isinstance(target, OpOverload):
         return False
-    return any(argument.name in _AS_IN_EVALUATION for argument in target._schema.arguments)
+    return any(argument.name in _AS_IN_EVALUATION for argument in schema_of(target).arguments)
 
 
 def _free_bytes(device: torch.device) -> float:

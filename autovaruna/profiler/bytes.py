@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autovaruna._torch import FakeTensor, TorchDispatchMode, is_profiler_enabled, pytree
+from autovaruna._torch import FakeTensor, TorchDispatchMode, is_profiler_enabled, pytree, storage_of
 from autovaruna.config.files import Whole
-from autovaruna.graph.facts import storage_of
 from autovaruna.graph.pieces import Deferred
 from autovaruna.profiler.work import Work
 

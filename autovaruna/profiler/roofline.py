@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode
+from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode, storage_of
 from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_dir, read_record, read_toml, shown
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
-from autovaruna.graph.facts import flop_formulas, storage_of, tensors_in
+from autovaruna.graph.facts import flop_formulas, tensors_in
 from autovaruna.graph.fakes import fake_like
 from autovaruna.graph.operators import changed_by
 from autovaruna.graph.pieces import Argument, ArgumentSource
@@ -186,7 +186,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _operation(self, func: Any, args: Any, kwargs: Any, result: Any, num_bytes: int) -> float:
         seconds = max(num_bytes / self.device.bytes_per_second, self.device.operation_seconds)
-        formula = self.formulas.get(func._overloadpacket)
+        formula = self.formulas.get(func.overloadpacket)
         if formula is None:
             _note(str(func))
             return seconds
@@ -216,7 +216,7 @@ def _note(name: str) -> None:
 
 def touched_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Returns the bytes that an operation reads and writes; 0 for views and for memory that is only allocated."""
-    packet = getattr(func, "_overloadpacket", None)
+    packet = getattr(func, "overloadpacket", None)
     outputs = tensors_in(result)
     if not isinstance(func, OpOverload) or packet in _ALLOCATIONS or func.namespace == "prim" or not outputs:
         return 0

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from autovaruna._torch import SingleLevelFunction, is_graph_kept
+from autovaruna._torch import SingleLevelFunction, is_graph_kept, run_engine, set_backward_hook, version_of
 from autovaruna.errors import OrderError
 from autovaruna.interception.modules import own_code
 
@@ -27,7 +26,7 @@ def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
     received (`graph/grouping.py`), which autograd would refuse of a view of a leaf.
     """
     leaf = tensor.detach().requires_grad_()
-    leaf._backward_hooks = {0: partial(gradients.__setitem__, name)}
+    set_backward_hook(leaf, partial(gradients.__setitem__, name))
     arrived = leaf[...]
     leaf.requires_grad_(False)  # from here on autograd only calls the hook
     return arrived
@@ -37,9 +36,7 @@ def go_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], is_kept: b
     """Runs backward as ``torch.autograd.backward``, whose checks take as long as a small stage computes."""
     for root, gradient in zip(roots, gradients, strict=True):
         assert root.shape == gradient.shape, f"gradient of shape {gradient.shape} for a tensor of shape {root.shape}"
-    Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), is_kept, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run_engine(tuple(roots), tuple(gradients), is_kept, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 Gradients = Sequence[Tensor | None]
@@ -106,10 +103,10 @@ def publish(
 def while_unchanged(finish: Finish, held: Mapping[str, Tensor], saved: Collection[str]) -> Finish:
     """Returns `finish`, for as long as nothing changes in place what this rank holds of the saved weights."""
     weights = {name: held[name] for name in saved if name in held}
-    versions = {name: weight._version for name, weight in weights.items()}
+    versions = {name: version_of(weight) for name, weight in weights.items()}
 
     def checked(gradients: Gradients, is_kept: bool) -> Gradients:
-        changed = [name for name, weight in weights.items() if weight._version != versions[name]]
+        changed = [name for name, weight in weights.items() if version_of(weight) != versions[name]]
         if changed:
             raise OrderError(
                 f"A backward after weights have changed: got other numbers in {sorted(changed)[0]} than the call of "

@@ -22,6 +22,7 @@ from autovaruna._torch import (
     DisableTorchFunctionSubclass,
     OpOverload,
     TorchDispatchMode,
+    is_view,
     num_uses_of_storage,
     pytree,
     swap_tensors,
@@ -247,7 +248,7 @@ class _Operation:
     def _follow(self, owner: Tensor) -> Tensor:
         """Lets a tensor of the script's own, which is written by numbers that are elsewhere, be there from now on."""
         with PLAIN():
-            is_own = type(owner) is Tensor and not (owner.requires_grad or owner._is_view())
+            is_own = type(owner) is Tensor and not (owner.requires_grad or is_view(owner))
             if not is_own or num_uses_of_storage(owner) > _USES:
                 self.refuse()
             made = remote_like(owner, self._home)

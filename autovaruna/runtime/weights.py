@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from autovaruna._torch import IncompatibleKeys, by_tensor
+from autovaruna._torch import IncompatibleKeys, buffer_table, by_tensor, parameter_table, version_of
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.module_state import put
 from autovaruna.graph.random import default_generator, untouched_generator
@@ -46,7 +46,7 @@ def materialize(
         state.replace(name, _empty_like(state.tensor(name), device))
     with untouched_generator(device):
         for path, module in state.model.named_modules():
-            own = [f"{path}.{name}" if path else name for name in (*module._parameters, *module._buffers)]
+            own = [f"{path}.{name}" if path else name for name in (*parameter_table(module), *buffer_table(module))]
             names = [state.first_name[name] for name in own if name in state.first_name]
             if not drawn.isdisjoint(names):
                 _initialise(state, path, module, names, device, seed)
@@ -129,7 +129,7 @@ class OwnedState:
         self._types: dict[str, tuple[torch.dtype, torch.device]] = {}
         first: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            for table in (module._parameters, module._buffers):
+            for table in (parameter_table(module), buffer_table(module)):
                 for name, tensor in table.items():
                     if tensor is not None:
                         full = f"{path}.{name}" if path else name
@@ -259,7 +259,7 @@ class StateCopies:
     def lend(self, given: Tensor, own: Tensor) -> None:
         """Notes that a script was given a copy of a tensor."""
         self._kept.append(given)
-        self._known.append((ref(given), given._version, own))
+        self._known.append((ref(given), version_of(given), own))
 
     def settle(self, *_: object) -> None:
         """Copies what has been written since into the model; a hook of the optimizer, too."""
@@ -270,9 +270,9 @@ class StateCopies:
             for find, version, own in known:
                 if (given := find()) is None:
                     continue
-                if given._version != version:
+                if version_of(given) != version:
                     own.copy_(given)
-                self._known.append((find, given._version, own))
+                self._known.append((find, version_of(given), own))
         given = None
         self._kept.clear()
 

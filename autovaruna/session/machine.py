@@ -16,6 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import convert_tensors
 from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
 from autovaruna.profiler.records import LinkCost
@@ -72,7 +73,7 @@ def bring_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | Non
         return isinstance(value, Tensor) and value.device in before and (value.is_cuda or value.dim() > 0)
 
     logger.info("the model goes from %s to %s, where this rank computes", ", ".join(map(str, before)), device)
-    model._apply(lambda each: each if each.is_meta else each.to(device))  # type: ignore[no-untyped-call]
+    convert_tensors(model, lambda each: each if each.is_meta else each.to(device))
     for state in optimizer.state.values() if optimizer is not None else ():
         state.update({name: each.to(device) for name, each in state.items() if moves(each)})
     return device

@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import parameter_table
 from autovaruna.checkpoint.state import ModelInTraining
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.errors import InputError, RankError
@@ -243,5 +244,5 @@ def refuse_parallel_wrapper(wrapper: type, what: str, others: Collection[str] = 
 def _refuse_parallel_wrappers(model: nn.Module) -> None:
     """Refuses a model that torch itself would train over the ranks, or of which ranks have shards."""
     for path, module in model.named_modules():
-        kinds = {type(each).__name__ for each in module._parameters.values()} & {"DTensor"}
+        kinds = {type(each).__name__ for each in parameter_table(module).values()} & {"DTensor"}
         refuse_parallel_wrapper(type(module), path or "The model", kinds)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import parse_to
+from autovaruna._torch import parameter_table, parse_to
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import whole_number
 from autovaruna.errors import CheckpointError, InputError, OrderError
@@ -78,9 +78,9 @@ def _check(pair: Sequence[str], first: nn.Parameter, second: nn.Parameter) -> No
 
 def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameter_table(module).items():
             if parameter is old:
-                module._parameters[name] = new
+                parameter_table(module)[name] = new
 
 
 class Varuna(nn.Module):

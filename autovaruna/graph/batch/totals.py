@@ -16,11 +16,11 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from autovaruna._torch import OpOverload
+from autovaruna._torch import OpOverload, schema_of, storage_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.drawn import Powers
 from autovaruna.graph.batch.interpret import BatchAnalysis, from_inputs, has_numbers, is_number, picked_symbols
-from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
+from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.operators import (
     KEEPING,
@@ -268,7 +268,7 @@ def _computes_with(user: fx.Node, number: fx.Node) -> bool:
 
 def _kinds(node: fx.Node) -> dict[str, str]:
     target: Any = node.target
-    return {argument.name: str(argument.type) for argument in target._schema.arguments}
+    return {argument.name: str(argument.type) for argument in schema_of(target).arguments}
 
 
 def _dtype(number: fx.Node, user: fx.Node) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autovaruna._torch import OpOverload
+from autovaruna._torch import OpOverload, schema_of
 from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
@@ -251,7 +251,7 @@ def allow_cudnn(module: fx.GraphModule, is_enabled: bool) -> None:
         for node in region.graph.nodes:
             if not isinstance(node.target, OpOverload):
                 continue
-            names = [argument.name for argument in node.target._schema.arguments]
+            names = [argument.name for argument in schema_of(node.target).arguments]
             place = next((place for place, name in enumerate(names) if name in _ALLOWS_CUDNN), len(names))
             if place < len(node.args):
                 node.update_arg(place, is_enabled)

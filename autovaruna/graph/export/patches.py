@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import FakeTensor, ModuleStackTracer, convert_impl, replaced, subclasses
+from autovaruna._torch import CONVERT, FakeTensor, ModuleStackTracer, convert_impl, replaced, subclasses
 from autovaruna.errors import TraceError
 from autovaruna.graph.constant_values import is_known
 from autovaruna.graph.export.assertions import is_traced
@@ -119,7 +119,7 @@ def conversions() -> Iterator[None]:
             _refuse_conversion(f"{name} of a {type(self).__qualname__}", tensor, convert(torch.empty_like(tensor)))
         return self
 
-    with replaced(nn.Module, "_apply", apply):
+    with replaced(nn.Module, CONVERT, apply):
         yield
 
 

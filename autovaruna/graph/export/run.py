@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import FakeTensorMode, call_impl, hide_tracing, mended_lstm
+from autovaruna._torch import FakeTensorMode, buffer_table, call_impl, hide_tracing, mended_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
@@ -212,7 +212,7 @@ class FlatCall(nn.Module):
         attempt.sizes.note_free([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
         restart()
         args, kwargs = call.arguments(tensors)
-        before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with ExitStack() as stack:
             for hide in () if attempt.kept.is_told else (hide_tracing, hide_fakes):
@@ -232,7 +232,7 @@ class FlatCall(nn.Module):
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
     """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
-    for name, new in list(module._buffers.items()):
+    for name, new in list(buffer_table(module).items()):
         old = before.get(name)
         if new is old:
             continue
@@ -243,7 +243,7 @@ def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
                 "run one batch through the model before it is wrapped."
             )
         old.copy_(new.detach())
-        module._buffers[name] = old
+        buffer_table(module)[name] = old
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autovaruna._torch import FORWARD_HOOKS
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
 from autovaruna.graph.guards import restored
 from autovaruna.graph.precision import regions
 from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
 
-_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _DEPTH, _MOST = 4, 100_000
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
@@ -55,7 +55,7 @@ def script_hooks(model: nn.Module) -> dict[str, list[Any]]:
     """Returns the forward hooks of a script, by the path of their modules."""
     found: dict[str, list[Any]] = {}
     for path, module in model.named_modules():
-        hooks = [hook for table in _TABLES for hook in vars(module).get(table, {}).values() if is_of_script(hook)]
+        hooks = [hook for table in FORWARD_HOOKS for hook in vars(module).get(table, {}).values() if is_of_script(hook)]
         if hooks:
             found[path] = hooks
     return found
@@ -63,7 +63,7 @@ def script_hooks(model: nn.Module) -> dict[str, list[Any]]:
 
 @contextmanager
 def without_script_hooks(model: nn.Module) -> Iterator[None]:
-    tables = [vars(module)[table] for module in model.modules() for table in _TABLES if vars(module).get(table)]
+    tables = [vars(module)[table] for module in model.modules() for table in FORWARD_HOOKS if vars(module).get(table)]
     with restored(tables):
         for table in tables:
             for key in [key for key, hook in table.items() if is_of_script(hook)]:
@@ -217,7 +217,7 @@ def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> N
         for name in call.names
     ]
     (args, kwargs), output = call.tree.unflatten(tensors)
-    for table, given in (("_forward_pre_hooks", ()), ("_forward_hooks", (output,))):
+    for table, given in zip(FORWARD_HOOKS, ((), (output,)), strict=True):
         for key, hook in list(vars(module)[table].items()):
             if not is_of_script(hook):
                 continue

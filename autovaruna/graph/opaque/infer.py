@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import hide_tracing
+from autovaruna._torch import BACKWARD_HOOKS, hide_tracing, parameter_table, version_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.module_state import own_tensors, places_of, put, with_state
@@ -118,12 +118,12 @@ class OpaqueTrial:
 
     def _outputs(self, size: int, numbers: DrawnNumbers) -> tuple[list[Tensor], Tree]:
         state, tensors = self.numbers(), self.arguments(numbers, size)
-        versions = [each._version for each in tensors]
+        versions = [version_of(each) for each in tensors]
         outputs, tree, _ = self.run(tensors, state)
         is_open = any(_open_symbols(length, self.batch) for each in self.inputs for length in each.shape)
         if is_open and any(0 in each.shape for each in outputs):  # the numbers in other tensors decide a length
             raise CannotKeepError(_BY_NUMBERS)
-        if [each._version for each in tensors] != versions:
+        if [version_of(each) for each in tensors] != versions:
             raise CannotKeepError("it changes its arguments in place")
         return outputs, tree
 
@@ -142,7 +142,7 @@ class OpaqueTrial:
             before = [(place, _bits(getattr(*place)).clone()) for place, *_ in places_of(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
             changed = [place for place, bits in before if not torch.equal(bits, _bits(getattr(*place)))]
-        if any(name in owner._parameters for owner, name in changed):
+        if any(name in parameter_table(owner) for owner, name in changed):
             raise CannotKeepError("its forward changes its parameters")
         check_state(numbers, plain_state(self.module))
         check_modules(modules, dict(self.module.named_modules()))
@@ -178,7 +178,7 @@ def copy_of(module: nn.Module) -> nn.Module:
     except Exception as error:
         raise CannotKeepError(f"it cannot be copied ({error})") from error
     for each in made.modules():
-        each._backward_hooks, each._backward_pre_hooks = OrderedDict(), OrderedDict()
+        vars(each).update({name: OrderedDict() for name in BACKWARD_HOOKS})
     for shared in places_of(made):
         empty = torch.empty_like(getattr(*shared[0]).detach(), device="meta")
         for place in shared:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autovaruna._torch import BACKWARD_HOOKS, HOOKS, parameter_table
 from autovaruna.errors import TraceError
-from autovaruna.graph.guards import HOOKS, restored
+from autovaruna.graph.guards import restored
 from autovaruna.graph.module_state import own_tensors, places_of
 from autovaruna.graph.opaque.functions import Function, plain_apply
 from autovaruna.graph.opaque.infer import CannotKeepError, OpaqueTrial, copy_of, infer_reductions
@@ -123,7 +124,7 @@ class OpaqueCalls:
         if isinstance(copy, CannotKeepError):
             raise copy
         trial = OpaqueTrial(copy, own, call, tensors, self.batch, self._device, *mode)
-        num_parameters = sum(1 for (owner, name), *_ in places if name in owner._parameters)
+        num_parameters = sum(1 for (owner, name), *_ in places if name in parameter_table(owner))
         inputs = tuple((str(each.shape), each.stride(), each.dtype, each.requires_grad) for each in tensors)
         kind = path, bool(state), call.key(), str(inputs), *mode
         returned = None if state else self._known.get(kind)
@@ -169,7 +170,7 @@ def hooked(model: nn.Module) -> frozenset[str]:
                 f"{path or 'The model'} is a TorchScript module: got {type(each).__qualname__}, which cannot be split. "
                 "Expected a torch.nn.Module; take the one that it was made of."
             )
-    paths = {path for path, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks}
+    paths = {path for path, each in model.named_modules() if any(vars(each)[name] for name in BACKWARD_HOOKS)}
     if "" in paths:
         raise TraceError(
             f"The model {type(model).__qualname__} itself has a backward hook, which a trace cannot keep. Expected "

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from autovaruna._torch import nccl_options
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.reduction import WIDER
@@ -246,9 +247,7 @@ class TorchChannel:
             return dist.ProcessGroupGloo(store, place, len(ranks), timeout)
         from torch.distributed import ProcessGroupNCCL  # not there in every PyTorch
 
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return ProcessGroupNCCL(store, place, len(ranks), options)
+        return ProcessGroupNCCL(store, place, len(ranks), nccl_options(timeout))
 
     def _greet(self, pairs: Iterable[Pair], groups: Iterable[Ranks]) -> None:
         """Makes NCCL open its communicators now, in one order, where no rank waits for another in a step."""
