@@ -100,6 +100,8 @@ try:
     SingleLevelFunction = torch.autograd.function._SingleLevelFunction  # a function that costs no look for transforms
     is_graph_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph  # by the backward that runs now
     top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # those that are on now
+    _pop_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+    _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
     is_profiler_enabled = torch._C._autograd._profiler_enabled
 
     # Autocast, as graphs enter and leave it.
@@ -283,6 +285,20 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Has tensors saved for backward as they are, whatever hooks around would make of them."""
+    hooks = []
+    while (pair := top_saved_tensors_hooks(True)) is not None:
+        hooks.append(pair)
+        _pop_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            _push_hooks(*pair)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
 _DETACH_, _DETACH = torch.ops.aten.detach_.default, torch.ops.aten.detach.default
 
 _LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-"""What takes the numbers that are written out in a forward."""
+"""Operators that make a tensor of numbers written in the code."""
 
 
 class _UnknownError(Exception):
@@ -32,15 +32,15 @@ class _UnknownError(Exception):
 
 
 def numbers_of(tensor: Tensor, act: Callable[[Tensor], Any]) -> Any:
-    """Returns what ``act``, such as ``Tensor.item``, says of a fake tensor; None: more than constants decide that."""
+    """Returns what ``act``, such as ``Tensor.item``, returns for a fake tensor; None: its numbers are not known."""
     is_one = math.prod(tensor.shape) == 1 if all(isinstance(each, int) for each in tensor.shape) else False
-    found = _known(tensor, act) if is_one or act is Tensor.tolist else []
+    found = _evaluated(tensor, act) if is_one or act is Tensor.tolist else []
     return found[0] if found and all(each == found[0] for each in found) else None
 
 
 def is_known(tensor: Tensor) -> bool:
     """Whether the numbers in a fake tensor follow from constants and shapes alone."""
-    return bool(_known(tensor, Tensor.numel))
+    return bool(_evaluated(tensor, Tensor.numel))
 
 
 def follows_held(tensor: Tensor) -> bool:
@@ -50,8 +50,8 @@ def follows_held(tensor: Tensor) -> bool:
     return any(user.target not in _LITERAL for each in held for user in each.users)
 
 
-def _known(tensor: Tensor, act: Callable[[Tensor], Any]) -> list[Any]:
-    """Returns what ``act`` says of a fake tensor for some batch sizes; empty: its numbers are not known."""
+def _evaluated(tensor: Tensor, act: Callable[[Tensor], Any]) -> list[Any]:
+    """Returns what ``act`` returns for a fake tensor with some batch sizes; empty: its numbers are not known."""
     node = _node_of(tensor)
     if node is None:
         return []

@@ -67,7 +67,7 @@ class CutPoint(nn.Module):
 
 @contextmanager
 def named_cut_points(model: nn.Module) -> Iterator[None]:
-    """Lets the cut points of a model leave markers with their paths, on this thread, while the context lasts."""
+    """Has the cut points of a model leave markers with their paths, on this thread, while the context lasts."""
     _tracing.names = {id(point): path for path, point in _cut_points(model)}
     try:
         yield
@@ -99,9 +99,9 @@ class Marker:
     region: bool = False
 
 
-def take_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
+def pop_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
     """Takes the markers out of a graph and returns where they were, in order of execution; each may be used once."""
-    markers = _take(module)
+    markers = _pop(module)
     counts = Counter(marker.name for marker in markers)
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
@@ -112,13 +112,13 @@ def take_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
     return tuple(markers)
 
 
-def _take(module: fx.GraphModule, is_region: bool = False) -> list[Marker]:
+def _pop(module: fx.GraphModule, is_region: bool = False) -> list[Marker]:
     markers: list[Marker] = []
     kept = 0
     marks = [node for node in module.graph.nodes if is_mark(node, CUT)]
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and isinstance(region := getattr(module, str(node.target), None), fx.GraphModule):
-            markers += _take(region, is_region=True)
+            markers += _pop(region, is_region=True)
         if node in marks:
             users = tuple(user.name for user in _final_users(node))
             source = node

@@ -125,7 +125,7 @@ class Fact:
 
 @dataclass
 class _FactsPass(fx.Interpreter):
-    """Runs a graph on fake tensors and notes a `Fact` for every node."""
+    """Runs a graph on fake tensors and records a `Fact` for every node."""
 
     module: fx.GraphModule
     attributes: dict[str, Tensor]

@@ -24,7 +24,7 @@ from autovaruna._torch import (
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import restored
-from autovaruna.graph.module_state import put
+from autovaruna.graph.module_state import replace_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Fak
 
 
 @contextmanager
-def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+def with_fake_state(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
     """Makes every parameter and buffer of `model` fake while the context lasts; tied ones stay tied.
 
     Parameters that this rank does not hold (they are on ``meta``) are traced like the others.
@@ -56,7 +56,7 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
                         f"{f'{path}.{name}'.removeprefix('.')} has no shape yet: got a lazy parameter. Expected an "
                         "initialised one; run one batch through the model before wrapping it."
                     )
-                put(module, name, memo.setdefault(id(tensor), _fake(tensor, mode, device)))
+                replace_tensor(module, name, memo.setdefault(id(tensor), _fake(tensor, mode, device)))
         yield
 
 

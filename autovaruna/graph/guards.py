@@ -152,11 +152,11 @@ class Guards:
         return self._latest_words
 
     def snapshot(self) -> Any:
-        """Returns what is equal on this rank while nothing guarded changes in the model; takes note of nothing."""
+        """Returns what is equal on this rank while nothing guarded changes in the model; records nothing."""
         return self._read(), self._flags()
 
     def start(self) -> None:
-        """Takes everything as it is now: the model has been traced, for the first time or once more."""
+        """Records everything as it is now: the model has been traced, for the first time or once more."""
         self._new.clear()
         self._look_outside()
         self._learn()
@@ -166,7 +166,7 @@ class Guards:
             self._first, self._first_kinds = dict(self._last), self._kinds
 
     def settle(self) -> None:
-        """Takes attributes and parameters as they are now: a call of the library's own has ended."""
+        """Records attributes and parameters as they are now: a call of the library's own has ended."""
         if self._read() != self._values or self._ids() != self._settled:
             self._learn()
             self._slots, self._settled = self._slots_now(), self._ids()

@@ -16,10 +16,10 @@ from autovaruna._torch import OWN_CALL, FakeTensorMode, replaced
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import UnfamiliarError, outline
 from autovaruna.graph.export.errors import quiet_failure
-from autovaruna.graph.fakes import fake_like, faked, unchecked_distributions
+from autovaruna.graph.fakes import fake_like, unchecked_distributions, with_fake_state
 from autovaruna.graph.guards import Guards
 from autovaruna.graph.precision import compiling_nothing
-from autovaruna.graph.side_effects import as_before
+from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.tree import flatten
 
 _MOST_KNOWN = 64
@@ -33,7 +33,7 @@ def method_of(model: nn.Module, value: object, name: str) -> bool:
 
 @contextmanager
 def own_calls(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Has calls of the model itself, as its methods make them, be those of `call`, in which they are as they were."""
+    """Has `call` run where a method of the model calls the model itself; `call` may call the model as before."""
     as_it_is = getattr(model, OWN_CALL)
 
     def call_once(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def own_calls(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes whether an operation has been given a weight."""
+    """Records whether an operation has been given a weight."""
 
     found = False
 
@@ -101,9 +101,9 @@ class OwnMethods:
             with (
                 unchecked_distributions(),
                 quiet_failure(),
-                as_before(self._model),
+                restored_attributes(self._model),
                 compiling_nothing(),
-                faked(self._model, mode, device),
+                with_fake_state(self._model, mode, device),
                 mode,
                 torch.enable_grad(),
                 own_calls(self._model, call),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autovaruna._torch import FLAT_WEIGHTS, buffer_table, parameter_table
 
 
-def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts another tensor in the place of a parameter or buffer, and in the list that recurrent modules keep."""
     own: dict[str, Any] = parameter_table(module) if name in parameter_table(module) else buffer_table(module)
     old = own[name]
@@ -44,12 +44,12 @@ def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
     try:
         for shared, tensor in zip(places, tensors, strict=True):
             for module, name in shared:
-                put(module, name, tensor)
+                replace_tensor(module, name, tensor)
         yield
     finally:
         for shared, tensor in zip(places, own, strict=True):
             for module, name in shared:
-                put(module, name, tensor)
+                replace_tensor(module, name, tensor)
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

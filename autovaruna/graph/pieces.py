@@ -40,7 +40,7 @@ def normalize(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Te
     value: Tensor = args[0]
     if value.shape[0] == 1 and value.dim() in _CHANNELS_LAST and result.requires_grad and not value.is_cuda:
         is_joined = operation is aten.instance_norm.default
-        result.register_hook(Tensor.contiguous if is_joined else partial(_told_apart, _order_of(value)))  # type: ignore[no-untyped-call]
+        result.register_hook(Tensor.contiguous if is_joined else partial(_with_own_strides, _order_of(value)))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -50,8 +50,8 @@ def _order_of(tensor: Tensor) -> torch.memory_format | None:
     return next((order for order in orders if tensor.is_contiguous(memory_format=order)), None)
 
 
-def _told_apart(order: torch.memory_format | None, gradient: Tensor) -> Tensor | None:
-    """Returns a gradient of another order than the input's with strides that say so."""
+def _with_own_strides(order: torch.memory_format | None, gradient: Tensor) -> Tensor | None:
+    """Returns a gradient whose memory has another order than the input's, with strides that say so."""
     its = _order_of(gradient)
     if its is order or its is None or order is None:
         return None
@@ -249,12 +249,12 @@ class Deferred:
         self._gradients: list[Tensor] = []
 
     def add(self, edge: GradientEdge, gradient: Tensor) -> None:
-        """Notes an operation by the edge of its result, and the gradient that came in there."""
+        """Records an operation by the edge of its result, and the gradient that came in there."""
         self._edges.append(edge)
         self._gradients.append(gradient)
 
     def compute(self, weights: Sequence[Tensor], *, is_last: bool = True) -> None:
-        """Computes the gradients and adds them to those of the weights; graphs are let go of if this `is_last`."""
+        """Computes the gradients and adds them to those of the weights; graphs are released if this `is_last`."""
         if self._edges:
             edges, gradients = tuple(self._edges), tuple(self._gradients)
             if is_last:

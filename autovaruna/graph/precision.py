@@ -128,23 +128,23 @@ class Switch:
 
 
 @contextmanager
-def noted_precision(around: Precision) -> Iterator[None]:
-    """Lets torch.export note each node's precision, and take out what enters and leaves autocast, before it goes on.
+def recorded_precision(around: Precision) -> Iterator[None]:
+    """Has torch.export record each node's precision, and drop what enters and leaves autocast, before its first pass.
 
     It would make regions of it, and by then lose ``torch.no_grad()`` inside ``torch.autocast`` (seen in torch 2.13).
     """
     passes = passes_of_export()
     make_regions = passes.replace_set_grad_with_hop_pass
 
-    def note_first(module: fx.GraphModule, *rest: Any) -> Any:
-        _note(module, around)
+    def record_first(module: fx.GraphModule, *rest: Any) -> Any:
+        _record(module, around)
         return make_regions(module, *rest)
 
-    with replaced(passes, "replace_set_grad_with_hop_pass", note_first):
+    with replaced(passes, "replace_set_grad_with_hop_pass", record_first):
         yield
 
 
-def _note(module: fx.GraphModule, around: Precision) -> None:
+def _record(module: fx.GraphModule, around: Precision) -> None:
     now = [around]
     switches: list[fx.Node] = []
     for node in module.graph.nodes:

@@ -92,8 +92,8 @@ def own_cache() -> Iterator[None]:
 
 
 @contextmanager
-def noted_draws(model: nn.Module) -> Iterator[list[str]]:
-    """Notes the innermost modules of a model that draw from Python's or numpy's generators, on this thread."""
+def recorded_draws(model: nn.Module) -> Iterator[list[str]]:
+    """Records the innermost modules of a model that draw from Python's or numpy's generators, on this thread."""
     paths = {id(vars(module)): path for path, module in reversed(list(model.named_modules()))}
     thread = get_ident()
     running: list[tuple[int, Any]] = []

@@ -1,4 +1,4 @@
-"""Puts back what a forward changes in its modules besides tensors it returns, and tells or refuses what it left."""
+"""Undoes, names and refuses the side effects of a forward: attributes of modules, Python numbers, submodules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_NAMES = 5
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def restored_attributes(model: nn.Module) -> Iterator[None]:
     """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
 
     A model that is run on fake tensors may keep some of them. What `parametrize.cached()` keeps is kept apart, too.
@@ -54,12 +54,12 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def left_tensors(model: nn.Module) -> list[str]:
-    """Returns where a forward, just traced, has left tensors or numbers out of them; those of constants apart."""
+    """Returns the attributes in which a traced forward has left tensors, or numbers of them, that are no constants."""
     return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
 
 
 def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
-    """Warns of what plain PyTorch would have beside what the model returns, and ranks have not."""
+    """Warns of attributes with tensors, which plain PyTorch would have after a call, and ranks have not."""
     if names:
         text = (
             f"forward leaves tensors, or numbers out of them (item()), in {', '.join(names[:_MOST_NAMES])}"

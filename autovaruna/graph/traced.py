@@ -343,7 +343,7 @@ def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
 
 
 def difference(one: TracedModel, other: TracedModel) -> str:
-    """Says in words where two traces of a model, which are not the same, differ first, and how."""
+    """Says where two traces of a model, which are not the same, differ first, and how."""
     for code, found, region in zip(one.code, other.code, other.regions, strict=False):
         nodes = list(region.graph.nodes)
         for old, new in zip_longest(code.splitlines(), found.splitlines(), fillvalue="nothing"):

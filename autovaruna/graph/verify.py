@@ -1,9 +1,7 @@
-"""Compares a model with its graph on a few samples before it is split, and the graph with itself on parts of them.
+"""Compares a model with its graph on a few samples, before it is split, and with its own second call.
 
-Both draw random numbers that are alike, so no difference goes unsaid. What a graph counts over its samples cannot be
-followed as their numbers are: experts sort and count their samples, and sequences are sorted by length, without a
-sample's result depending on the others. So where a graph joins counts of several samples, it is tried out whole and in
-two parts."""
+Each random operator draws the same numbers in both, so every difference is one of the computation.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +38,9 @@ _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "li
 
 
 class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets each random operator draw numbers that follow from its name and arguments, whatever was drawn before.
+    """Has each random operator draw numbers that follow from its name and arguments, whatever was drawn before.
 
-    Tensors among them count by shape and dtype. The device's default generator is left in another state.
+    Of tensors among the arguments, shape and dtype count. The device's default generator is left in another state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +86,7 @@ def _seed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
 
 
 _SEED = 0
-Returned = dict[str, list[Tensor]]
+ModuleOutputs = dict[str, list[Tensor]]
 """What modules have returned last, by path, in that order."""
 
 
@@ -102,13 +100,13 @@ class EagerVsGraph:
     device: torch.device
 
     def plain(
-        self, around: AbstractContextManager[Any] | None = None, returned: Returned | None = None
+        self, around: AbstractContextManager[Any] | None = None, returned: ModuleOutputs | None = None
     ) -> list[Tensor]:
         """Runs a copy of the model; returns its outputs, then its state after that."""
         own = self._copy()
         if returned is not None:
             for path, module in own.named_modules():
-                module.register_forward_hook(partial(_note, returned, path))
+                module.register_forward_hook(partial(_record_outputs, returned, path))
         return self._called(own, around)
 
     def plain_again(self) -> tuple[list[Tensor], list[str]]:
@@ -161,7 +159,7 @@ class EagerVsGraph:
 
     @contextmanager
     def _alike(self) -> Iterator[None]:
-        """Lets random numbers be the same both ways, keeps nothing for a backward, and gives generators back."""
+        """Draws the same random numbers in model and graph, keeps nothing for a backward, and restores generators."""
         keeps = nullcontext() if self._kept_paths else forgetting()
         formula = sdpa_kernel(SDPBackend.MATH) if self._drops_attention else nullcontext()
         with untouched_generator(self.device), python_generators(_SEED), keeps, formula, DrawnAlike(self.device):
@@ -254,7 +252,7 @@ def _seed_python(module: nn.Module, args: Any) -> None:
     numpy.random.seed(_SEED)
 
 
-def _note(returned: Returned, path: str, module: nn.Module, args: Any, result: Any) -> None:
+def _record_outputs(returned: ModuleOutputs, path: str, module: nn.Module, args: Any, result: Any) -> None:
     returned.pop(path, None)
     returned[path] = [
         each.detach() for each in pytree.tree_leaves(result) if isinstance(each, Tensor) and not each.is_nested
@@ -361,10 +359,6 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float(off.max().nan_to_num(torch.inf, torch.inf)) / max(largest, 1e-300) if off.numel() else 0.0
 
 
-def _most_distant(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    return max(map(distance, found, expected), default=0.0)
-
-
 def _wide(tensor: Tensor) -> Tensor:
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return flat.detach().reshape(-1).double()
@@ -377,7 +371,7 @@ def _noise(both: EagerVsGraph) -> list[float]:
 
 
 def _where(both: EagerVsGraph, allowed: float) -> str:
-    returned: Returned = {}
+    returned: ModuleOutputs = {}
     nodes: dict[str, tuple[fx.Node, Any]] = {}
     both.plain(returned=returned)
     both.trace(nodes)

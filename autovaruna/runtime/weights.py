@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from autovaruna._torch import IncompatibleKeys, buffer_table, by_tensor, parameter_table, version_of
 from autovaruna.errors import InputError, PlanError
-from autovaruna.graph.module_state import put
+from autovaruna.graph.module_state import replace_tensor
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
@@ -206,7 +206,7 @@ class OwnedState:
 
     def replace(self, name: str, tensor: Tensor) -> None:
         for module, attribute in self.places[name]:
-            put(module, attribute, tensor)
+            replace_tensor(module, attribute, tensor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,10 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import quiet_failure
 from autovaruna.graph.export.watchers import without_script_hooks
-from autovaruna.graph.fakes import example_inputs, faked, unchecked_distributions
+from autovaruna.graph.fakes import example_inputs, unchecked_distributions, with_fake_state
 from autovaruna.graph.precision import compiling_nothing, in_precision
 from autovaruna.graph.random import python_generators
-from autovaruna.graph.side_effects import as_before
+from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.trace import one_at_a_time
 from autovaruna.graph.traced import TracedModel, difference, is_same_graph
 from autovaruna.graph.tree import words
@@ -64,14 +64,14 @@ def _asked_of_torch(model: nn.Module, call: CallSpec, device: torch.device) -> l
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with (
         one_at_a_time,
-        as_before(model),
+        restored_attributes(model),
         without_script_hooks(model),
         quiet_failure(),
         unchecked_distributions(),
         compiling_nothing(),
         python_generators(0),
         in_precision(call.precision),
-        faked(model, mode, device),
+        with_fake_state(model, mode, device),
     ):
         args, kwargs = call.arguments(example_inputs(call, max(2, call.batch_size), mode, device))
         asked = _AskedOfTorch(model)

@@ -132,11 +132,11 @@ REFUSED: dict[str, tuple[Loss, type[AutoVarunaError], str]] = {
     "root": (lambda m, h, y: Root.apply(m.last(h)), InputError, "no mean over its samples"),
     "centred": (
         lambda m, h, y: F.cross_entropy(m.last(Centred.apply(h)), y),
-        *(TraceError, "what Centred, which is kept whole, returns for a sample, or its gradient, depends"),
+        *(TraceError, r"the gradient that goes back through module is another.*the gradient of first\.weight"),
     ),
     "limited weight": (
         lambda m, h, y: F.cross_entropy(F.linear(h, Clamped.apply(m.last.weight)), y),
-        *(TraceError, "the gradient of what Clamped, which is kept whole, returns for the whole batch"),
+        *(TraceError, r"the gradient that goes back through module is another.*the gradient of last\.weight"),
     ),
     "covariance": (
         lambda m, h, y: F.cross_entropy(m.last(h * (1.0 + h.t().cov().square().mean())), y),

@@ -60,10 +60,10 @@ def _condition(statement: ast.If | ast.Assert | ast.While) -> tuple[int, int, bo
     wanted = isinstance(statement, ast.Assert)
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, wanted = test.operand, not wanted
-    return *lines, wanted if _only_raises(statement) and _is_told_by_each(test, wanted) else None
+    return *lines, wanted if _only_raises(statement) and _follows_each(test, wanted) else None
 
 
-def _is_told_by_each(test: ast.expr, wanted: bool) -> bool:
+def _follows_each(test: ast.expr, wanted: bool) -> bool:
     """Whether a condition is as wanted just where each tensor in it that Python asks for its truth is.
 
     Not so in ``a and b`` that must be false: either may be true alone.
@@ -71,9 +71,9 @@ def _is_told_by_each(test: ast.expr, wanted: bool) -> bool:
     if isinstance(test, ast.BoolOp):
         *first, last = test.values
         if isinstance(test.op, ast.And) is wanted:
-            return all(_is_told_by_each(each, wanted) for each in test.values)
+            return all(_follows_each(each, wanted) for each in test.values)
         are_no_tensors = all(isinstance(each, ast.Compare) and isinstance(each.ops[-1], _IDENTITY) for each in first)
-        return are_no_tensors and _is_told_by_each(last, wanted)
+        return are_no_tensors and _follows_each(last, wanted)
     if isinstance(test, ast.Compare) and len(test.ops) > 1 and not wanted:
         return False
     return not any(
@@ -171,7 +171,7 @@ def _line(frame: FrameType) -> str:
     return f"{Path(name).name}:{line} ({linecache.getline(name, line).strip()})"
 
 
-def take_checks(module: fx.GraphModule) -> None:
+def place_checks(module: fx.GraphModule) -> None:
     """Has a graph, and the regions in it, call `check` where a check was."""
     for each in regions(module):
         for node in each.graph.nodes:

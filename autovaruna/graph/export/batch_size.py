@@ -1,5 +1,6 @@
-"""Watches what a trace goes by in sizes: lines that fix the batch size or tell one sample from several, and conditions
-that hold for all sizes, or up to some size.
+"""Records on which sizes a trace depends: lines that fix the batch size or treat one sample in another way, conditions.
+
+A condition may hold for all sizes, or up to some size.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class TransformError(Exception):
 
 
 class SizeWatch:
-    """Notes what a trace on this thread goes by in sizes, and stops it where the batch size becomes a number of Python.
+    """Records on which sizes a trace on this thread depends; stops it where the batch size becomes a number of Python.
 
     Attributes:
         fixed_at: ``at file:line (code)`` of the user's line that fixed a size first; empty: there is none.
@@ -54,7 +55,7 @@ class SizeWatch:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Watches while the context lasts; what a version of torch has not of private names is not watched."""
+        """Records while the context lasts; a private name that a version of torch has not is left out."""
         with ExitStack() as stack:
             for kind, name, act in (
                 (torch.SymInt, "__int__", self._make_number),
@@ -75,8 +76,8 @@ class SizeWatch:
 
         return called
 
-    def note_free(self, lengths: Sequence[Any]) -> None:
-        """Notes the free lengths as the trace starts."""
+    def record_free_lengths(self, lengths: Sequence[Any]) -> None:
+        """Records the free lengths as the trace starts."""
         self._lengths = [each.node for each in lengths if isinstance(each, torch.SymInt)]
 
     def _free(self) -> set[Any]:
@@ -130,7 +131,7 @@ class SizeWatch:
         known, lengths = dict(shapes.var_to_range), self._free()
         conditions = [(each, shapes.simplify(each.expr)) for each in shapes.guards]
         bounds = _open_ranges(shapes, lengths)
-        self._take_free(shapes, (condition for _, condition in conditions if condition.free_symbols & lengths))
+        self._record_conditions(shapes, (condition for _, condition in conditions if condition.free_symbols & lengths))
         conditions = [(each, condition) for each, condition in conditions if not condition.free_symbols & lengths]
         others = [each for each, condition in conditions if len(condition.free_symbols) != 1]
         ours = ((each, condition) for each, condition in conditions if len(condition.free_symbols) == 1)
@@ -142,8 +143,8 @@ class SizeWatch:
         self.greatest += bounds
         return others
 
-    def _take_free(self, shapes: ShapeEnv, conditions: Iterable[sympy.Basic]) -> None:
-        """Takes conditions on free lengths, and the bounds of those that there are."""
+    def _record_conditions(self, shapes: ShapeEnv, conditions: Iterable[sympy.Basic]) -> None:
+        """Records conditions on free lengths, and the bounds of these."""
         self.conditions |= dict.fromkeys(conditions)
         for symbol in sorted(self._free(), key=str):
             bounds = shapes.var_to_range[symbol]
@@ -172,7 +173,7 @@ def _differs_for_one(condition: torch.SymBool, answer: bool) -> bool:
 
 
 def _open_ranges(shapes: ShapeEnv, lengths: set[Any]) -> list[tuple[int, str]]:
-    """Takes bounds out of what a trace has learned of sizes, unless they leave out small ones; returns upper ones."""
+    """Removes bounds of batch sizes that a trace has learned, unless they exclude small ones; returns upper ones."""
     bounds: list[tuple[int, str]] = []
     for symbol, known in list(shapes.var_to_range.items()):
         is_of_batch = symbol in shapes.backed_var_to_val and symbol not in lengths

@@ -34,7 +34,7 @@ class Exported:
         constants: tensors that are neither parameters nor buffers, by attribute name.
         is_dynamic: whether the batch size is a symbol in the graph.
         left: where forward leaves tensors beside what it returns.
-        greatest: the batch size up to which the model takes this way; None: there is no such size.
+        greatest: the batch size up to which the graph holds; None: it holds for all.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
         watched: the calls of modules with hooks that only watch.
         lengths: those that vary; None: the graph holds for one shape of each sample.
@@ -106,7 +106,7 @@ _NO_END = 2**63 - 1
 
 
 def drop_idle(module: fx.GraphModule) -> None:
-    """Puts its argument in the place of each operation that returns it, in regions (``torch.no_grad()``) as well."""
+    """Replaces each operation that returns its argument by that, in regions (``torch.no_grad()``) as well."""
     for graph, (operation, is_idle) in product((part.graph for part in regions(module)), _IDLE.items()):
         for node in graph.find_nodes(op="call_function", target=operation):
             if is_idle(*node.args, **node.kwargs):
@@ -206,7 +206,7 @@ def _itself(node: fx.Node) -> fx.Node:
 
 
 def _pass_by(region: fx.Node, results: Any, given: Mapping[fx.Node, Any]) -> None:
-    """Takes what a region returns as it is given from where the region has it."""
+    """Has what a region returns unchanged come from its source, past the region."""
     for user in list(region.users):
         if user.target is getitem and (source := given.get(results[user.args[1]])) is not None:
             user.replace_all_uses_with(source)

@@ -1,11 +1,14 @@
-"""Sees each function of torch that a forward calls: what torch.export takes for something else, or would drop."""
+"""Sees each function of torch that a forward calls, and handles those that torch.export misreads or drops.
+
+A mode of torch sees the calls. What has to be replaced in torch instead stands in `patches.py`.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,10 +25,8 @@ from autovaruna._torch import check as check_sizes
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.assertions import all_pass, number_in
 from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
-from autovaruna.graph.export.patches import conversions
-from autovaruna.graph.fakes import unchecked_distributions
 from autovaruna.graph.opaque.packed import Padded, called_on_padded, packing, refuse_lengths
-from autovaruna.graph.source_lines import is_users, users_line
+from autovaruna.graph.source_lines import chain_of, is_users, users_line
 
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss"),
@@ -45,23 +46,13 @@ _STOPS = frozenset({"DataDependentOutputException", "DynamicOutputShapeException
 
 
 class Idioms(TorchFunctionMode):
-    """Sees the functions of torch that a forward calls on fake tensors; what `kept` has for them is called instead.
-
-    Attributes:
-        stopped: names of the functions in which the trace has stopped, the innermost first.
-    """
+    """Sees the functions of torch that a forward calls on fake tensors; what `kept` has for them is called instead."""
 
     def __init__(self, kept: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.stopped: list[str] = []
+        self._failed: list[tuple[Exception, str]] = []
         self._kept = kept
         self._before = _modes()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Sees what this thread calls while the context lasts; distributions do not check their arguments meanwhile."""
-        with unchecked_distributions(), conversions(), self:
-            yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _modes() != self._before:
@@ -73,13 +64,18 @@ class Idioms(TorchFunctionMode):
         try:
             return function(*args, **given) if act is None else act(*args, **given)
         except Exception as error:
-            if type(error).__name__ in _STOPS and (name := _name_of(function)):
-                self.stopped.append(name)
+            is_seen = isinstance(function, FunctionType) or type(error).__name__ in _STOPS
+            if is_seen and (name := _name_of(function)):
+                self._failed.append((error, name))
             raise
+
+    def function_of(self, error: Exception) -> str:
+        """Returns what a model calls the function of torch that raised an error; empty: none that can be kept whole."""
+        return next((name for link in chain_of(error) for each, name in self._failed if each is link), "")
 
 
 def _modes() -> tuple[Any, ...]:
-    """Returns what a forward may set that a trace would drop: inference mode, and hooks of saved tensors."""
+    """Returns whether inference mode is on, and the hooks of saved tensors; a trace would drop both."""
     return torch.is_inference_mode_enabled(), top_saved_tensors_hooks(True)
 
 
@@ -129,10 +125,7 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _node(tensor: Tensor) -> Any:
-    """Refuses to name the node of a tensor, which modules ask for as well, of every parameter that they get.
-
-    Checkpoints of some versions ask whether there is one.
-    """
+    """Refuses ``grad_fn``, unless a checkpoint of torch asks for it; `register_parameter` asks for it as well."""
     asking = sys._getframe(2)
     if asking.f_globals.get("__name__") == checkpoint.__name__:
         return _grad_fn.__get__(tensor)

@@ -48,7 +48,7 @@ def modules_followed() -> Iterator[None]:
 
 @contextmanager
 def hide_fakes() -> Iterator[None]:
-    """Lets no library see on this thread, while the context lasts, that a tensor whose numbers are known is fake."""
+    """Hides from libraries, on this thread, that a tensor is fake, if its numbers are known."""
     tracing = get_ident()
 
     class _Kind(type):
@@ -109,7 +109,7 @@ def _evaluated(encoder: Any, src: Tensor, padding: Tensor) -> Tensor:
 
 @contextmanager
 def conversions() -> Iterator[None]:
-    """Lets forward convert modules to what they are, as ``self.head = self.head.to(x.dtype)`` does, while it lasts."""
+    """Has a conversion of a module to the dtype and device that it has, as ``self.head.to(x.dtype)``, do nothing."""
 
     def apply(self: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         state = dict([*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)])

@@ -20,9 +20,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autovaruna._torch import FakeTensorMode, buffer_table, call_impl, hide_tracing, mended_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
+from autovaruna.graph.cuts import Marker, named_cut_points, pop_markers
 from autovaruna.graph.export.advice import advice
-from autovaruna.graph.export.assertions import take_checks
+from autovaruna.graph.export.assertions import place_checks
 from autovaruna.graph.export.batch_size import SizeWatch
 from autovaruna.graph.export.errors import (
     DRAWN,
@@ -49,24 +49,30 @@ from autovaruna.graph.export.exported import (
     unlift,
 )
 from autovaruna.graph.export.idioms import Idioms
-from autovaruna.graph.export.patches import hide_fakes, modules_followed, padded_encoders
+from autovaruna.graph.export.patches import conversions, hide_fakes, modules_followed, padded_encoders
 from autovaruna.graph.export.watchers import restart, take_watched
-from autovaruna.graph.fakes import example_inputs, faked, without_cudnn
+from autovaruna.graph.fakes import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.lengths import Places, find_lengths
-from autovaruna.graph.opaque.functions import Function, watched, with_own_backward
-from autovaruna.graph.opaque.keep import OpaqueCalls, hooked, is_of_keeper, kept_whole, take_modules
+from autovaruna.graph.opaque.functions import Function, recorded_functions, with_own_backward
+from autovaruna.graph.opaque.keep import OpaqueCalls, hooked, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.opaque.packed import packed_sequences
 from autovaruna.graph.operators import run_opaque
-from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
-from autovaruna.graph.random import noted_draws, python_generators
-from autovaruna.graph.side_effects import StateError, as_before, check_state, left_tensors, plain_state, warn_of_left
+from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
+from autovaruna.graph.random import python_generators, recorded_draws
+from autovaruna.graph.side_effects import (
+    StateError,
+    check_state,
+    left_tensors,
+    plain_state,
+    restored_attributes,
+    warn_of_left,
+)
 from autovaruna.graph.source_lines import chain_of, first_line
 from autovaruna.graph.tree import Tree, flatten
 from autovaruna.log import warn_once
 
 _FAR = 2**16 - 1
 """The largest batch that batch normalisations take on a GPU, one by one, when a model is evaluated."""
-_HOLDERS = {"torch.nn.functional": nn.functional, "torch.functional": torch}
 
 
 def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str]) -> frozenset[str]:
@@ -99,21 +105,6 @@ def fixing_module(sizes: SizeWatch, model: nn.Module, kept: Collection[str]) -> 
     running = [paths.get(id(module.__dict__)) for module in sizes.fixed_in]
     path = next((path for path in running if path is not None and path not in kept), "")
     return InModuleError(path, f"it fixes the batch size{sizes.fixed_at}") if path else None
-
-
-def failing_function(error: BaseException) -> str:
-    """Returns the name of torch's function in which a trace stopped, as the model calls it; empty: there is none."""
-    for link in reversed(list(chain_of(error))):
-        called = ""
-        for frame, _ in traceback.walk_tb(link.__traceback__):
-            holder = _HOLDERS.get(frame.f_globals.get("__name__", ""))
-            if frame.f_code is call_impl.__code__:
-                called = ""
-            elif holder is not None and not called and callable(getattr(holder, frame.f_code.co_name, None)):
-                called = f"{holder.__name__}.{frame.f_code.co_name}"
-        if called:
-            return called
-    return ""
 
 
 def _running(error: BaseException, paths: dict[int, str]) -> list[str]:
@@ -150,21 +141,21 @@ class KeptWhole:
     """What is kept whole.
 
     Attributes:
-        operations: names of functions of torch; the way that ``cdist`` takes depends on the batch size, and ``istft``
+        operations: names of functions of torch; ``cdist`` chooses its algorithm by the batch size, and ``istft``
             looks at the numbers of its window.
-        can_grow: whether a submodule that stops the trace joins them.
-        is_told: whether the model is told that it is traced, for which libraries have ways of their own.
-        can_tell: whether that is still to be tried.
-        untold: what stopped the trace when the model was not told.
+        can_grow: whether a submodule that stops the trace is kept whole in the next attempt.
+        shows_tracing: whether ``torch.compiler.is_compiling()`` says yes, for which libraries have code of their own.
+        may_show_tracing: whether that is still to be tried.
+        hidden_error: what stopped the trace while it said no.
     """
 
     functions: frozenset[Function] = frozenset()
     operations: frozenset[str] = frozenset({"torch.cdist", "torch.istft"})
     modules: frozenset[str] = frozenset()
     can_grow: bool = True
-    is_told: bool = False
-    can_tell: bool = True
-    untold: str = ""
+    shows_tracing: bool = False
+    may_show_tracing: bool = True
+    hidden_error: str = ""
 
 
 class RetryError(Exception):
@@ -175,19 +166,18 @@ class RetryError(Exception):
         self.kept = kept
 
 
-def retry(error: Exception, model: nn.Module, kept: KeptWhole, stopped: Sequence[str]) -> None:
-    """Asks for another attempt: first one that does what stopped this one in another way, then without that."""
-    if kept.can_tell and not isinstance(error, InModuleError):
-        raise RetryError(replace(kept, is_told=True, can_tell=False, untold=str(error))) from error
-    is_other = kept.is_told and str(error) != kept.untold  # a library's own way has failed, and says nothing of ours
-    kept = replace(kept, is_told=False, can_tell=False)
+def retry(error: Exception, model: nn.Module, kept: KeptWhole, function: str) -> None:
+    """Asks for another attempt: first one that shows that it is a trace, then one that keeps what stopped it whole."""
+    if kept.may_show_tracing and not isinstance(error, InModuleError):
+        raise RetryError(replace(kept, shows_tracing=True, may_show_tracing=False, hidden_error=str(error))) from error
+    is_other = kept.shows_tracing and str(error) != kept.hidden_error  # it is an error of the library's own path
+    kept = replace(kept, shows_tracing=False, may_show_tracing=False)
     modules = failing_modules(error, model, kept.modules)
     if modules and is_other:
         raise RetryError(kept) from error
     if modules:
         _warn(model, sorted(modules - kept.modules), error)
         raise RetryError(replace(kept, modules=modules)) from error
-    function = failing_function(error) or next(iter(stopped), "")
     if function and function not in kept.operations:
         _warn(model, [function], error)
         raise RetryError(replace(kept, operations=kept.operations | {function})) from error
@@ -209,15 +199,15 @@ class FlatCall(nn.Module):
         sizes = [each.shape[0] for each, spec in zip(tensors, call.inputs, strict=True) if spec.is_batch]
         assert all(size == sizes[0] for size in sizes)  # the trace has one symbol for them from now on
         self.keeper.batch = sizes
-        attempt.sizes.note_free([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
+        attempt.sizes.record_free_lengths([tensors[i].shape[d] for i, d in sorted(attempt.options.free)])
         restart()
         args, kwargs = call.arguments(tensors)
         before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
         numbers = plain_state(self.model)
         with ExitStack() as stack:
-            for hide in () if attempt.kept.is_told else (hide_tracing, hide_fakes):
-                stack.enter_context(hide())
-            stack.enter_context(self.idioms.entered())
+            hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
+            for context in (*hidden, unchecked_distributions(), conversions(), self.idioms):
+                stack.enter_context(context)
             returned = call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
@@ -231,7 +221,7 @@ class FlatCall(nn.Module):
 
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
-    """Turns assignments to buffers into copies into them; torch.export sees those of the root module alone."""
+    """Turns assignments to buffers into copies; torch.export sees assignments in the root module alone."""
     for name, new in list(buffer_table(module).items()):
         old = before.get(name)
         if new is old:
@@ -307,20 +297,20 @@ class ExportAttempt:
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         model, kept, sizes, is_dynamic = self.model, self.kept, self.sizes, self.options.is_dynamic
         with (
-            as_before(model),
+            restored_attributes(model),
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
             torch.jit.optimized_execution(False),  # type: ignore[attr-defined]  # it would ask for sizes as numbers
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             packed_sequences(model, keeper),
-            faked(model, mode, self.device),
+            with_fake_state(model, mode, self.device),
             named_cut_points(model),
-            watched(kept.functions, keeper.call_own) as function_calls,
+            recorded_functions(kept.functions, keeper.call_own) as function_calls,
             sizes.entered(),
-            noted_draws(model) as drawn,
+            recorded_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
             padded_encoders(),
-            noted_precision(self.call.precision),
+            recorded_precision(self.call.precision),
             modules_followed(),
             without_cudnn() as has_cudnn,
         ):
@@ -333,7 +323,7 @@ class ExportAttempt:
             except InputError:
                 raise
             except Exception as error:
-                self._stop(error, flat, mode, drawn, idioms.stopped)
+                self._stop(error, flat, mode, drawn, idioms.function_of(error))
         if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
             raise RetryError(replace(kept, functions=kept.functions | found))
         output_tree, left = self.reports[-1]
@@ -372,17 +362,17 @@ class ExportAttempt:
                 flat, (inputs,), dynamic_shapes=([shape or None for shape in shapes],), strict=False
             )
         graph_module = unlift(program)
-        take_modules(graph_module)
-        take_checks(graph_module)
+        place_modules(graph_module)
+        place_checks(graph_module)
         check_operations(graph_module)
         return graph_module
 
     def _stop(
-        self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str], stopped: Sequence[str]
+        self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str], function: str
     ) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept
-        if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.can_tell):
+        if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.may_show_tracing):
             raise error
         if isinstance(error, StateError) and is_of_keeper(error):
             raise error
@@ -391,7 +381,7 @@ class ExportAttempt:
         if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
             cause = fixing_module(self.sizes, self.model, kept.modules) if self.options.is_parted else None
         if kept.can_grow and cause is not None:
-            retry(cause, self.model, kept, stopped)
+            retry(cause, self.model, kept, function)
         if isinstance(error, BatchSizeError):
             raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
         if isinstance(error, TraceError):
@@ -417,7 +407,7 @@ class ExportAttempt:
         detach_views(graph_module)
         switch_in_regions(graph_module)
         constants = tidy(graph_module, [spec.name for spec in inputs], state)
-        return constants, take_markers(graph_module)
+        return constants, pop_markers(graph_module)
 
 
 _KEPT = "what is kept whole is tried for one length alone"

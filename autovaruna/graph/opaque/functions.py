@@ -207,20 +207,20 @@ RecordedCall = tuple[Function, tuple[Any, ...]]
 
 
 @contextmanager
-def watched(
+def recorded_functions(
     kept: Collection[Function], keep: Callable[[Function, tuple[Any, ...]], Any]
 ) -> Iterator[list[RecordedCall]]:
-    """Notes calls of autograd functions on this thread; `keep` leaves nodes for those that are `kept`."""
+    """Records calls of autograd functions on this thread; `keep` leaves nodes for those that are `kept`."""
     calls: list[RecordedCall] = []
 
-    def noting(call: Call) -> Any:
+    def record(call: Call) -> Any:
         function, args = call.function, call.arguments
         if call.wants_gradient and function in kept:
             return keep(function, args)
         calls.append((function, pytree.tree_map_only(Tensor, TensorKind.of, args)))
         return call.run()
 
-    with plain_checkpoints(), applied_by(noting):
+    with plain_checkpoints(), applied_by(record):
         yield calls
 
 

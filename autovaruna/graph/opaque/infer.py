@@ -2,7 +2,7 @@
 
 Integers are zeros, or ones if a module refuses those, as lengths. The trial runs on a thread of its own, where nothing
 traces, on a copy: neither the model nor its generators change. What is returned for a few samples, and for two parts of
-them, forward and backward, says how results for parts of a batch become that for the whole.
+them, says how results for parts of a batch become that for the whole; gradients are left to the trial of the graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import BACKWARD_HOOKS, hide_tracing, parameter_table, version_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import hooks_of
-from autovaruna.graph.module_state import own_tensors, places_of, put, with_state
+from autovaruna.graph.module_state import own_tensors, places_of, replace_tensor, with_state
 from autovaruna.graph.opaque.functions import applied_by
 from autovaruna.graph.opaque.run import OutputShape, ReductionKind, Returned, is_differentiable, opaque_module_of
 from autovaruna.graph.precision import Precision, in_precision
@@ -40,9 +40,9 @@ class CannotKeepError(Exception):
 
 
 class DrawnNumbers(Enum):
-    """Which numbers arguments have, for modules refuse some: whether they are shares, and what integers are.
+    """Which numbers are drawn for arguments, since modules refuse some: whether floats lie in (0, 1), and the integers.
 
-    Integers may be classes, or lengths; where none is said, they are zeros and ones.
+    Integers may be classes or lengths: all are one number, or, for None, zeros and ones.
     """
 
     PLAIN = False, 0
@@ -102,7 +102,9 @@ class OpaqueTrial:
             raise CannotKeepError("what it returns besides tensors depends on the batch size or on numbers")
         if not found[0][0] or any(isinstance(leaf, Opaque) for leaf in trees[0].leaves):
             raise CannotKeepError("it returns no tensor, or an object that hides tensors")
-        return Returned(trees[0], tuple(_line(sizes, each) for each in zip(*(t for t, _ in found), strict=True)))
+        return Returned(
+            trees[0], tuple(_output_shape(sizes, each) for each in zip(*(t for t, _ in found), strict=True))
+        )
 
     def _tried(self, sizes: Sequence[int]) -> list[tuple[list[Tensor], Tree]]:
         """Runs the module for batches of some sizes, with the first numbers that it takes."""
@@ -182,7 +184,7 @@ def copy_of(module: nn.Module) -> nn.Module:
     for shared in places_of(made):
         empty = torch.empty_like(getattr(*shared[0]).detach(), device="meta")
         for place in shared:
-            put(*place, empty)
+            replace_tensor(*place, empty)
     return made
 
 
@@ -208,7 +210,7 @@ def _open_symbols(length: Any, batch: Sequence[Any]) -> set[Any]:
     return {symbol for symbol in sympy.sympify(length.node.expr).free_symbols if symbol not in known}
 
 
-def _line(sizes: Sequence[int], tensors: Sequence[Tensor]) -> OutputShape:
+def _output_shape(sizes: Sequence[int], tensors: Sequence[Tensor]) -> OutputShape:
     """Returns how a result's shape follows from the batch size."""
     first = tensors[0]
     if any((each.dim(), each.dtype) != (first.dim(), first.dtype) for each in tensors):
@@ -241,18 +243,18 @@ def infer_reductions(trial: OpaqueTrial) -> Returned:
 def _inferred(trial: OpaqueTrial) -> Returned:
     with untouched_generator(trial.device):
         returned = trial.returned()
-        joins = _learned(trial, returned.tensors)
+        joins = _reductions(trial, returned.tensors)
     lines = (replace(line, join=join) for line, join in zip(returned.tensors, joins, strict=True))
     return replace(returned, tensors=tuple(lines))
 
 
-def _learned(trial: OpaqueTrial, lines: Sequence[OutputShape]) -> list[ReductionKind]:
+def _reductions(trial: OpaqueTrial, lines: Sequence[OutputShape]) -> list[ReductionKind]:
     """Returns how each tensor is joined; UNKNOWN if anything is random, or cannot be tried out."""
     if not isinstance(trial.batch[0], torch.SymInt):
         return [ReductionKind.UNKNOWN for _ in lines]
     for numbers in _FOR_REDUCTIONS:
         try:
-            found = _joins(trial, lines, numbers)
+            found = _reductions_on(trial, lines, numbers)
         except Exception:  # it may want other numbers
             continue
         if ReductionKind.UNKNOWN not in found:
@@ -260,74 +262,16 @@ def _learned(trial: OpaqueTrial, lines: Sequence[OutputShape]) -> list[Reduction
     return [ReductionKind.UNKNOWN for _ in lines]
 
 
-def _joins(trial: OpaqueTrial, lines: Sequence[OutputShape], numbers: DrawnNumbers) -> list[ReductionKind]:
+def _reductions_on(trial: OpaqueTrial, lines: Sequence[OutputShape], numbers: DrawnNumbers) -> list[ReductionKind]:
     tensors = trial.arguments(numbers, _WHOLE)
     parts = [[_part(trial, place, each, part) for place, each in enumerate(tensors)] for part in range(len(_PARTS))]
-    runs = [_run(trial, each, seed=0) for each in (tensors, *parts)]
-    whole, *of_parts = [[each.detach() for each in outputs] for outputs, _ in runs]
-    again, _ = _run(trial, tensors, seed=1)
+    whole, *of_parts = (_run(trial, each, seed=0) for each in (tensors, *parts))
+    again = _run(trial, tensors, seed=1)
     is_half = any(each.dtype in _HALVES for each in (*tensors, *whole, *trial.state))
     noise = _NOISE_OF_HALVES if is_half or trial.precision else _NOISE
     if not all(_is_close(one, other, noise) for one, other in zip(again, whole, strict=True)):  # it is random
         return [ReductionKind.UNKNOWN for _ in lines]
-    joins = [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
-    if trial.is_differentiated and not _is_joined_backward(runs, joins, noise):
-        return [ReductionKind.OTHER if is_differentiable(whole[place]) else join for place, join in enumerate(joins)]
-    return joins
-
-
-_Run = tuple[list[Tensor], list[Tensor]]
-"""What a run returns, and those of its arguments and parameters that get a gradient."""
-
-
-def _is_joined_backward(runs: Sequence[_Run], joins: Sequence[ReductionKind], noise: float) -> bool:
-    """Whether backwards of all samples and of their parts have gradients that fit together."""
-    starts = _starts([outputs for outputs, _ in runs], joins)
-    try:
-        gradients = [_gradients(*run, start) for run, start in zip(runs, starts, strict=True)]
-    except Exception:  # a backward that fails does so in plain PyTorch
-        return True
-    largest = max((float(each.abs().max()) for each in gradients[0] if each.numel()), default=0.0)
-    return all(
-        _is_close(_joined(*parts), whole, noise, 0.01 * largest) or not whole.isfinite().all()
-        for whole, *parts in zip(*gradients, strict=True)
-    )
-
-
-def _starts(outputs: Sequence[list[Tensor]], joins: Sequence[ReductionKind]) -> list[list[Tensor | None]]:
-    """Returns gradients to go backward from: drawn for all samples, and what parts have of those."""
-    generator = torch.Generator().manual_seed(0)
-    found: list[list[Tensor | None]] = []
-    for join, (whole, *parts) in zip(joins, zip(*outputs, strict=True), strict=True):
-        if not whole.requires_grad or join in (ReductionKind.OTHER, ReductionKind.UNKNOWN):
-            found.append([None for _ in outputs])
-            continue
-        drawn = normal(whole.shape, whole.dtype, generator).to(whole.device, whole.dtype)
-        if (grows := _growing(whole, parts[0])) is not None:
-            found.append([drawn, *drawn.split_with_sizes([each.shape[grows] for each in parts], grows)])
-        else:
-            shares = [size / _WHOLE if join is ReductionKind.MEAN else 1.0 for size in _PARTS]
-            found.append([drawn, *(drawn * share for share in shares)])
-    return [list(each) for each in zip(*found, strict=True)]
-
-
-def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[Tensor]:
-    ends = [place for place, start in enumerate(starts) if start is not None]
-    if not ends or not leaves:
-        return []
-    begin = [outputs[place] for place in ends], leaves, [starts[place] for place in ends]
-    return [each.detach() for each in torch.autograd.grad(*begin, materialize_grads=True)]
-
-
-def _joined(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the gradient of all samples, by those of two parts: of the samples, or of what they have in common."""
-    grows = _growing(first, second)
-    return first + second if grows is None else torch.cat([first, second], grows)
-
-
-def _growing(one: Tensor, other: Tensor) -> int | None:
-    """Returns the first dimension that two tensors have of different lengths."""
-    return next((place for place, length in enumerate(one.shape) if length != other.shape[place]), None)
+    return [_join(line, whole[place], [each[place] for each in of_parts], noise) for place, line in enumerate(lines)]
 
 
 def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: float) -> ReductionKind:
@@ -348,24 +292,22 @@ def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: floa
     return ReductionKind.SUM if _is_close(first + second, whole, noise) else ReductionKind.OTHER
 
 
-def _is_close(one: Tensor, other: Tensor, noise: float, least: float = 0.0) -> bool:
-    """Whether two tensors differ by no more than `noise` times the greatest number in one, or `least`."""
-    one, other = one.detach(), other.detach()
+def _is_close(one: Tensor, other: Tensor, noise: float) -> bool:
+    """Whether two tensors differ by no more than `noise` times the greatest number in one."""
     if one.shape != other.shape or not is_differentiable(other):
         return torch.equal(one, other)
     kind = torch.complex128 if other.is_complex() else torch.double
     first, second = one.to(kind), other.to(kind)
-    return not other.numel() or float((first - second).abs().max()) <= noise * max(float(second.abs().max()), least)
+    return not other.numel() or float((first - second).abs().max()) <= noise * float(second.abs().max())
 
 
-def _run(trial: OpaqueTrial, tensors: Sequence[Tensor], seed: int) -> _Run:
+def _run(trial: OpaqueTrial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
     default_generator(trial.device).manual_seed(seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
-    numbers = trial.numbers()
-    outputs, _, is_changed = trial.run(copies, numbers, seed)
+    outputs, _, is_changed = trial.run(copies, trial.numbers(), seed)
     if is_changed:
         raise ValueError("it changes a buffer")
-    return outputs, [each for each in (*copies, *numbers) if each.requires_grad]
+    return [each.detach() for each in outputs]
 
 
 def _part(trial: OpaqueTrial, place: int, tensor: Tensor, part: int) -> Tensor:

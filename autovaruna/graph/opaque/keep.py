@@ -142,15 +142,15 @@ def is_of_keeper(error: BaseException) -> bool:
     return any(frame.f_code is OpaqueCalls.call.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def take_modules(module: fx.GraphModule) -> None:
+def place_modules(module: fx.GraphModule) -> None:
     """Has a graph, and the regions in it, call `run_opaque` where a module was kept."""
     for each in regions(module):
-        _take_from(each)
+        _place_in(each)
         if each is not module:  # a name in the model may be a word of Python, which cannot be compiled
             each.recompile()
 
 
-def _take_from(module: fx.GraphModule) -> None:
+def _place_in(module: fx.GraphModule) -> None:
     for number, node in enumerate(list(module.graph.nodes)):
         if node.target is torch.ops.autovaruna.module.default:
             tensors, state, batch, key = node.args

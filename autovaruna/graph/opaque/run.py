@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from threading import local
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autovaruna._torch import FakeTensor, replaced, top_saved_tensors_hooks
+from autovaruna._torch import FakeTensor, replaced, without_saved_tensors_hooks
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.module_state import places_of, with_state
 from autovaruna.graph.opaque.functions import plain_checkpoints
 from autovaruna.graph.operators import run_opaque
-from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, own_cache, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
@@ -38,7 +36,7 @@ def is_profiling() -> bool:
 
 @contextmanager
 def profiling_mode() -> Iterator[None]:
-    """Lets copies stand in for modules that are kept whole, so that what is measured leaves no trace in the model."""
+    """Has copies stand in for modules that are kept whole: measuring changes no state of the model."""
     with replaced(_thread, "is_profiling", True):
         yield
 
@@ -54,7 +52,7 @@ class ReductionKind(str, Enum):
     SUM = "sum"
     """A sum over the samples."""
     OTHER = "other"
-    """It is in none of these ways."""
+    """None of these."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +153,9 @@ class OpaqueModule:
         args, kwargs = self._call.unflatten(tensors)
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
-        saving: AbstractContextManager[Any] = nullcontext()
-        if top_saved_tensors_hooks(True) is not None:  # where nothing is saved, a forward may go backward itself
-            saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        saving = without_saved_tensors_hooks()  # a forward may go backward itself, or transform functions
         with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), saving:
-            outputs, tree = flatten(_called(module, args, kwargs), "output")
+            outputs, tree = flatten(module(*args, **kwargs), "output")
             with torch.no_grad():  # what it has changed or assigned
                 for ((owner, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
                     buffer.copy_(getattr(owner, name))
@@ -209,23 +205,6 @@ def opaque_module_of(node: fx.Node) -> OpaqueModule | None:
     holder: Any = node.args[0]
     kept: OpaqueModule = getattr(node.graph.owning_module, holder.target)
     return kept
-
-
-def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Calls a module; where function transforms refuse that saved tensors are watched, on a thread where none are."""
-    try:
-        return module(*args, **kwargs)
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-    is_enabled, precision = torch.is_grad_enabled(), current_precision()
-
-    def run() -> Any:
-        with torch.set_grad_enabled(is_enabled), in_precision(precision):
-            return module(*args, **kwargs)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
 
 
 def forgetting() -> saved_tensors_hooks:
