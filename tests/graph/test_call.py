@@ -387,3 +387,19 @@ def test_a_method_is_looked_at_once_until_the_script_changes_the_model() -> None
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert not methods.follow_weights("score", (x,), {}, cpu)
+
+
+def test_names_cover_arguments_and_what_is_in_them() -> None:
+    """A name is one of an argument, not the beginning of another's: ``src`` is not ``src_mask``."""
+
+    class Model(nn.Module):
+        def forward(self, src: Tensor, src_mask: Tensor, state: Any = None, *rest: Tensor) -> Tensor:
+            return src
+
+    def dimensions(**dims: int) -> list[int | None]:
+        inputs = describe(Model(), args, {}, batch_dims=list(dims.items()))[1].inputs
+        return [spec.dimension if spec.is_batch else None for spec in inputs]
+
+    args = (torch.zeros(7, 3), torch.zeros(7, 7), (torch.zeros(2, 3, 4), [torch.zeros(3)]), torch.zeros(5, 3))
+    assert dimensions(src=1, state=1, state_1=0, rest=1) == [1, None, 1, 0, 1]
+    assert dimensions(src=1, state_0=1) == [1, None, 1, 0, None]

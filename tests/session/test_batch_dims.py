@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from autovaruna import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError
-from autovaruna.graph.call import describe
 from tests.catalogue.small import Written
 from tests.reference import sgd
 from tests.session.training import Setup, descend, on_ranks, pipeline, refuse
@@ -187,22 +186,6 @@ def test_rows_with_time_before_batch_come_back_in_their_order() -> None:
 def test_a_missing_or_wrong_dimension_is_said(dims: dict[str, int], message: str) -> None:
     arguments = {"words": drawn(1, 4, 3), "hidden": (torch.zeros(2, 3, WIDTH), torch.zeros(2, 3, WIDTH))}
     refuse(Language(), message, arguments, AutoVarunaError, **({"batch_dims": dims} if dims else {}))
-
-
-def test_names_cover_arguments_and_what_is_in_them() -> None:
-    """A name is one of an argument, not the beginning of another's: ``src`` is not ``src_mask``."""
-
-    class Model(nn.Module):
-        def forward(self, src: Tensor, src_mask: Tensor, state: Any = None, *rest: Tensor) -> Tensor:
-            return src
-
-    def dimensions(**dims: int) -> list[int | None]:
-        inputs = describe(Model(), args, {}, batch_dims=list(dims.items()))[1].inputs
-        return [spec.dimension if spec.is_batch else None for spec in inputs]
-
-    args = (torch.zeros(7, 3), torch.zeros(7, 7), (torch.zeros(2, 3, 4), [torch.zeros(3)]), torch.zeros(5, 3))
-    assert dimensions(src=1, state=1, state_1=0, rest=1) == [1, None, 1, 0, 1]
-    assert dimensions(src=1, state_0=1) == [1, None, 1, 0, None]
 
 
 def test_the_setting_is_read_from_each_source() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.graph.export.assertions import passing
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
@@ -434,38 +431,6 @@ class Branches(Checked):
 
 def test_a_branch_is_no_check() -> None:
     refuse(Branches(), r"y\.max\(\) >= CLASSES")
-
-
-KINDS = {
-    "if t: raise E": False,
-    "if not t: raise E": True,
-    "if a is None and (t > b.max() or\n   t < 0): raise E": False,
-    "assert t": True,
-    "assert not t.any()": False,
-    "assert torch.all(t).item()": True,
-    "assert t.any().item() == a": None,
-    "if a: pass\nelif t: raise E": False,
-    "if t: a = 1": None,
-    "if t:\n  if a: return\n  raise E": None,
-    "assert t and u": True,
-    "if t and u: raise E": None,
-    "if 0 < t < 1: raise E": None,
-    "assert t or u": None,
-    "if a or not t: raise E": None,
-    "if bool(t) is False: raise E": None,
-    "if any(t): raise E": None,
-    "if t in a: raise E": None,
-    "while t: raise E": None,
-}
-
-
-@pytest.mark.parametrize(("code", "wanted"), KINDS.items())
-def test_only_what_raises_or_does_nothing_is_a_check(code: str, wanted: bool | None, tmp_path: Path) -> None:
-    """What a tensor must be follows from the code; where that cannot be told, the line is no check."""
-    path = tmp_path / "code.py"
-    path.write_text("def f():\n" + textwrap.indent(code, " "))
-    line = 3 if "elif" in code or "\n   " in code else 2
-    assert passing(str(path), line) is wanted
 
 
 def scheduled(self: Any, x: Tensor, y: Tensor) -> Tensor:
