@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,29 +161,19 @@ except (ImportError, AttributeError) as _error:
     raise _missing(_error) from _error
 
 
-def parameter_table(module: nn.Module) -> dict[str, Any]:
-    """Returns the parameters that a module itself holds, by name; what is written there is the module's."""
-    return module._parameters
-
-
-def buffer_table(module: nn.Module) -> dict[str, Any]:
-    """Returns the buffers that a module itself holds, as `parameter_table` does."""
-    return module._buffers
-
-
-def module_table(module: nn.Module) -> dict[str, Any]:
-    """Returns the modules that a module itself holds, as `parameter_table` does."""
-    return module._modules
+# Attributes that are read where the objects are.
+parameter_table: Any = attrgetter("_parameters")  # what a module itself holds, by name; it may be written into
+buffer_table: Any = attrgetter("_buffers")
+module_table: Any = attrgetter("_modules")
+version_of: Any = attrgetter("_version")  # how often a tensor, or a view of its memory, was written into
+schema_of: Any = attrgetter("_schema")  # what an operator takes, changes and returns
+kernel_of: Any = attrgetter("_op")  # what runs an operator, without the layer of Python above it
+root_of: Any = attrgetter("_root")  # the node before the first one of a graph
 
 
 def convert_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Makes each tensor of a module, and of those within it, another."""
     module._apply(convert)  # type: ignore[no-untyped-call]
-
-
-def version_of(tensor: Tensor) -> int:
-    """Returns how often a tensor, or a view of its memory, was written into."""
-    return tensor._version
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -193,21 +184,6 @@ def storage_of(tensor: Tensor) -> int:
 def set_backward_hook(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Has a hook see the gradient of a leaf, without the checks and the handle of ``register_hook``."""
     leaf._backward_hooks = {0: hook}
-
-
-def schema_of(operation: Any) -> Any:
-    """Returns what an operator of torch takes, changes and returns."""
-    return operation._schema
-
-
-def kernel_of(operation: Any) -> Any:
-    """Returns what runs an operator, without the layer of Python above it."""
-    return operation._op
-
-
-def root_of(graph: torch.fx.Graph) -> torch.fx.Node:
-    """Returns the node before the first one."""
-    return graph._root
 
 
 def is_parametrize_cached() -> bool:

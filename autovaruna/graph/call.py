@@ -22,6 +22,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _MOST_KNOWN = 64
 _OBJECTS = 3  # objects in each other that are looked into
 _CONSTANTS = (bool, int, float, str, type(None))
+_Name = tuple[str, frozenset[str]]
+"""The name of an input, and all names that cover it: those of what it is in, and of the argument."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +245,6 @@ def _refuse_layouts(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
                 "dense one (to_dense()), or its indices and values as tensors, and write the product in forward with "
                 "those: torch.zeros_like(out).index_add(0, rows, values[:, None] * x[columns])."
             )
-
-
-_Name = tuple[str, frozenset[str]]
-"""The name of an input, and all names that cover it: those of what it is in, and of the argument."""
 
 
 def _names_in(signature: inspect.Signature, paths: Sequence[str]) -> list[_Name]:

@@ -31,6 +31,7 @@ from autovaruna.graph.source_lines import origin
 
 _aten = torch.ops.aten
 Shape = Sequence[int]
+_ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 
 
 class _NoModules(nullcontext[None]):
@@ -86,7 +87,6 @@ _OF_TRANSFORMERS: dict[str, Callable[..., int]] = {
     "grouped_mm_fallback": _grouped,
     "grouped_mm_fallback_backward": lambda *args, **more: 2 * _grouped(*args),
 }
-_ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **{getattr(_aten, f"_scaled_dot_product_{name}"): _attention for name in _ATTENTIONS},
     **{getattr(_aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _ATTENTIONS},

@@ -31,6 +31,14 @@ from autovaruna.graph.source_lines import modules_of
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
+_SYMBOL = re.compile(r"\b[suz]\d+\b")
+_OWN_NAMES: dict[Any, str] = {
+    run_opaque: "autovaruna.graph.opaque.run.run_opaque",
+    check: "autovaruna.graph.export.idioms.check",
+    **{each: f"autovaruna.graph.batch.operators.{each.__name__}" for each in (as_tensor, count_by_class, of_batch)},
+}
+"""What signatures call our own functions, wherever these stand: saved plans and measured costs have them."""
+_DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
 
 @dataclass(frozen=True)
@@ -228,16 +236,6 @@ def _in_order_of_use(worked: Sequence[fx.Node], repeated: Collection[str]) -> di
         elif node.name in repeated:
             found[node.name] = None
     return found
-
-
-_SYMBOL = re.compile(r"\b[suz]\d+\b")
-_OWN_NAMES: dict[Any, str] = {
-    run_opaque: "autovaruna.graph.opaque.run.run_opaque",
-    check: "autovaruna.graph.export.idioms.check",
-    **{each: f"autovaruna.graph.batch.operators.{each.__name__}" for each in (as_tensor, count_by_class, of_batch)},
-}
-"""What signatures call our own functions, wherever these stand: saved plans and measured costs have them."""
-_DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
 
 def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes) -> str:

@@ -46,6 +46,11 @@ NUMBERS = " in place"
 """Follows the name of a tensor, where the numbers in it count."""
 GONE = object()
 """Stands for an attribute that is not there."""
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "setitem"),
+)
+_UNARY = ("bool", "int", "float", "index", "str", "repr", "format", "len", "iter", "next", "call", "hash", "neg", "abs")
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
@@ -387,10 +392,5 @@ def _use(self: Unusable, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsedError(self._attribute)
 
 
-_BINARY = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "setitem"),
-)
-_UNARY = ("bool", "int", "float", "index", "str", "repr", "format", "len", "iter", "next", "call", "hash", "neg", "abs")
 for _name in [*_UNARY, *_BINARY, *(f"r{each}" for each in _BINARY)]:
     setattr(Unusable, f"__{_name}__", _use)

@@ -24,6 +24,12 @@ from autovaruna.graph.operators import is_of_batch
 from autovaruna.graph.precision import regions
 from autovaruna.graph.records import Size
 
+FREE = "free"
+Places = frozenset[tuple[int, int]]
+"""Dimensions of inputs: the number of the input, and that of its dimension."""
+_SOME_SIZES = (2, 3, 4, 7, 8, 16, 32, 64, 128)
+_MOST_KNOWN = 64
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -139,13 +145,6 @@ def _expression(value: Any) -> Any:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.expr
     return value
-
-
-FREE = "free"
-Places = frozenset[tuple[int, int]]
-"""Dimensions of inputs: the number of the input, and that of its dimension."""
-_SOME_SIZES = (2, 3, 4, 7, 8, 16, 32, 64, 128)
-_MOST_KNOWN = 64
 
 
 @dataclass(frozen=True, eq=False)

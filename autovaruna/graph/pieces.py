@@ -30,6 +30,21 @@ from autovaruna.graph.traced import TracedModel
 aten = torch.ops.aten
 NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_OPERATION = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+_numbers = count()
+_root = torch.zeros((), requires_grad=True)
+_NOT_THE_ARGUMENTS = 5
+_CONVOLUTIONS = [getattr(aten, f"conv{kind}{number}d") for kind in ("", "_transpose") for number in (1, 2, 3)]
+_BIAS_PLACE: dict[Any, int] = {
+    **dict.fromkeys((aten.linear, aten.convolution, *_CONVOLUTIONS), 2),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), 0),
+    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.einsum, aten.embedding), -1),
+}
+"""The operations, with the place of the argument that is no reason to defer (its gradient is a sum); -1: none."""
+_VIEWS = {
+    aten.t, aten.transpose, aten.permute, aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten,
+    aten.unflatten, aten.expand, aten.alias, aten.select, aten.slice, aten.narrow, aten.to, aten._to_copy,
+}  # fmt: skip
 
 
 def normalize(operation: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -212,10 +227,6 @@ class _Extraction:
         return self.arguments[argument]
 
 
-_OPERATION = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
-_numbers = count()
-
-
 def direct(module: fx.GraphModule) -> Callable[..., Any]:
     """Returns what runs a graph as its ``forward`` does, line by line the same: errors name the same nodes."""
     code = module.graph.python_code("self")
@@ -235,10 +246,6 @@ def direct(module: fx.GraphModule) -> Callable[..., Any]:
     names = {**code.globals, **called}
     exec(compile(source, file, "exec"), names)
     return MethodType(names["forward"], module)
-
-
-_root = torch.zeros((), requires_grad=True)
-_NOT_THE_ARGUMENTS = 5
 
 
 class Deferred:
@@ -352,19 +359,6 @@ def _entered(tensor: Tensor) -> Tensor:
         entered: Tensor = _Entered.apply(tensor, _root)  # type: ignore[no-untyped-call]
         return entered
     return tensor.detach().requires_grad_()
-
-
-_CONVOLUTIONS = [getattr(aten, f"conv{kind}{number}d") for kind in ("", "_transpose") for number in (1, 2, 3)]
-_BIAS_PLACE: dict[Any, int] = {
-    **dict.fromkeys((aten.linear, aten.convolution, *_CONVOLUTIONS), 2),
-    **dict.fromkeys((aten.addmm, aten.baddbmm), 0),
-    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.einsum, aten.embedding), -1),
-}
-"""The operations, with the place of the argument that is no reason to defer (its gradient is a sum); -1: none."""
-_VIEWS = {
-    aten.t, aten.transpose, aten.permute, aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten,
-    aten.unflatten, aten.expand, aten.alias, aten.select, aten.slice, aten.narrow, aten.to, aten._to_copy,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,11 @@ from autovaruna._torch import enter_autocast, exit_autocast, is_any_autocast_ena
 REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _GRAPH, _FIRST = 1, 2
 """Places among the arguments: the graph, and the first of what goes into it."""
+DEVICES = ("cpu", "cuda")
+is_autocast = is_any_autocast_enabled
+_lock = Lock()
+_users: list[ExitStack] = []
+"""Contexts of all threads that last; the first holds the stance, which is of the whole process."""
 
 
 def regions(module: nn.Module) -> list[fx.GraphModule]:
@@ -28,10 +33,6 @@ def inside(module: fx.GraphModule, region: fx.Node) -> tuple[fx.GraphModule, dic
     graph: Any = region.args[_GRAPH]
     inner: fx.GraphModule = getattr(module, str(graph.target))
     return inner, dict(zip(inner.graph.find_nodes(op="placeholder"), region.args[_FIRST:], strict=True))
-
-
-DEVICES = ("cpu", "cuda")
-is_autocast = is_any_autocast_enabled
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +180,6 @@ def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Prec
     others = tuple(each for each in around if each.device != device)
     own = (Autocast(device, dtype, True),) if is_enabled else ()
     return tuple(sorted((*others, *own), key=lambda each: each.device))
-
-
-_lock = Lock()
-_users: list[ExitStack] = []
-"""Contexts of all threads that last; the first holds the stance, which is of the whole process."""
 
 
 @contextmanager

@@ -38,6 +38,10 @@ from autovaruna.graph.tree import Opaque
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
+one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
+_OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
+_MOST_TRIED_SECONDS = 2.0  # a model whose trace takes longer is not traced again to try out advice
+_HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
 def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module) -> None:
@@ -59,12 +63,6 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
                 "is neither a parameter nor a buffer: ranks would each change their own. Expected a forward that "
                 "changes buffers alone; make it one with register_buffer()."
             )
-
-
-one_at_a_time = Lock()  # torch.export keeps state of its own that threads share
-_OF_EACH_SIZE = "There is one micro-batch, so the model is traced for its size alone, and anew for each other size."
-_MOST_TRIED_SECONDS = 2.0  # a model whose trace takes longer is not traced again to try out advice
-_HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
 def trace(

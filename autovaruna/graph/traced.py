@@ -33,6 +33,14 @@ from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.records import Graph
 from autovaruna.graph.source_lines import origin
 
+_LAYERS = frozenset(
+    {
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        *("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "prelu", "bilinear"),
+    }
+)
+_ADD_SELF = frozenset({"addmm", "baddbmm"})
+
 
 class OutputKind(str, Enum):
     """How the outputs of the micro-batches become the output of the global batch."""
@@ -186,15 +194,6 @@ def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool
 def _inputs_of(node: fx.Node) -> set[str]:
     """Returns the names of the inputs that a value is made of."""
     return {each.name for each in reached([node], lambda source: source.all_input_nodes) if each.op == "placeholder"}
-
-
-_LAYERS = frozenset(
-    {
-        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
-        *("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "prelu", "bilinear"),
-    }
-)
-_ADD_SELF = frozenset({"addmm", "baddbmm"})
 
 
 def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mapping[str, str]) -> frozenset[str]:

@@ -19,6 +19,8 @@ from autovaruna.errors import InputError
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DEPTH = 3
 _NUMBER = (bool, int, float, str)
+_PLAIN, _PLAIN_DICT = (type("", (base,), {}).__basicsize__ for base in (object, dict))
+"""What objects of these sizes have is in their attributes or items alone."""
 
 
 def words(value: Any, depth: int = _DEPTH) -> str:
@@ -212,10 +214,6 @@ def _flatten_leaf(leaf: Any, path: str, levels: int, tensors: list[torch.Tensor]
     for part, _ in parts:
         tensors.extend(part)
     return Record(type(leaf), tuple(fields), tuple(tree for _, tree in parts))
-
-
-_PLAIN, _PLAIN_DICT = (type("", (base,), {}).__basicsize__ for base in (object, dict))
-"""What objects of these sizes have is in their attributes or items alone."""
 
 
 def _attributes(value: Any) -> dict[Any, Any] | None:

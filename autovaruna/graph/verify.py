@@ -35,6 +35,16 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import flatten
 
 _SUMS = ("mm", "conv", "attention", "sum", "mean", "var", "norm", "softmax", "linear", "rnn")
+_SEED = 0
+ModuleOutputs = dict[str, list[Tensor]]
+"""What modules have returned last, by path, in that order."""
+logger = logging.getLogger(__name__)
+SEEDS = (1, 2)
+_MOST_NAMES = 5
+BY_ROUNDING = 16.0
+"""A difference that is so many times what rounding does to the model itself is still one of rounding."""
+CLEAR = 10.0
+"""One that is so many times what is allowed is an error."""
 
 
 class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,11 +93,6 @@ def _seed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     words = [f"{tuple(each.shape)}{each.dtype}" if isinstance(each, Tensor) else repr(each) for each in leaves]
     digest = hashlib.blake2b(f"{func}{words}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
-
-
-_SEED = 0
-ModuleOutputs = dict[str, list[Tensor]]
-"""What modules have returned last, by path, in that order."""
 
 
 @dataclass(frozen=True)
@@ -257,15 +262,6 @@ def _record_outputs(returned: ModuleOutputs, path: str, module: nn.Module, args:
     returned[path] = [
         each.detach() for each in pytree.tree_leaves(result) if isinstance(each, Tensor) and not each.is_nested
     ]
-
-
-logger = logging.getLogger(__name__)
-SEEDS = (1, 2)
-_MOST_NAMES = 5
-BY_ROUNDING = 16.0
-"""A difference that is so many times what rounding does to the model itself is still one of rounding."""
-CLEAR = 10.0
-"""One that is so many times what is allowed is an error."""
 
 
 def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -34,6 +34,7 @@ _IDENTITY = ast.Is | ast.IsNot
 _HIDES_TRUTH = (ast.Not, ast.IfExp, ast.Lambda, ast.comprehension, ast.NamedExpr, ast.In, ast.NotIn, ast.Await)
 
 _CASTS = {Tensor.__bool__: Tensor.bool, Tensor.__int__: Tensor.long}
+_aten = torch.ops.aten
 
 
 def passing(filename: str, line: int) -> bool | None:
@@ -99,9 +100,6 @@ def _compares_item(node: ast.AST) -> bool:
     """Whether the truth in a tensor is compared, as in ``t.item() == False``."""
     sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
     return any(isinstance(each, ast.Call) and getattr(each.func, "attr", "") == "item" for each in sides)
-
-
-_aten = torch.ops.aten
 
 
 @torch.library.custom_op("autovaruna::check", mutates_args=())

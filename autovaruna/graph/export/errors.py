@@ -28,6 +28,24 @@ _SPARSE: dict[Any, int] = {
     torch.ops.aten.embedding_bag.default: 5,
 }
 """Where operations say that the gradient of a weight is sparse."""
+_OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
+_OF_OTHERS = (
+    "tensor subclasses",
+    "FakeTensor.__format__",
+    "got FakeTensor",
+    "concrete integers",
+)  # NumPy, formats, torch's C++
+_OF_LENGTHS = "(Size-like symbols: u"
+_OF_KEYS = "unhashable type: non-nested SymInt"
+_BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
+"""What torch says of a bound on the batch size that is no whole number."""
+DRAWN = "it draws from Python's or numpy's generator, and a trace would fix what it drew (draw from torch)"
+_NUMPY = re.compile(r"\b(np|numpy)\b|\bfrom_numpy\(")
+_TRANSFORM = "function transform of torch.func"
+TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
+_WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
+"""What is said where the numbers in a tensor are wanted, and a trace has none."""
+_LOGGERS = (EXPORT, FAKE_TENSORS)
 
 
 class InModuleError(Exception):
@@ -117,21 +135,6 @@ def _is_lost(module: nn.Module, target: str) -> bool:
         return False
     value = attrgetter(target)(module)
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
-
-
-_OF_TRACERS = ("data-dependent", "DataDependent", "DynamicOutputShape")
-# NumPy, formats, and torch's C++
-_OF_OTHERS = ("tensor subclasses", "FakeTensor.__format__", "got FakeTensor", "concrete integers")
-_OF_LENGTHS = "(Size-like symbols: u"
-_OF_KEYS = "unhashable type: non-nested SymInt"
-_BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
-"""What torch says of a bound on the batch size that is no whole number."""
-DRAWN = "it draws from Python's or numpy's generator, and a trace would fix what it drew (draw from torch)"
-_NUMPY = re.compile(r"\b(np|numpy)\b|\bfrom_numpy\(")
-_TRANSFORM = "function transform of torch.func"
-TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
-_WANTS_NUMBERS = (*_OF_TRACERS, *_OF_OTHERS)
-"""What is said where the numbers in a tensor are wanted, and a trace has none."""
 
 
 def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
@@ -253,9 +256,6 @@ def is_about_batch(error: Exception) -> bool:
         return True
     marks = ("ConstraintViolation", "Constraints violated", "specialized", "batch !=", "Eq(")
     return any(mark in text for mark in marks) or re.search(r"\bs\d+\b", text) is not None
-
-
-_LOGGERS = (EXPORT, FAKE_TENSORS)
 
 
 @contextmanager

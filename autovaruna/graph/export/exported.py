@@ -23,6 +23,20 @@ from autovaruna.graph.operators import aliases_of
 from autovaruna.graph.precision import REGION, inside, regions
 from autovaruna.graph.tree import Tree
 
+_ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
+"""How operations call the argument."""
+_OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
+aten = torch.ops.aten
+_NO_END = 2**63 - 1
+_DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
+PREFIX = "model."
+"""What the names of the model's tensors start with in a graph of torch.export."""
+_CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
@@ -52,11 +66,6 @@ class Exported:
     watched: tuple[WatchedCall, ...] = ()
     lengths: Lengths | None = None
     fixes_lengths: str = ""
-
-
-_ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
-"""How operations call the argument."""
-_OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
 def unlift(program: ExportedProgram) -> fx.GraphModule:
@@ -101,10 +110,6 @@ def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
     return holders[path]
 
 
-aten = torch.ops.aten
-_NO_END = 2**63 - 1
-
-
 def drop_idle(module: fx.GraphModule) -> None:
     """Replaces each operation that returns its argument by that, in regions (``torch.no_grad()``) as well."""
     for graph, (operation, is_idle) in product((part.graph for part in regions(module)), _IDLE.items()):
@@ -132,7 +137,6 @@ def _is_there(
     return not copy and memory_format is None and isinstance(value, Tensor) and value.dtype == dtype
 
 
-_DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
 _IDLE: dict[OpOverload, Callable[..., bool]] = {
     aten.slice.Tensor: _is_whole,
     **{dropout.default: lambda source, p, train: p == 0 or not train for dropout in _DROPOUTS},
@@ -215,15 +219,6 @@ def _pass_by(region: fx.Node, results: Any, given: Mapping[fx.Node, Any]) -> Non
 
 def _is_view(node: fx.Node) -> bool:
     return any(not alias.is_write for alias in aliases_of(node))
-
-
-PREFIX = "model."
-"""What the names of the model's tensors start with in a graph of torch.export."""
-_CHECKS = {
-    aten._assert_tensor_metadata.default,
-    aten._assert_async.msg,
-    aten._assert_scalar.default,
-}
 
 
 def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:

@@ -43,6 +43,7 @@ _HOLDERS = {
 _OF_NUMBERS = frozenset({"item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"})
 """Functions that return numbers of tensors, or as many as those say: none of them can be kept whole."""
 _STOPS = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"})
+_grad_fn: Any = Tensor.grad_fn
 
 
 class Idioms(TorchFunctionMode):
@@ -154,7 +155,6 @@ def _name_of(function: Any) -> str:
     return next((f"{path}.{name}" for path in holders), "")
 
 
-_grad_fn: Any = Tensor.grad_fn
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: _length,
     **{each: partial(number_in, each) for each in (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.item)},

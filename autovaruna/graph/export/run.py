@@ -73,6 +73,12 @@ from autovaruna.log import warn_once
 
 _FAR = 2**16 - 1
 """The largest batch that batch normalisations take on a GPU, one by one, when a model is evaluated."""
+logger = logging.getLogger(__name__)
+_KEPT = "what is kept whole is tried for one length alone"
+_OF_HOOKS = (
+    "{} have hooks of backward, and are kept whole, never cut. Each hook runs once a micro-batch, on the gradients of "
+    "its samples alone: where it goes by all samples of a batch (a norm over them, say), pass num_micro_batches=1"
+)
 
 
 def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str]) -> frozenset[str]:
@@ -131,9 +137,6 @@ def outermost(paths: Collection[str]) -> frozenset[str]:
 
 def _is_inside(path: str, other: str) -> bool:
     return path.startswith(f"{other}.")
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -408,15 +411,6 @@ class ExportAttempt:
         switch_in_regions(graph_module)
         constants = tidy(graph_module, [spec.name for spec in inputs], state)
         return constants, pop_markers(graph_module)
-
-
-_KEPT = "what is kept whole is tried for one length alone"
-
-
-_OF_HOOKS = (
-    "{} have hooks of backward, and are kept whole, never cut. Each hook runs once a micro-batch, on the gradients of "
-    "its samples alone: where it goes by all samples of a batch (a norm over them, say), pass num_micro_batches=1"
-)
 
 
 def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.device, options: TraceOptions) -> Exported:

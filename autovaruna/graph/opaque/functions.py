@@ -18,6 +18,11 @@ from autovaruna._torch import pytree, replaced
 from autovaruna.errors import TraceError
 
 Function = type[torch.autograd.Function]
+_lock = Lock()
+_num_handlers = 0
+_replaced: list[tuple[Function, Any]] = []
+RecordedCall = tuple[Function, tuple[Any, ...]]
+"""One call of a function during a trace; a `TensorKind` stands for each tensor among its arguments."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,6 @@ class _HandlerThread(local):
 
 
 _thread = _HandlerThread()
-_lock = Lock()
-_num_handlers = 0
-_replaced: list[tuple[Function, Any]] = []
 
 
 def plain_apply(function: Function, *args: Any) -> Any:
@@ -200,10 +202,6 @@ class TensorKind:
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(self.shape, dtype=self.dtype, generator=generator).requires_grad_(self.needs_gradient)
         return torch.zeros(self.shape, dtype=self.dtype)
-
-
-RecordedCall = tuple[Function, tuple[Any, ...]]
-"""One call of a function during a trace; a `TensorKind` stands for each tensor among its arguments."""
 
 
 @contextmanager

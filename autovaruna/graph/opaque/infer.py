@@ -33,6 +33,11 @@ from autovaruna.graph.tree import Opaque, Tree, flatten
 
 _SIZES = (2, 3, 5)
 _BY_NUMBERS = "the shapes of its arguments and results depend on the numbers in tensors"
+_NEAR = 0.05
+_PARTS = (2, 3)
+_WHOLE = sum(_PARTS)
+_NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class CannotKeepError(Exception):
@@ -55,7 +60,6 @@ class DrawnNumbers(Enum):
 
 _FOR_SHAPES = (DrawnNumbers.PLAIN, DrawnNumbers.SHARES, DrawnNumbers.ONES, DrawnNumbers.SHARES_AND_ONES)
 _FOR_REDUCTIONS = (DrawnNumbers.DRAWN, DrawnNumbers.DRAWN_SHARES, DrawnNumbers.PLAIN)
-_NEAR = 0.05
 
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, numbers: DrawnNumbers) -> Tensor:
@@ -226,12 +230,6 @@ def _output_shape(sizes: Sequence[int], tensors: Sequence[Tensor]) -> OutputShap
     strides = tensors[-1].stride()
     order = sorted(range(first.dim()), key=lambda place: (-strides[place], place))
     return OutputShape(tuple(lengths), tuple(order), first.dtype)
-
-
-_PARTS = (2, 3)
-_WHOLE = sum(_PARTS)
-_NOISE, _NOISE_OF_HALVES = 1e-4, 0.05
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def infer_reductions(trial: OpaqueTrial) -> Returned:

@@ -27,6 +27,8 @@ from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
 
 _calls: dict[str, OpaqueModule] = {}
+Spare = tuple[nn.Module | CannotKeepError, Sequence[Tensor]]
+"""What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
 
 @torch.library.custom_op("autovaruna::module", mutates_args=())
@@ -56,10 +58,6 @@ def kept_whole(
             yield keeper
     finally:
         _calls.clear()
-
-
-Spare = tuple[nn.Module | CannotKeepError, Sequence[Tensor]]
-"""What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
 
 def spare_of(module: nn.Module) -> Spare:
