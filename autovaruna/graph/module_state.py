@@ -21,11 +21,11 @@ def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         module.__dict__[FLAT_WEIGHTS] = [tensor if weight is old else weight for weight in flat]
 
 
-Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
+StatePlaces = tuple[tuple[tuple[nn.Module, str], ...], ...]
 """Where each tensor of a module's state is: the modules and attribute names that share it."""
 
 
-def places_of(module: nn.Module) -> Places:
+def places_of(module: nn.Module) -> StatePlaces:
     """Returns where the tensors of a module's state are: parameters first, each once, in the order of their names."""
     found: list[tuple[tuple[nn.Module, str], ...]] = []
     for table in (parameter_table, buffer_table):
@@ -39,7 +39,7 @@ def places_of(module: nn.Module) -> Places:
 
 
 @contextmanager
-def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
+def with_state(places: StatePlaces, tensors: Sequence[Tensor]) -> Iterator[None]:
     own = [getattr(*shared[0]) for shared in places]
     try:
         for shared, tensor in zip(places, tensors, strict=True):

@@ -137,7 +137,7 @@ def _is_lost(module: nn.Module, target: str) -> bool:
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 
-def own_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
+def model_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
     """Returns what the model itself raises on such inputs, not because it is traced."""
     try:
         with mode:
@@ -183,7 +183,7 @@ def explain(
         )
     elif is_dynamic and is_about_batch(error):
         reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixed_at)
-        return of_batch_size(model, call, fixed_at or where, reason)
+        return refuse_batch_size(model, call, fixed_at or where, reason)
     elif _is_about_data(error) and _NUMPY.search(where):
         text = (
             "it goes through NumPy, which needs the numbers in a tensor, and a trace has none. Expected operations of "
@@ -211,7 +211,7 @@ def explain(
     return TraceError(f"{name} cannot be traced{where}: {text}")
 
 
-def of_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> BatchSizeError:
+def refuse_batch_size(model: nn.Module, call: CallSpec, where: str, reason: str) -> BatchSizeError:
     return BatchSizeError(
         f"{type(model).__qualname__} fixes its batch size or mixes the samples of a batch{where}: {reason}. "
         f"{advice(model, call)}"

@@ -33,10 +33,10 @@ from autovaruna.graph.export.errors import (
     check_operations,
     explain,
     is_about_batch,
-    of_batch_size,
-    own_error,
+    model_error,
     quiet_failure,
     refuse_backward,
+    refuse_batch_size,
 )
 from autovaruna.graph.export.exported import (
     PREFIX,
@@ -379,7 +379,7 @@ class ExportAttempt:
             raise error
         if isinstance(error, StateError) and is_of_keeper(error):
             raise error
-        refusal = own_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
+        refusal = model_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
         if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
             cause = fixing_module(self.sizes, self.model, kept.modules) if self.options.is_parted else None
@@ -397,7 +397,7 @@ class ExportAttempt:
         size = min((size for size, _ in bounds), default=None)
         if size is not None and size < _FAR:
             line = next((line for _, line in sorted(bounds) if line), "")
-            raise of_batch_size(self.model, self.call, line, f"it holds for batch <= {size} alone")
+            raise refuse_batch_size(self.model, self.call, line, f"it holds for batch <= {size} alone")
         return size
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:

@@ -69,14 +69,11 @@ def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator,
     if not is_differentiable(kind):
         drawn = torch.randint(2, tuple(shape), generator=generator)
         return (drawn if whole is None else drawn.fill_(dtype is torch.bool or whole)).to(dtype)
-    drawn = normal(shape, dtype, generator)
+    drawn_dtype = torch.complex64 if dtype.is_complex else torch.float32
+    drawn = torch.randn(tuple(shape), generator=generator, dtype=drawn_dtype)
     if is_share and not kind.is_complex():
         drawn = drawn.sigmoid()
     return (drawn if is_share or whole is None else _NEAR * drawn).to(dtype)
-
-
-def normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
 
 
 @dataclass(frozen=True)
