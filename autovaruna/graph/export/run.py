@@ -162,28 +162,28 @@ class KeptWhole:
 
 
 class RetryError(Exception):
-    """Says what the next trace has to keep whole."""
+    """Says what the next trace has to keep whole, and how to refuse the model if that is not possible either."""
 
-    def __init__(self, kept: KeptWhole) -> None:
+    def __init__(self, kept: KeptWhole, refusal: TraceError | None = None) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.refusal = kept, refusal
 
 
-def retry(error: Exception, model: nn.Module, kept: KeptWhole, function: str) -> None:
-    """Asks for another attempt: first one that shows that it is a trace, then one that keeps what stopped it whole."""
+def next_attempt(error: Exception, model: nn.Module, kept: KeptWhole, function: str) -> KeptWhole | None:
+    """Returns what to try after an error: first to show that it is a trace, then to keep what stopped it whole."""
     if kept.may_show_tracing and not isinstance(error, InModuleError):
-        raise RetryError(replace(kept, shows_tracing=True, may_show_tracing=False, hidden_error=str(error))) from error
+        return replace(kept, shows_tracing=True, may_show_tracing=False, hidden_error=str(error))
     is_other = kept.shows_tracing and str(error) != kept.hidden_error  # it is an error of the library's own path
     kept = replace(kept, shows_tracing=False, may_show_tracing=False)
-    modules = failing_modules(error, model, kept.modules)
-    if modules and is_other:
-        raise RetryError(kept) from error
-    if modules:
+    if modules := failing_modules(error, model, kept.modules):
+        if is_other:
+            return kept
         _warn(model, sorted(modules - kept.modules), error)
-        raise RetryError(replace(kept, modules=modules)) from error
+        return replace(kept, modules=modules)
     if function and function not in kept.operations:
         _warn(model, [function], error)
-        raise RetryError(replace(kept, operations=kept.operations | {function})) from error
+        return replace(kept, operations=kept.operations | {function})
+    return None
 
 
 def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
@@ -379,17 +379,19 @@ class ExportAttempt:
             raise error
         if isinstance(error, StateError) and is_of_keeper(error):
             raise error
-        refusal = model_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
+        own = model_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
-        if not drawn and self.options.is_dynamic and refusal is None and is_about_batch(error):
+        if not drawn and self.options.is_dynamic and own is None and is_about_batch(error):
             cause = fixing_module(self.sizes, self.model, kept.modules) if self.options.is_parted else None
-        if kept.can_grow and cause is not None:
-            retry(cause, self.model, kept, function)
+        refusal = error if isinstance(error, TraceError) else None
         if isinstance(error, BatchSizeError):
-            raise BatchSizeError(f"{error} {advice(self.model, self.call)}") from error
-        if isinstance(error, TraceError):
+            refusal = BatchSizeError(f"{error} {advice(self.model, self.call)}")
+        refusal = refusal or explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, own)
+        if kept.can_grow and cause is not None and (new := next_attempt(cause, self.model, kept, function)):
+            raise RetryError(new, refusal) from cause
+        if refusal is error:
             raise error
-        raise explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, refusal) from error
+        raise refusal from error
 
     def _greatest(self) -> int | None:
         """Returns the batch size up to which a graph holds, which is far away; None: it holds for all."""
@@ -424,33 +426,25 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
     first = KeptWhole(modules=hooked(model), can_grow=options.can_keep)
     if first.modules:
         warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
-    kept: KeptWhole | None = first
-    not_kept: list[BaseException] = []
-    while kept is not None:
+    kept, refusal, not_kept = first, None, None
+    while True:
         try:
             with quiet_failure(), mended_lstm():
                 found = ExportAttempt(model, call, batch_size, device, options, kept).run()
             warn_of_left(found.left, model)
             return found
         except RetryError as stopped:
-            kept = stopped.kept
-            not_kept += [each for each in [stopped.__cause__] if each is not None and is_of_keeper(each)]
+            kept, refusal = stopped.kept, refusal or stopped.refusal
+            if not_kept is None and stopped.__cause__ is not None and is_of_keeper(stopped.__cause__):
+                not_kept = stopped.__cause__
             if options.free and (kept.modules or kept.functions):
                 raise TraceError(_KEPT) from stopped
         except StateError:
             raise
         except TraceError as error:
-            if options.free or (isinstance(error, BatchSizeError) and not options.is_parted):
+            is_refused = options.free or (isinstance(error, BatchSizeError) and not options.is_parted)
+            if is_refused or refusal is None or not is_of_keeper(error):
                 raise
-            is_first = kept == replace(first, functions=kept.functions)
-            if is_first or not is_of_keeper(error):
-                raise
-            kept, not_kept = None, [*not_kept, error]
-    try:  # fails again, and says why: nobody has asked for what was kept whole
-        with quiet_failure(), mended_lstm():
-            last, options = replace(first, can_grow=False), replace(options, is_parted=True, free=frozenset())
-            return ExportAttempt(model, call, batch_size, device, options, last).run()
-    except TraceError as error:
-        if error.own is not None:
-            raise
-        raise type(error)(f"{error} {not_kept[0]}") from error
+            if refusal.own is not None:
+                raise refusal from error
+            raise type(refusal)(f"{refusal} {not_kept or error}") from error  # nobody has asked for what was kept
