@@ -39,7 +39,7 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import refuse_several
+from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.session import Copies, Session

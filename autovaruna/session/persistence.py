@@ -19,7 +19,7 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
-from autovaruna.session.machine import find_device
+from autovaruna.session.links import find_device
 from autovaruna.session.wrapped import Wrapped
 
 

@@ -49,8 +49,8 @@ from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import gather_on_all, on_all
 from autovaruna.schedule.simulator import replay
-from autovaruna.session.calls import SharedCall
-from autovaruna.session.machine import rank_memory
+from autovaruna.session.agreement import SharedCall
+from autovaruna.session.links import rank_memory
 from autovaruna.session.measuring import SHAPING, MeasuredModel, SpeedWatch, measured_problem, optimizer_factor
 from autovaruna.session.wrapped import Wrapped
 from autovaruna.stage.split import Assignment, assign

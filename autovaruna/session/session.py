@@ -32,10 +32,10 @@ from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
-from autovaruna.session import calls
-from autovaruna.session.borders import NO_WISHES, refuse_several
-from autovaruna.session.calls import BatchValues, Report, SharedCall, Totals, ValuesOfBatch
-from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
+from autovaruna.session import agreement
+from autovaruna.session.agreement import BatchValues, Report, SharedCall, Totals, ValuesOfBatch
+from autovaruna.session.links import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
+from autovaruna.session.manager_link import NO_WISHES, refuse_several
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import Preparation
 from autovaruna.session.traces import Traces
@@ -226,7 +226,7 @@ class Session:
         """Tells all ranks of this rank's call. Collective."""
         wrapped, world = self._wrapped, self._wrapped.world
         if wrapped.engine is None:
-            calls.compare_settings(wrapped.settings, world)
+            agreement.compare_settings(wrapped.settings, world)
         error: Exception | None = None
         report = None
         try:
@@ -248,7 +248,7 @@ class Session:
         if self._leave_out(call, reports):
             return self._agree(args, kwargs, method)
         try:
-            return calls.share_call(
+            return agreement.share_call(
                 call, tensors, wrapped.num_calls, self._same_inputs.groups, world, reports, wrapped.doings
             )
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
@@ -295,13 +295,13 @@ class Session:
         return Witness(self._wrapped.module, self.traces, self._wrapped.world, self.preparation.plan.predicted_seconds)
 
     @cached_property
-    def _same_inputs(self) -> calls.SameInputs:
-        return calls.SameInputs(calls.input_groups(self._wrapped.settings, self._wrapped.world.num_ranks))
+    def _same_inputs(self) -> agreement.SameInputs:
+        return agreement.SameInputs(agreement.input_groups(self._wrapped.settings, self._wrapped.world.num_ranks))
 
     def _cut(self, shared: SharedCall, plan: Plan) -> GlobalBatch:
         settings, world = self._wrapped.settings, self._wrapped.world
         batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)
-        weights = calls.micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
+        weights = agreement.micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
         return weigh(batch, weights, settings.reduction == "sum")
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:

@@ -29,7 +29,7 @@ from autovaruna.profiler.cache import keep_tried, trial_file
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World, differences, gather_on_all, on_all
-from autovaruna.session.calls import BatchValues, SharedCall
+from autovaruna.session.agreement import BatchValues, SharedCall
 
 logger = logging.getLogger(__name__)
 _OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # what is put in the place of an attribute

@@ -27,9 +27,9 @@ from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer
 from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import Morphing, Stopping
-from autovaruna.session.calls import Digest, ScriptActions
-from autovaruna.session.machine import bring_to_own_device
+from autovaruna.session.agreement import Digest, ScriptActions
+from autovaruna.session.links import bring_to_own_device
+from autovaruna.session.manager_link import Morphing, Stopping
 
 
 class Wrapped:

@@ -37,7 +37,7 @@ from autovaruna.interception.optimizer import OptimizerProxy
 from autovaruna.profiler.optimizer import asks_for_closure
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
-from autovaruna.session.borders import Wishes
+from autovaruna.session.manager_link import Wishes
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
