@@ -38,8 +38,8 @@ from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
 from autovaruna.session.agreement import input_groups
-from autovaruna.session.links import host_memory, keep_freed_memory
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
+from autovaruna.session.memory import host_memory, keep_freed_memory
 from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")

@@ -44,7 +44,8 @@ from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.transport.torch_channel import open_to_measure
 from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.agreement import SharedCall
-from autovaruna.session.links import fragmentation, measure_links, measure_sums, process_bytes_of, rank_memory
+from autovaruna.session.links import measure_links, measure_sums
+from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory
 
 logger = logging.getLogger(__name__)
 _MOST_TURNS = 2

@@ -20,7 +20,15 @@ from rich.console import Console
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
-from autovaruna.errors import AutoVarunaError, ConfigError, DeploymentError
+from autovaruna.errors import (
+    AutoVarunaError,
+    ConfigError,
+    DeploymentError,
+    InputError,
+    PlanError,
+    RankError,
+    ScheduleError,
+)
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
@@ -48,14 +56,25 @@ from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import gather_on_all, on_all
+from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.agreement import SharedCall
-from autovaruna.session.links import rank_memory
-from autovaruna.session.measuring import SHAPING, MeasuredModel, SpeedWatch, measured_problem, optimizer_factor
-from autovaruna.session.wrapped import Wrapped
+from autovaruna.session.measuring import (
+    SHAPING,
+    MeasuredModel,
+    SpeedWatch,
+    measured_problem,
+    needs_gradient,
+    optimizer_factor,
+)
+from autovaruna.session.memory import rank_memory
+from autovaruna.session.model import WrappedModel
+from autovaruna.session.run import Run
 from autovaruna.stage.split import Assignment, assign
 
 Result = TypeVar("Result")
+GivenPlan = Plan | Callable[[Graph], Plan]
+"""A plan of the user's, or what makes one for the graph of a traced model."""
 _GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
 
 logger = logging.getLogger(__name__)
@@ -105,21 +124,68 @@ def _keep_copy(path: Path) -> str:
 
 def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
     """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
-    plan = deployment.plan
-    most = int(fingerprint.shapes[_GLOBAL_BATCH])
-    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
-    least = min(groups.get(settings.inputs, plan.num_ranks), most)
-    if not least <= plan.num_micro_batches <= most:
-        raise DeploymentError(
-            f"the deployment {path} cannot run: num_micro_batches is {plan.num_micro_batches}, expected {least} to "
-            f"{most} for {most} samples on {plan.num_ranks} ranks"
-        )
+    num_samples = int(fingerprint.shapes[_GLOBAL_BATCH])
+    if complaint := _complaint_of_size(deployment.plan, settings, num_samples):
+        raise DeploymentError(f"the deployment {path} cannot run: {complaint}")
     try:
         plan = plan_from(deployment, graph)
         RankOrders(plan, graph)
         return plan
     except AutoVarunaError as error:
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
+
+
+def _complaint_of_size(plan: Plan, settings: Settings, num_samples: int) -> str:
+    """Returns why a batch cannot be cut as a plan says; empty: it can."""
+    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
+    least = min(groups.get(settings.inputs, plan.num_ranks), num_samples)
+    if least <= plan.num_micro_batches <= num_samples:
+        return ""
+    return (
+        f"num_micro_batches is {plan.num_micro_batches}, expected {least} to {num_samples} for {num_samples} samples "
+        f"on {plan.num_ranks} ranks"
+    )
+
+
+def settings_with(settings: Settings, given: GivenPlan | None) -> Settings:
+    """Returns settings with the number of micro-batches of a plan that is given.
+
+    Raises InputError if it is neither a plan nor a function that makes one.
+    """
+    if isinstance(given, Plan):
+        return replace(settings, num_micro_batches=settings.num_micro_batches or given.num_micro_batches)
+    if given is None or callable(given):
+        return settings
+    raise InputError(
+        f"plan is {given!r}: expected a Plan, or a function that makes one of the model's graph. For the plan of a "
+        "file pass deployment_file, and load_deployment=True."
+    )
+
+
+def _complaint_of_given(plan: Plan, traced: TracedModel, settings: Settings, num_ranks: int) -> str:
+    """Returns why a plan of the user's cannot run this model on these ranks; empty: it can."""
+    num_blocks = len(traced.graph.blocks)
+    if plan.num_ranks != num_ranks:
+        return f"it is for {plan.num_ranks} ranks: got {num_ranks}"
+    if [block for stage in plan.stages for block in stage.blocks] != list(range(num_blocks)):
+        return f"its stages are to have blocks 0 to {num_blocks - 1} of the model's graph, in order and each once"
+    for number, stage in enumerate(plan.stages):
+        if not stage.blocks or not stage.ranks or len(set(stage.ranks) & set(range(num_ranks))) < len(stage.ranks):
+            return (
+                f"stage {number} is to have a block, and different ranks from 0 to {num_ranks - 1}: got {stage.ranks}"
+            )
+    if plan.schedule not in POLICIES:
+        return f"its schedule is {plan.schedule!r}, expected one of {', '.join(sorted(POLICIES))}"
+    if settings.num_micro_batches not in (0, plan.num_micro_batches):
+        return f"it has {plan.num_micro_batches} micro-batches, but num_micro_batches={settings.num_micro_batches}"
+    return "it is for evaluation: got a call with gradients" if needs_gradient(traced) > plan.needs_gradient else ""
+
+
+def _for_outputs(plan: Plan) -> Plan:
+    """Returns a plan for a model whose loss is the script's: all forwards come before the script's backward."""
+    depth = plan.num_micro_batches
+    stages = (replace(stage, in_flight=depth, deferred=0) for stage in plan.stages)
+    return replace(plan, schedule="gpipe", stages=tuple(stages))
 
 
 def fingerprint_of(
@@ -150,22 +216,28 @@ class Preparation:
     """The plan of a model, and all that the engine needs to run it. Making one is collective; all fail alike."""
 
     def __init__(
-        self, traced: TracedModel, wrapped: Wrapped, shared: SharedCall, resident_before: float | None
+        self,
+        traced: TracedModel,
+        shared: SharedCall,
+        model: WrappedModel,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        run: Run,
+        resident_before: float | None,
+        given_plan: GivenPlan | None,
     ) -> None:
         self._traced = traced
-        self._model = wrapped.module
-        self._optimizer = wrapped.raw_optimizer
         self._shared = shared
+        self._model, self.device = model.module, model.device
+        self._optimizer = optimizer
+        self._settings, self._world = settings, world = run.settings, run.world
         self._resident_before = resident_before
-        self._settings = settings = wrapped.settings
-        self._world = world = wrapped.world
-        self.device = wrapped.device
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_first(self._dump_graph, "writing the graph")
         self._sharing = self._try_sharing()
         self._fingerprint = self._describe_run()
-        self.plan = self._saved_plan() or self._new_plan()
+        self.plan = self._checked(given_plan) if given_plan is not None else self._saved_plan() or self._new_plan()
         self._report()
 
     def _try_sharing(self) -> Sharing:
@@ -176,6 +248,39 @@ class Preparation:
         act = partial(sharing_of, self._optimizer, setting, self.device)
         with phase(logger, "finding out whether replicas may share the optimizer's state"):
             return on_all(self._world, act, "trying the optimizer out")
+
+    def _checked(self, given: GivenPlan) -> Plan:
+        """Returns the plan that the user has given, if it can run. Collective.
+
+        Raises:
+            PlanError: it does not fit the model, the ranks or the batch.
+            RankError: ranks were given other plans.
+        """
+        graph, settings, world = self._traced.graph, self._settings, self._world
+        plans = gather_on_all(
+            world, lambda: given if isinstance(given, Plan) else given(graph), "taking the given plan"
+        )
+        plan = plans[0]
+        if not isinstance(plan, Plan):
+            raise InputError(f"The function that is given as plan returned {plan!r}; expected a Plan.")
+        if plans.count(plan) < len(plans):
+            other = next(rank for rank, each in enumerate(plans) if each != plan)
+            raise RankError(f"Rank {other} was given another plan than rank 0; expected the same one on every rank.")
+        complaint = _complaint_of_given(plan, self._traced, settings, world.num_ranks)
+        complaint = complaint or _complaint_of_size(plan, settings, self._shared.global_batch_size)
+        if plan.shares_state and self._sharing is False:
+            complaint = (
+                complaint or "it shares out the optimizer's state, which shard_optimizer or the optimizer refuses"
+            )
+        if complaint:
+            raise PlanError(f"The given plan cannot run: {complaint}.")
+        if self._traced.loss is None and needs_gradient(self._traced):
+            plan = _for_outputs(plan)
+        try:
+            RankOrders(plan, graph)
+        except ScheduleError as error:
+            raise PlanError(f"The given plan cannot run: {error}") from error
+        return plan
 
     @cached_property
     def assignment(self) -> Assignment:

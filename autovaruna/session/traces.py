@@ -29,12 +29,13 @@ from autovaruna.profiler.cache import keep_tried, trial_file
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World, differences, gather_on_all, on_all
-from autovaruna.session.agreement import BatchValues, SharedCall
+from autovaruna.session.agreement import SharedCall
+from autovaruna.session.batch_values import BatchValues
 
 logger = logging.getLogger(__name__)
 _OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # what is put in the place of an attribute
 _MOST_SAMPLES = 4  # samples on which a graph is compared with its model
-_MOST_GRAPHS = 32  # graphs that are kept
+MOST_GRAPHS = 32  # graphs that are kept
 _MOST_TRIED = 2  # traces that try to leave a dimension free
 _TRIED, _MOST_TRIED_COUNTS = 3, 16  # samples that are tried on parts of them, and where counts of several meet
 _TRIED_IN_HALVES = 8
@@ -201,12 +202,12 @@ class Traces:
     def forget_oldest(self) -> list[str]:
         """Forgets the graphs that were used longest ago, of more than some; returns their keys."""
         forgotten = []
-        while len(self._known) > _MOST_GRAPHS:
+        while len(self._known) > MOST_GRAPHS:
             _, traced = self._known.popitem(last=False)
             self._checked = {each for each in self._checked if each[0] != traced.key}
             forgotten.append(traced.key)
             text = (
-                f"the model was traced for more than {_MOST_GRAPHS} kinds of calls: the graphs that were used longest "
+                f"the model was traced for more than {MOST_GRAPHS} kinds of calls: the graphs that were used longest "
                 "ago are dropped. Each kind is traced once, which takes long: pad inputs to a few lengths, and pass "
                 "what varies as tensors, not as numbers"
             )

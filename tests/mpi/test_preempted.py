@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.session.manager_link import STATUS
+from autovaruna.session.run import STATUS
 from tests.mpi.launch import mpirun
 from tests.products import some
 

@@ -30,7 +30,7 @@ from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.progress import VARIABLE, JobPlace, job_place
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
-from autovaruna.session.links import bring_to_own_device, find_device, on_own_gpu
+from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu
 from autovaruna.session.measuring import SpeedWatch, Turn, lasting, measure_together
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
