@@ -476,41 +476,25 @@ class AutoVaruna(nn.Module):
         return info
 
     def load_from_hosts(
-        self, step: int | None = None, *, scaler: Any = None, lr_scheduler: Any = None
+        self, step: int | None = None, scaler: Any = None, lr_scheduler: Any = None
     ) -> CheckpointInfo | None:
-        """Loads what hosts have in memory from the run before; None: there is nothing, or not of this step. Collective.
+        """Loads what hosts have in memory of the run before, as `resume` does first. Collective.
 
-        `resume` does so first.
+        Returns what belongs to the state, as `load_checkpoint`; None: there is nothing, or it is not of this `step`.
         """
         manager = self._run.manager
         if manager is None or manager.place.step is None or step not in (None, manager.place.step):
             return None
         return self._persistence.load(lambda _: open_source(manager.place.restore), True, scaler, lr_scheduler)
 
-    def keep_on_hosts(
-        self,
-        step: int,
-        *,
-        scaler: Any = None,
-        lr_scheduler: Any = None,
-        sampler: HasPosition | None = None,
-        extra: Callable[[], Any] | None = None,
-    ) -> None:
-        """Has the state kept in memory of hosts from now on, under ``autovaruna run``; it is that of `step` now.
+    def keep_on_hosts(self, step: int, **parts: Any) -> None:
+        """Has the state, now that of `step`, kept in memory of hosts under ``autovaruna run``; `resume` does so last.
 
-        `resume` does so at last, and says what the other arguments are.
+        `parts` are `scaler`, `lr_scheduler`, `sampler` and `extra` of `resume`.
         """
-        manager = self._run.manager
-        if manager is not None:
+        if self._run.manager is not None:
             self._run.listen()
-            manager.keep_state(
-                step,
-                self._optimizer.proxy,
-                scaler=scaler,
-                lr_scheduler=lr_scheduler,
-                sampler=sampler,
-                extra=extra,
-            )
+            self._run.manager.keep_state(step, self._optimizer.proxy, **parts)
 
     # the module that it shows
 

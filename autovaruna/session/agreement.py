@@ -95,11 +95,11 @@ def share_call(
     call: CallSpec,
     tensors: Sequence[Tensor],
     reports: Sequence[Report],
+    actions: Callable[[], Mapping[str, str]],
     *,
     number: int,
     groups: tuple[tuple[int, ...], ...],
     world: World,
-    actions: Callable[[], Mapping[str, str]],
 ) -> SharedCall:
     """Joins the calls of all ranks to one. Collective if they do not fit together: a RankError says how they differ.
 

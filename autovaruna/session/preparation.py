@@ -164,16 +164,14 @@ def settings_with(settings: Settings, given: GivenPlan | None) -> Settings:
 
 def _complaint_of_given(plan: Plan, traced: TracedModel, settings: Settings, num_ranks: int) -> str:
     """Returns why a plan of the user's cannot run this model on these ranks; empty: it can."""
-    num_blocks = len(traced.graph.blocks)
+    blocks, ranks = list(range(len(traced.graph.blocks))), set(range(num_ranks))
     if plan.num_ranks != num_ranks:
         return f"it is for {plan.num_ranks} ranks: got {num_ranks}"
-    if [block for stage in plan.stages for block in stage.blocks] != list(range(num_blocks)):
-        return f"its stages are to have blocks 0 to {num_blocks - 1} of the model's graph, in order and each once"
+    if [block for stage in plan.stages for block in stage.blocks] != blocks or not all(s.blocks for s in plan.stages):
+        return f"its stages are to have blocks 0 to {len(blocks) - 1} of the model's graph, in order and each once"
     for number, stage in enumerate(plan.stages):
-        if not stage.blocks or not stage.ranks or len(set(stage.ranks) & set(range(num_ranks))) < len(stage.ranks):
-            return (
-                f"stage {number} is to have a block, and different ranks from 0 to {num_ranks - 1}: got {stage.ranks}"
-            )
+        if not stage.ranks or len(ranks.intersection(stage.ranks)) < len(stage.ranks):
+            return f"stage {number} is to have different ranks from 0 to {num_ranks - 1}: got {stage.ranks}"
     if plan.schedule not in POLICIES:
         return f"its schedule is {plan.schedule!r}, expected one of {', '.join(sorted(POLICIES))}"
     if settings.num_micro_batches not in (0, plan.num_micro_batches):
@@ -220,9 +218,9 @@ class Preparation:
         traced: TracedModel,
         shared: SharedCall,
         model: WrappedModel,
-        *,
         optimizer: torch.optim.Optimizer | None,
         run: Run,
+        *,
         resident_before: float | None,
         given_plan: GivenPlan | None,
     ) -> None:

@@ -253,15 +253,8 @@ class Session:
         if self._drop_unread_attributes(call, reports):
             return self._agree(args, kwargs, method)
         try:
-            return share_call(
-                call,
-                tensors,
-                reports,
-                number=run.num_calls,
-                groups=self._same_inputs.groups,
-                world=world,
-                actions=self._words,
-            )
+            groups = self._same_inputs.groups
+            return share_call(call, tensors, reports, self._words, number=run.num_calls, groups=groups, world=world)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if model.engine is None or not model.state.follow_frozen(model.placement, world):
                 raise
@@ -388,15 +381,8 @@ class Session:
         self.traces = Traces(model.module, settings, world, model.device)
         traced = self.traces.first(shared)
         model.read_state()
-        preparation = Preparation(
-            traced,
-            shared,
-            model,
-            optimizer=self._optimizer.raw,
-            run=run,
-            resident_before=resident,
-            given_plan=self.copies.given_plan,
-        )
+        raw, given = self._optimizer.raw, self.copies.given_plan
+        preparation = Preparation(traced, shared, model, raw, run, resident_before=resident, given_plan=given)
         open_channel(settings.channel, preparation.plan, world, model.device)
         if optimizer is not None:
             self._optimizer.step_over_part(preparation.placement, preparation.device)
