@@ -127,11 +127,11 @@ def test_what_is_no_plan_is_refused() -> None:
         run(lambda graph: 3, 1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_an_optimizer_may_be_made_after_the_split(num_ranks: int) -> None:
+@pytest.mark.parametrize("name", ["2 stages", "2 stages of 2 replicas"])
+def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
     """It lists the parameters of this rank alone."""
-    setup = pipeline(num_ranks, num_micro_batches=2)
-    nets = [make_net() for _ in range(num_ranks)]
+    setup = SETUPS[name]
+    nets = [make_net() for _ in range(setup.world_size)]
 
     def be_rank(world: World) -> list[float]:
         model = AutoVaruna(nets[world.rank], plan=setup.plan, inputs="replicated", optimizer_bytes_factor=0, **QUIET)
@@ -142,4 +142,4 @@ def test_an_optimizer_may_be_made_after_the_split(num_ranks: int) -> None:
 
     net = make_net()
     expected = pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
-    assert all(found == expected for found in run_ranks(num_ranks, be_rank))
+    assert all(found == expected for found in run_ranks(setup.world_size, be_rank))
