@@ -162,23 +162,6 @@ def settings_with(settings: Settings, given: GivenPlan | None) -> Settings:
     )
 
 
-def _complaint_of_given(plan: Plan, traced: TracedModel, settings: Settings, num_ranks: int) -> str:
-    """Returns why a plan of the user's cannot run this model on these ranks; empty: it can."""
-    blocks, ranks = list(range(len(traced.graph.blocks))), set(range(num_ranks))
-    if plan.num_ranks != num_ranks:
-        return f"it is for {plan.num_ranks} ranks: got {num_ranks}"
-    if [block for stage in plan.stages for block in stage.blocks] != blocks or not all(s.blocks for s in plan.stages):
-        return f"its stages are to have blocks 0 to {len(blocks) - 1} of the model's graph, in order and each once"
-    for number, stage in enumerate(plan.stages):
-        if not stage.ranks or len(ranks.intersection(stage.ranks)) < len(stage.ranks):
-            return f"stage {number} is to have different ranks from 0 to {num_ranks - 1}: got {stage.ranks}"
-    if plan.schedule not in POLICIES:
-        return f"its schedule is {plan.schedule!r}, expected one of {', '.join(sorted(POLICIES))}"
-    if settings.num_micro_batches not in (0, plan.num_micro_batches):
-        return f"it has {plan.num_micro_batches} micro-batches, but num_micro_batches={settings.num_micro_batches}"
-    return "it is for evaluation: got a call with gradients" if needs_gradient(traced) > plan.needs_gradient else ""
-
-
 def _for_outputs(plan: Plan) -> Plan:
     """Returns a plan for a model whose loss is the script's: all forwards come before the script's backward."""
     depth = plan.num_micro_batches
@@ -254,23 +237,14 @@ class Preparation:
             PlanError: it does not fit the model, the ranks or the batch.
             RankError: ranks were given other plans.
         """
-        graph, settings, world = self._traced.graph, self._settings, self._world
-        plans = gather_on_all(
-            world, lambda: given if isinstance(given, Plan) else given(graph), "taking the given plan"
-        )
-        plan = plans[0]
+        graph = self._traced.graph
+        act = (lambda: given) if isinstance(given, Plan) else partial(given, graph)
+        plan, *others = gather_on_all(self._world, act, "taking the given plan")
         if not isinstance(plan, Plan):
             raise InputError(f"The function that is given as plan returned {plan!r}; expected a Plan.")
-        if plans.count(plan) < len(plans):
-            other = next(rank for rank, each in enumerate(plans) if each != plan)
-            raise RankError(f"Rank {other} was given another plan than rank 0; expected the same one on every rank.")
-        complaint = _complaint_of_given(plan, self._traced, settings, world.num_ranks)
-        complaint = complaint or _complaint_of_size(plan, settings, self._shared.global_batch_size)
-        if plan.shares_state and self._sharing is False:
-            complaint = (
-                complaint or "it shares out the optimizer's state, which shard_optimizer or the optimizer refuses"
-            )
-        if complaint:
+        if differing := [rank for rank, each in enumerate(others, 1) if each != plan]:
+            raise RankError(f"Ranks {differing} were given another plan than rank 0; expected one plan on every rank.")
+        if complaint := self._complaint_of(plan):
             raise PlanError(f"The given plan cannot run: {complaint}.")
         if self._traced.loss is None and needs_gradient(self._traced):
             plan = _for_outputs(plan)
@@ -279,6 +253,31 @@ class Preparation:
         except ScheduleError as error:
             raise PlanError(f"The given plan cannot run: {error}") from error
         return plan
+
+    def _complaint_of(self, plan: Plan) -> str:
+        """Returns why a plan that is given cannot run; empty: it can."""
+        settings, num_ranks, stages = self._settings, self._world.num_ranks, plan.stages
+        blocks, ranks = list(range(len(self._traced.graph.blocks))), set(range(num_ranks))
+        are_blocks = all(each.blocks for each in stages) and [b for each in stages for b in each.blocks] == blocks
+        odd = [each.ranks for each in stages if not each.ranks or len(ranks & set(each.ranks)) < len(each.ranks)]
+        of_size = _complaint_of_size(plan, settings, self._shared.global_batch_size)
+        complaints = {
+            f"it is for {plan.num_ranks} ranks: got {num_ranks}": plan.num_ranks != num_ranks,
+            f"stages are to have blocks 0 to {blocks[-1]} of the model, in order and each once": not are_blocks,
+            f"a stage is to have different ranks from 0 to {num_ranks - 1}: got {odd}": odd,
+            f"its schedule is {plan.schedule}, expected one of {', '.join(sorted(POLICIES))}": (
+                plan.schedule not in POLICIES
+            ),
+            f"it has {plan.num_micro_batches} micro-batches, but num_micro_batches={settings.num_micro_batches}": (
+                settings.num_micro_batches not in (0, plan.num_micro_batches)
+            ),
+            of_size: of_size,
+            "it is for evaluation: got a call with gradients": needs_gradient(self._traced) > plan.needs_gradient,
+            "it shares out the optimizer's state, which shard_optimizer or the optimizer refuses": (
+                plan.shares_state and self._sharing is False
+            ),
+        }
+        return next((text for text, is_wrong in complaints.items() if is_wrong), "")
 
     @cached_property
     def assignment(self) -> Assignment:
