@@ -48,8 +48,8 @@ from autovaruna.session.links import measure_links, measure_sums
 from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory
 
 logger = logging.getLogger(__name__)
-_MOST_TURNS = 2
-_BUDGET_SECONDS = 6.0
+MOST_TURNS = 2
+BUDGET_SECONDS = 6.0
 _SPLIT_RANKS = 4
 _NOISE = 1.25  # speeds whose ratio is less than this count as equal
 _CALLS_OF_AN_INSTRUCTION = 10.0
@@ -62,25 +62,25 @@ class SpeedWatch:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device
-        self._looks: list[list[Pace]] = []
+        self._samples: list[list[Pace]] = []
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Measures every rank now. Collective."""
-        self._looks.append(self.world.gather_objects(measure_pace(self.device), "measuring speeds"))
+        self._samples.append(self.world.gather_objects(measure_pace(self.device), "measuring speeds"))
 
     def speeds(self) -> tuple[float, ...]:
-        """Returns the speed of each rank by all looks so far: what a step gets.
+        """Returns the speed of each rank by all samples so far: what a step gets.
 
         Speed 1 is that of short samples on the typical rank. A manager has seen many steps, and less is noise to it.
         """
-        found, place = lasting([[_typical(look) / pace.mean for pace in look] for look in self._looks]), job_place()
+        found, place = lasting([[_typical(look) / pace.mean for pace in look] for look in self._samples]), job_place()
         if place is None or len(place.factors) != len(found):
             return found
         return tuple(min(speed, 1.0 / factor) for speed, factor in zip(found, place.factors, strict=True))
 
     def speeds_of_samples(self) -> tuple[float, ...]:
         """Returns the same for what takes so little time that other programs seldom come between."""
-        return lasting([[_typical(look) / pace.typical for pace in look] for look in self._looks])
+        return lasting([[_typical(look) / pace.typical for pace in look] for look in self._samples])
 
 
 def lasting(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -138,7 +138,7 @@ class MeasuredModel:
         """
 
         def own_share(turn: Turn) -> dict[Key, PartCost]:
-            def tell(done: int, total: int) -> None:
+            def report(done: int, total: int) -> None:
                 if advance:
                     advance(turn.place * total + done, turn.num_turns * total)
 
@@ -153,7 +153,7 @@ class MeasuredModel:
                 share=turn.share,
                 known=known,
                 inputs=self.tensors,
-                on_progress=tell,
+                on_progress=report,
             )
 
         found = measure_together(self.watch, self.settings.profile_iterations, own_share)
@@ -169,15 +169,15 @@ def measure_together(
     `iterations` are samples of each part, over all turns; `own_share` measures this rank's share of a turn.
     """
     world, found, started = watch.world, [], perf_counter()
-    num_turns = min(_MOST_TURNS, iterations)
+    num_turns = min(MOST_TURNS, iterations)
     for place in range(num_turns):
-        watch.look()
+        watch.sample()
         share = (world.rank + place) % world.num_ranks, world.num_ranks  # the parts that the next rank had
-        turn = Turn(share, -(-iterations // num_turns), _BUDGET_SECONDS / num_turns, place, num_turns)
+        turn = Turn(share, -(-iterations // num_turns), BUDGET_SECONDS / num_turns, place, num_turns)
         found.append(gather_on_all(world, partial(own_share, turn), "measuring"))
-        if world.broadcast_object(perf_counter() - started > _BUDGET_SECONDS, 0, "measuring"):
+        if world.broadcast_object(perf_counter() - started > BUDGET_SECONDS, 0, "measuring"):
             break
-    watch.look()
+    watch.sample()
     speeds = watch.speeds_of_samples()
     joined = [  # in seconds of a rank of speed 1
         {
@@ -297,7 +297,7 @@ def describe_cluster(
     sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
     own_process_bytes = process_bytes_of(world, device, resident_before, batch_bytes)  # with what messages leave
     process_bytes = max(own_process_bytes)
-    watch.look()
+    watch.sample()
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
     known = world.gather_objects((memory, overhead), "describing the machine")

@@ -38,7 +38,7 @@ class OptimizerPart:
             cut.check()
         proxy = self._watch(cut)
         run.installed.add(SCALERS.use())
-        proxy.before.append(model.borrowed.settle)
+        proxy.before.append(model.borrowed.write_back)
         if not is_alone():
             self._direct_calls = DirectCalls(model.module)
             run.installed.add(self._direct_calls.stop)
@@ -103,7 +103,7 @@ class OptimizerPart:
 
     def _refuse_own_gradients(self) -> None:
         """Refuses a step by gradients of this rank's samples alone: the script has gone backward beside the wrapper."""
-        path = self._direct_calls.take()
+        path = self._direct_calls.pop()
         if path and self._run.settings.inputs != "replicated" and self._run.world.num_ranks > 1:
             raise InputError(
                 f"The script has called {path} beside the wrapper and gone backward through it: got gradients of this "

@@ -46,7 +46,7 @@ class Persistence:
 
     def subject(self) -> ModelInTraining:
         """Returns what checkpoints are of."""
-        self._model.borrowed.settle()
+        self._model.borrowed.write_back()
         optimizer, engine = self._optimizer.follow_groups(), self._model.engine
         placement, seed = (None, None) if engine is None else (engine.placement, engine.seed)
         return ModelInTraining(self._run.world, self._model.state, placement, optimizer, seed, self._run.num_calls)
@@ -131,7 +131,7 @@ class Persistence:
         model, run = self._model, self._run
         if model.engine is None or kwargs.get("keep_vars"):
             return dict(model.module.state_dict(*args, **kwargs))
-        model.borrowed.settle()
+        model.borrowed.write_back()
         what, destination = f"state_dict{run.of_model}", kwargs.get("destination")
         whole = whole_state(model.state, model.placement, run.world, what, model.borrowed)
         entries = {kwargs.get("prefix", "") + name: value for name, value in whole.items()}
@@ -145,7 +145,7 @@ class Persistence:
         if self.pending is not None:
             self.pending.weights = False
         self._run.actions.record("load_state_dict()")
-        model.borrowed.settle()
+        model.borrowed.write_back()
         if model.engine is None:
             result = model.module.load_state_dict(state_dict, strict=strict, assign=assign)
             model.read_state()

@@ -46,9 +46,9 @@ from autovaruna.session.model import WrappedModel
 from autovaruna.session.optimizer_part import OptimizerPart
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import GivenPlan, Preparation
+from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
 from autovaruna.session.traces import Traces
-from autovaruna.session.witness import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Session:
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)
-            self._witness.kinds.pop(key, None)
+            self._recheck.kinds.pop(key, None)
         if is_new:
             self._record_trace(traced, perf_counter() - began)
         if is_new or traced.runs_own_code:  # both may set attributes
@@ -302,19 +302,19 @@ class Session:
     def _record_trace(self, traced: TracedModel, seconds: float) -> None:
         """Takes the state of the model as that of a new trace, in a call that has taken so long."""
         if self._run.settings.recheck_trace:
-            self._witness.begin(traced, seconds)
+            self._recheck.record(traced, seconds)
         self._model.guards.start()
 
     def _recheck_trace(self, call: CallSpec) -> None:
         """Makes sure, in a few calls, that the forward is what was traced."""
         traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.known(call)
-        if traced is not None and self._witness.look(traced):
+        if traced is not None and self._recheck.recheck(traced):
             self._model.guards.settle()
 
     @cached_property
-    def _witness(self) -> Witness:
+    def _recheck(self) -> TraceRecheck:
         assert self.traces is not None
-        return Witness(self._model.module, self.traces, self._run.world, self.preparation.plan.predicted_seconds)
+        return TraceRecheck(self._model.module, self.traces, self._run.world, self.preparation.plan.predicted_seconds)
 
     @cached_property
     def _same_inputs(self) -> SameInputs:

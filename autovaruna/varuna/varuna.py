@@ -26,14 +26,14 @@ from autovaruna.varuna.grid import Grid, GridPlace, StageMap, device_of, local_r
 from autovaruna.varuna.profiler import find_grid
 from autovaruna.varuna.step import (
     GetBatch,
-    Requests,
+    JobSignals,
     StepScale,
     check_inputs,
-    finish,
+    finish_gradients,
     loss_of,
     mean_loss,
     on_device,
-    put_aside,
+    pop_gradients,
     sample_batch,
 )
 
@@ -146,7 +146,7 @@ class Varuna(nn.Module):
         self.optimizer: torch.optim.Optimizer | None = None
         self._scale = StepScale(self.device) if fp16 else None
         self._has_stepped = False
-        self._requests = Requests(self.world, partial(report_end, self.world))
+        self._signals = JobSignals(self.world, partial(report_end, self.world))
         settings = {
             "optimizer_bytes_factor": 2.0,  # the optimizer comes later; AdamW's is as large as any
             "cutpoints": "ignore" if auto_partitioned else "only",
@@ -230,7 +230,7 @@ class Varuna(nn.Module):
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
         self.optimizer = optimizer
         self._hold_state()  # whose own handler of signals is for scripts without one
-        self._requests.take_over()
+        self._signals.install()
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
 
     def _hold_state(self) -> None:
@@ -270,15 +270,17 @@ class Varuna(nn.Module):
             raise OrderError(
                 "step() needs an optimizer: make it from parameters(), then call set_optimizer(optimizer)."
             )
-        self._requests.answer()
+        self._signals.handle()
         batch = on_device(check_inputs(inputs, "step() got"), self.device)
         if self._has_stepped:
             self.zero_grad()
-        earlier = put_aside(self.parameters()) if self._scale else []
+        earlier = pop_gradients(self.parameters()) if self._scale else []
         with torch.enable_grad(), self._precision():
             loss = loss_of(self.model(**batch))
         (self._scale.scaled(loss) if self._scale else loss).backward()  # type: ignore[no-untyped-call]
-        norm, has_overflow = finish(self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm)
+        norm, has_overflow = finish_gradients(
+            self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm
+        )
         self.grad_norm = self.grad_norm if norm is None else norm
         if has_overflow:
             self.zero_grad()

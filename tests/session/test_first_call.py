@@ -244,7 +244,7 @@ def test_a_step_gets_the_mean_and_samples_the_median(
 ) -> None:
     def run(world: World) -> tuple[tuple[float, ...], tuple[float, ...]]:
         watch = SpeedWatch(world, torch.device("cpu"))
-        watch.look()
+        watch.sample()
         return watch.speeds(), watch.speeds_of_samples()
 
     threads: Iterator[Pace] = iter(paces)
@@ -265,7 +265,7 @@ def test_a_rank_whose_steps_were_slow_is_planned_for(
 
     def run(world: World) -> tuple[float, ...]:
         watch = SpeedWatch(world, torch.device("cpu"))
-        watch.look()
+        watch.sample()
         return watch.speeds()
 
     assert job_place() == JobPlace(str(tmp_path), 1, factors=factors)
@@ -297,7 +297,7 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
 
         return measure_together(SpeedWatch(world, torch.device("cpu")), iterations, own_share)
 
-    num_turns = min(iterations, measuring._MOST_TURNS)
+    num_turns = min(iterations, measuring.MOST_TURNS)
     for found in run_ranks(num_ranks, run):
         assert {name: each.forward_seconds for (name, _), each in found.items()} == pytest.approx(
             {name: 1 + place for place, name in enumerate(PARTS)}
@@ -307,7 +307,7 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
 
 def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget limited samples alone: the parts of a large convolutional model were all made and run again."""
-    monkeypatch.setattr(measuring, "_BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "BUDGET_SECONDS", 0.0)
     places: list[int] = []
 
     def run(world: World) -> dict[Key, PartCost]:

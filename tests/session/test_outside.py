@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, RankError, TraceError
 from autovaruna.graph.guards import Guards
 from autovaruna.runtime.world import World
-from autovaruna.session import witness
+from autovaruna.session import recheck
 from tests.ranks import run_ranks
 from tests.reference import sgd
 from tests.session.training import QUIET, pipeline
@@ -244,7 +244,7 @@ def test_a_value_of_one_rank_is_told() -> None:
 
 def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deque is not looked into: the second step is refused, with the line and both numbers."""
-    monkeypatch.setattr(witness, "_SHARE", 1.0)  # however long a step takes here
+    monkeypatch.setattr(recheck, "TIME_SHARE", 1.0)  # however long a step takes here
     with pytest.raises(TraceError, match=r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"):
         losses(ours, lambda self, h: h * QUEUE[0], [lambda: QUEUE.__setitem__(0, 2.0)] * 10)
 
