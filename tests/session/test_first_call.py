@@ -158,13 +158,13 @@ def test_one_rank_compares_where_the_model_has_memory(place: str, monkeypatch: p
 def measured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """Counts what is measured, by part and micro-batch size, on all ranks together."""
     counted: Counter[tuple[str, int]] = Counter()
-    measure_one = measure._measure_one
+    measure_one = measure.measure_one
 
     def counting(part: Any, samples: Any, size: int, *rest: Any) -> Any:
         counted[part.signature, size] += 1
         return measure_one(part, samples, size, *rest)
 
-    monkeypatch.setattr(measure, "_measure_one", counting)
+    monkeypatch.setattr(measure, "measure_one", counting)
     return counted
 
 
