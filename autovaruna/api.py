@@ -27,7 +27,7 @@ from autovaruna.checkpoint.snapshot import HasPosition
 from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
-from autovaruna.errors import InputError
+from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
 from autovaruna.graph.facts import tensors_in
 from autovaruna.interception.installed import ProcessPiece
@@ -217,8 +217,11 @@ class AutoVaruna(nn.Module):
 
         Raises:
             InputError: it has parameters that this rank does not hold, or its steps join numbers of several.
+            OrderError: the model has not been split.
         """
-        self._optimizer.adopt(optimizer, self.preparation.device)
+        if self._model.engine is None and not self._session.is_plain:
+            raise OrderError("adopt() is for a model that has been split: got no prepare(), nor a call, before it.")
+        self._optimizer.adopt(optimizer, self._model.device)
 
     @_AsOwn
     def forward(self, *args: Any, **kwargs: Any) -> Any:

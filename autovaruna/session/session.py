@@ -219,7 +219,7 @@ class Session:
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come: no number of it is used. Collective."""
-        if self._model.engine is None:
+        if self._model.engine is None and not self.is_plain:
             began = perf_counter()
             self._start(self._agree(args, kwargs))
             assert self.traces is not None and self.traces.latest is not None

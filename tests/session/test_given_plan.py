@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autovaruna import AutoVaruna, InputError, PlanError, RankError
+from autovaruna import AutoVaruna, InputError, OrderError, PlanError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring
@@ -81,6 +81,16 @@ def test_one_process_runs_it_too() -> None:
     assert found == pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
 
 
+def test_one_process_that_needs_no_plan_is_prepared_by_doing_nothing() -> None:
+    net, plain = make_net(), make_net()
+    model = AutoVaruna(net, **QUIET)
+    model.prepare(X)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.adopt(optimizer)
+    assert model.plan is None and model.num_traces == 0
+    assert losses(model, optimizer) == losses(plain, torch.optim.SGD(plain.parameters(), 0.1))
+
+
 def with_stage(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, stages=(replace(plan.stages[0], **changes), *plan.stages[1:]))
 
@@ -141,5 +151,7 @@ def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
         return losses(model, optimizer)
 
     net = make_net()
+    with pytest.raises(OrderError, match="got no prepare"):
+        AutoVaruna(net, plan=setup.plan).adopt(torch.optim.SGD(net.parameters(), 0.1))
     expected = pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
     assert all(found == expected for found in run_ranks(setup.world_size, be_rank))
