@@ -49,7 +49,7 @@ def micro_batch_weights(
 
 
 ValuesOfBatch = Mapping[float, dict[str, Tensor]]
-"""By the weight of a micro-batch's loss, what it is given for each call of `of_batch`, by the name of the node."""
+"""What a micro-batch is given for each call of `of_batch`: by the weight of its loss, then by the node's name."""
 
 
 class BatchValues:

@@ -78,7 +78,7 @@ def _link_of(small_seconds: float, large_seconds: float) -> LinkCost:
 
 
 def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
-    """Returns the pairs in rounds where no rank is in two, as neighbouring stages talk at the same time."""
+    """Returns the pairs in rounds, in each of which a rank is in one pair at most: they are timed at once."""
     rounds: list[list[Pair]] = []
     for pair in pairs:
         for some in rounds:
@@ -91,7 +91,7 @@ def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
 
 
 def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
-    """Returns the median seconds of half a message there and back, the way of `Mail`; the lower rank begins."""
+    """Returns half the median seconds of a message there and back, sent as `Mail` does; the lower rank begins."""
     outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     blanks = [Layout((num_bytes,), (1,), torch.uint8)]
 
@@ -126,7 +126,7 @@ def _typical(links: list[LinkCost]) -> LinkCost:
 
 
 def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
-    """Measures sums over all ranks the way that gradients, of `sizes` bytes each, are summed. Collective.
+    """Measures sums over all ranks, as gradients of `sizes` bytes each are summed. Collective.
 
     Small gradients travel together and are copied for it, large ones lie where they are. The first 32 MiB are summed,
     and all again where they are less than 4 MiB. Returns the latency for each rank that takes part, and the bytes that

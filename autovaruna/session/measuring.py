@@ -1,4 +1,4 @@
-"""Measures what a plan of the first call is made from: the parts of the model, the machine and the optimizer.
+"""Measures, in the first call, what a plan is made from: the parts of the model, the machine and the optimizer.
 
 All ranks measure together, each part on two of them, some time apart: what else runs on a machine slows what is
 measured, now one rank, now another, for seconds at a time. Parts that take longer than the budget even if each runs
@@ -57,7 +57,7 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 
 
 class SpeedWatch:
-    """Looks at the speeds of all ranks at several moments."""
+    """Samples the speeds of all ranks at several moments."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
@@ -79,7 +79,7 @@ class SpeedWatch:
         return tuple(min(speed, 1.0 / factor) for speed, factor in zip(found, place.factors, strict=True))
 
     def speeds_of_samples(self) -> tuple[float, ...]:
-        """Returns the same for what takes so little time that other programs seldom come between."""
+        """Returns the speed of each rank for work so short that other programs seldom interrupt it."""
         return lasting([[_typical(look) / pace.typical for pace in look] for look in self._samples])
 
 
@@ -122,7 +122,7 @@ class MeasuredModel:
     traced: TracedModel
     tensors: Sequence[Tensor]  # of a sample call
     settings: Settings
-    watch: SpeedWatch  # looks at the ranks' speeds before each turn of measuring and after the last
+    watch: SpeedWatch  # samples the ranks' speeds before each turn of measuring and after the last
 
     def measure(
         self,
@@ -132,7 +132,7 @@ class MeasuredModel:
         splits: bool = False,
         advance: Callable[[int, int], None] | None = None,
     ) -> dict[Key, PartCost]:
-        """Returns the cost of what is not known, in seconds of a rank of speed 1, the same on every rank. Collective.
+        """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, alike on all ranks. Collective.
 
         `advance` hears of the parts measured so far on this rank, and of their number.
         """
@@ -266,7 +266,7 @@ def measured_problem(
 
 
 def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> Profile:
-    """Measures what no rank knows already, weight gradients apart, too, if it `splits`. Collective."""
+    """Measures parts that no rank's cache has; if it `splits`, their weight gradients apart as well. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
     cache = cache_of(settings, device, world.hosts.count(world.hosts[world.rank]), splits=splits)
     lasting = lasting_parts(subject.traced, sizes)
@@ -286,7 +286,7 @@ def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> 
 def describe_cluster(
     watch: SpeedWatch, graph: Graph, settings: Settings, resident_before: float | None = None, batch_bytes: float = 0.0
 ) -> Cluster:
-    """Measures links, the way that tensors will take, and speeds. Collective.
+    """Measures links, as tensors will go, and speeds. Collective.
 
     A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top. That
     was `resident_before` the model was traced (None: not known); a mini-batch takes `batch_bytes` on the device.

@@ -27,7 +27,7 @@ MAPPED_BYTES = 32 << 20
 """Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
 _SMALL_BYTES = 1 << 16  # tensors of less than this are few bytes beside others
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
-"""What a user who sets these in ``GLIBC_TUNABLES`` has decided; ``glibc.malloc.tcache_count=0`` is no such thing."""
+"""A user who sets one of these in ``GLIBC_TUNABLES`` has decided what is given back, and is followed."""
 
 
 def rank_memory(world: World, device: torch.device, settings: Settings) -> float:
@@ -65,8 +65,8 @@ def process_bytes_of(
 ) -> tuple[float, ...]:
     """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces of a GPU. Collective.
 
-    On the CPU samples go to other ranks through memory that both share, which counts for both; what measuring the links
-    has touched of it serves again.
+    On the CPU, samples go to other ranks through shared memory, which counts for both ranks; pages of it that the
+    timing of links has touched are used again.
     """
     now = resident_bytes(device)
     growth = None if now is None or resident_before is None else max(now - resident_before, 0.0)
@@ -80,7 +80,7 @@ def process_bytes_of(
 
 
 def _shared_bytes() -> float:
-    """Returns what is resident of the memory that this process shares with others; 0 if the system does not say."""
+    """Returns the resident bytes of memory that processes share; 0 if the system does not say."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -112,7 +112,7 @@ def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) 
 
 
 def _keep_copy(path: Path) -> str:
-    """Keeps what would be lost when a new plan is saved, in a new file; returns in words how that went."""
+    """Copies a file that a new plan will replace; returns in words whether that worked."""
     names = (f"{path}.damaged{number or ''}" for number in count())
     copy = next(name for name in names if not os.path.lexists(name))
     try:
@@ -374,7 +374,7 @@ class Preparation:
             request.write(Path(place.folder, ahead.FILE))
 
     def _on_first(self, act: Callable[[], Result], what: str) -> Result:
-        """Returns on every rank what `act` returns on rank 0. Collective."""
+        """Returns, on every rank, what `act` returns on rank 0. Collective."""
         return gather_on_all(self._world, lambda: act() if self._world.rank == 0 else None, what)[0]  # type: ignore[return-value]
 
     def _keep_plan(self) -> None:

@@ -164,7 +164,7 @@ class Traces:
                 )
 
     def _refuse_other_losses(self, traced: TracedModel) -> None:
-        """Refuses a loss that would be averaged, or added up, and is none such; what it warns of it says once."""
+        """Refuses a loss that is not the mean, or sum, of its micro-batches' losses; checks each graph once."""
         mark = traced.key, frozenset[int](), True
         if mark not in self._checked:
             self._check_parts(traced, self._settings.batch_statistics == "exact")
@@ -201,7 +201,7 @@ class Traces:
         return self.latest
 
     def forget_oldest(self) -> list[str]:
-        """Forgets the graphs that were used longest ago, of more than some; returns their keys."""
+        """Drops the graphs that were used longest ago, where there are too many; returns their keys."""
         forgotten = []
         while len(self._known) > MOST_GRAPHS:
             _, traced = self._known.popitem(last=False)
@@ -255,7 +255,7 @@ class Traces:
         )
 
     def _record_fixed_length(self, call: CallSpec, place: tuple[int, int], reason: str) -> None:
-        """Counts how often a dimension could not be left free; it may be by chance, so there are two tries."""
+        """Counts traces that could not leave a dimension free: there are two, for the first may fail by chance."""
         index, dimension = place
         self._fixed_lengths[call.kind(), index, dimension] += 1
         if self._fixed_lengths[call.kind(), index, dimension] == _MOST_TRIED and self._world.rank == 0:
@@ -332,7 +332,7 @@ class Traces:
         )
 
     def _try(self, traced: TracedModel, shared: SharedCall) -> str:
-        """Makes sure that parts of a batch give what all of it does; returns how the loss does not, where that counts.
+        """Makes sure that parts of a batch give what the whole does; returns why the loss does not, if it is parted.
 
         This rank's samples are repeated until there are enough; what holds of a graph is kept with what is measured.
         """

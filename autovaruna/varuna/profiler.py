@@ -1,4 +1,4 @@
-"""Measures a model and the links, all ranks together, and finds from that how to use some ranks: `AutoConfig`."""
+"""Measures a model and the links on all ranks (`Profiler`), and finds from that how to use some (`AutoConfig`)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def find_grid(
 
 @dataclass(frozen=True)
 class Facts:
-    """What a profile says besides graph, costs and cluster."""
+    """What a profile has besides graph, costs and cluster."""
 
     gpus_per_node: Count  # ranks on a host
     optimizer_bytes_factor: Amount  # bytes of optimizer state for each byte of a trained parameter

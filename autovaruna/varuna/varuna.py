@@ -229,11 +229,11 @@ class Varuna(nn.Module):
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
         self.optimizer = optimizer
-        self._hold_state()  # whose own handler of signals is for scripts without one
+        self._keep_state()  # first: SIGUSR1 is for the script's handler, if it has one
         self._signals.install()
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
 
-    def _hold_state(self) -> None:
+    def _keep_state(self) -> None:
         """Has the state kept in memory of hosts from now on, if a manager looks after the job."""
         self.model.keep_on_hosts(self.iteration, scaler=self._scaler, extra=self._extra)
 
@@ -359,7 +359,7 @@ class Varuna(nn.Module):
             info = self.model.load_checkpoint(global_store, step="latest", scaler=self._scaler)
         extra = info.extra if isinstance(info.extra, Mapping) else {}
         self.iteration = int(extra.get("iteration", info.step or 0))
-        self._hold_state()
+        self._keep_state()
 
     # the module that it shows
 
