@@ -127,7 +127,7 @@ class AutoVaruna(nn.Module):
         if optimizer is not None and scaler is None:
             look_in_callers()
         self._wrap(model, settings_with(resolve(settings), plan), Copies(plan), optimizer=optimizer, scaler=scaler)
-        self._run.installed.add(_WRAPPERS_OF_TORCH.use())
+        self._training_run.installed.add(_WRAPPERS_OF_TORCH.use())
         promise()
 
     def __init_subclass__(cls) -> None:
@@ -146,9 +146,9 @@ class AutoVaruna(nn.Module):
         super().__init__()
         self.__dict__["module"] = module  # not registered: names must stay the module's own
         self.training = module.training
-        self._run = run = Run(settings)
-        self._model = model = WrappedModel(module, optimizer, run)
-        self._optimizer = part = OptimizerPart(optimizer, model, run)
+        self._training_run = run = Run(settings)
+        self._wrapped = model = WrappedModel(module, optimizer, run)
+        self._optimizer_part = part = OptimizerPart(optimizer, model, run)
         run.install()
         finalize(self, run.installed.undo).atexit = False
         self._methods = OwnMethods(module, model.guards)
@@ -160,17 +160,17 @@ class AutoVaruna(nn.Module):
     @property
     def settings(self) -> Settings:
         """The settings."""
-        return self._run.settings
+        return self._training_run.settings
 
     @property
     def world(self) -> World:
         """The ranks; the first use starts MPI."""
-        return self._run.world
+        return self._training_run.world
 
     @property
     def plan(self) -> Plan | None:
         """The plan; None before the first call, and on one process that runs the model as it is."""
-        return self._model.engine.plan if self._model.engine is not None else None
+        return self._wrapped.engine.plan if self._wrapped.engine is not None else None
 
     @property
     def preparation(self) -> Preparation:
@@ -180,7 +180,7 @@ class AutoVaruna(nn.Module):
     @property
     def metrics(self) -> Metrics:
         """What is known of the last step that went backward: ``step``, ``loss``, ``is_finite``."""
-        engine = self._model.engine
+        engine = self._wrapped.engine
         return Metrics() if engine is None else engine.metrics
 
     @property
@@ -219,9 +219,9 @@ class AutoVaruna(nn.Module):
             InputError: it has parameters that this rank does not hold, or its steps join numbers of several.
             OrderError: the model has not been split.
         """
-        if self._model.engine is None and not self._session.is_plain:
+        if self._wrapped.engine is None and not self._session.is_plain:
             raise OrderError("adopt() is for a model that has been split: got no prepare(), nor a call, before it.")
-        self._optimizer.adopt(optimizer, self._model.device)
+        self._optimizer_part.adopt(optimizer, self._wrapped.device)
 
     @_AsOwn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ class AutoVaruna(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._persistence.poll()
-        self._model.borrowed.write_back()
+        self._wrapped.borrowed.write_back()
         if self._session.is_plain:
             with self._session.reported():
                 self._session.at_border()
@@ -256,18 +256,18 @@ class AutoVaruna(nn.Module):
         if self._session.is_plain:
             return plain(*args, **kwargs)
         may_follow = self._counts and tensors_in((args, kwargs))
-        device, is_split = self._model.device, self._model.is_split
+        device, is_split = self._wrapped.device, self._wrapped.is_split
         if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
             with own_calls(self.module, self._call_itself):
                 return plain(*args, **kwargs)
         self._persistence.poll()
-        self._model.borrowed.write_back()
+        self._wrapped.borrowed.write_back()
         return self._call(name, args, kwargs)
 
     @property
     def _counts(self) -> bool:
         """Whether the other ranks are needed for what uses the weights now."""
-        return torch.is_grad_enabled() or self._model.is_split
+        return torch.is_grad_enabled() or self._wrapped.is_split
 
     def _call_itself(self, *args: Any, **kwargs: Any) -> Any:
         return (self if self._counts else self.module)(*args, **kwargs)
@@ -275,7 +275,7 @@ class AutoVaruna(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keeps gradients on each rank back; the next call outside, or `allreduce_grads`, sums them with its own."""
-        before = self._run.is_synchronising
+        before = self._training_run.is_synchronising
         self.delay_grad_allreduce(True)
         try:
             yield
@@ -284,25 +284,25 @@ class AutoVaruna(nn.Module):
 
     def delay_grad_allreduce(self, is_delayed: bool) -> None:
         """Keeps gradients back from now on (RaNNC's name), until `allreduce_grads`."""
-        self._run.is_synchronising = not is_delayed
+        self._training_run.is_synchronising = not is_delayed
 
     def allreduce_grads(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
-        if self._model.engine is not None:
-            self._model.engine.backwards.synchronise()
+        if self._wrapped.engine is not None:
+            self._wrapped.engine.backwards.synchronise()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients so that the norm of all of them, on all ranks, is at most `max_norm`. Collective.
 
         Returns the norm before, the same on every rank and for every plan.
         """
-        if self._model.engine is None:
+        if self._wrapped.engine is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        what = f"clip_grad_norm_{self._run.of_model}"
+        what = f"clip_grad_norm_{self._training_run.of_model}"
         return clip_grad_norm(self._split_model(), max_norm, norm_type, error_if_nonfinite, what)
 
     def _split_model(self) -> SplitModel:
-        return SplitModel(ref(self._model.state), self._model.placement, self._run.world)
+        return SplitModel(ref(self._wrapped.state), self._wrapped.placement, self._training_run.world)
 
     def should_stop(self, wants_stop: bool = False) -> bool:
         """Says whether the loop is to end: the same on every rank, after the same call of the model.
@@ -313,15 +313,15 @@ class AutoVaruna(nn.Module):
         Args:
             wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
         """
-        self._run.listen()
-        stopping = self._run.stopping
+        self._training_run.listen()
+        stopping = self._training_run.stopping
         stopping.is_wanted |= wants_stop
-        return stopping.is_wanted_here if self._run.world.num_ranks == 1 else stopping.is_agreed
+        return stopping.is_wanted_here if self._training_run.world.num_ranks == 1 else stopping.is_agreed
 
     def parameter_norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of all parameters, on all ranks: the same number for every plan. Collective."""
         model = self._split_model()
-        options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{self._run.of_model}"
+        options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{self._training_run.of_model}"
         parameters = list(model.parameters().values())
         return total_norm(parameters, model.names(), model, norm_type, False, options, what)
 
@@ -405,7 +405,7 @@ class AutoVaruna(nn.Module):
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(dir, content, Way(keep, tempdir, shard, background))
-        self._run.stopping.number_from(step, self._run.num_steps)
+        self._training_run.stopping.number_from(step, self._training_run.num_steps)
 
     def wait_checkpoint(self) -> None:
         """Waits until the checkpoint in the background is complete; CheckpointError if it failed. Collective."""
@@ -466,10 +466,10 @@ class AutoVaruna(nn.Module):
             ConfigError: the script has several models.
         """
         refuse_several(self._session.num_models)
-        if dir is None and self._run.manager is not None:
-            dir = self._run.manager.place.checkpoints
+        if dir is None and self._training_run.manager is not None:
+            dir = self._training_run.manager.place.checkpoints
         info = self.load_from_hosts(scaler=scaler, lr_scheduler=lr_scheduler)
-        if info is None and on_first(self._run.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
+        if info is None and on_first(self._training_run.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
             assert dir is not None
             info = self.load_checkpoint(dir, scaler=scaler, lr_scheduler=lr_scheduler)
         info = info or CheckpointInfo(Path(dir or "."), step=0)
@@ -485,7 +485,7 @@ class AutoVaruna(nn.Module):
 
         Returns what belongs to the state, as `load_checkpoint`; None: there is nothing, or it is not of this `step`.
         """
-        manager = self._run.manager
+        manager = self._training_run.manager
         if manager is None or manager.place.step is None or step not in (None, manager.place.step):
             return None
         return self._persistence.load(lambda _: open_source(manager.place.restore), True, scaler, lr_scheduler)
@@ -495,9 +495,9 @@ class AutoVaruna(nn.Module):
 
         `parts` are `scaler`, `lr_scheduler`, `sampler` and `extra` of `resume`.
         """
-        if self._run.manager is not None:
-            self._run.listen()
-            self._run.manager.keep_state(step, self._optimizer.proxy, **parts)
+        if self._training_run.manager is not None:
+            self._training_run.listen()
+            self._training_run.manager.keep_state(step, self._optimizer_part.proxy, **parts)
 
     # the module that it shows
 
@@ -511,7 +511,7 @@ class AutoVaruna(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters of the model, under its own names; those that other ranks hold are `RemoteTensor`."""
-        self._model.borrowed.write_back()
+        self._wrapped.borrowed.write_back()
         yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -549,12 +549,12 @@ class AutoVaruna(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Moves or casts the model, as ``to``, ``half`` and the like ask; after the split, where nothing changes."""
-        if self._model.engine is not None:
-            self._model.refuse_changes(fn)
+        if self._wrapped.engine is not None:
+            self._wrapped.refuse_changes(fn)
             return self
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._model.bring_to_device()
-        self._model.read_state()
+        self._wrapped.bring_to_device()
+        self._wrapped.read_state()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoVaruna:
@@ -565,7 +565,7 @@ class AutoVaruna(nn.Module):
         made._wrap(copy.deepcopy(self.module, memo), self.settings, self._session.copies)
         memo[id(self)] = made
         made.training = self.training
-        if self._model.engine is not None:
+        if self._wrapped.engine is not None:
             made._session.run_part()
         own = vars(self).keys() - vars(made).keys()
         made.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in own})

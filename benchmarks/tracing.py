@@ -42,7 +42,7 @@ class Toggled:
     def __init__(self, step: Callable[[], float]) -> None:
         self._step = step
         step()
-        self._rank = step.model._model.engine._rank  # type: ignore[attr-defined]
+        self._rank = step.model._wrapped.engine._rank  # type: ignore[attr-defined]
         self._trace = self._rank.trace
         self._trace._num_steps = LATER
         self._write = self._trace.write_step

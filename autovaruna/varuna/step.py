@@ -147,10 +147,6 @@ class StepScale:
         """The scale."""
         return float(self.scaler.get_scale())
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Returns the loss times the scale."""
-        return loss * self.value
-
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divides the gradients of this rank by the scale; infinite ones and NaN stay what they are."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -277,7 +277,7 @@ class Varuna(nn.Module):
         earlier = pop_gradients(self.parameters()) if self._scale else []
         with torch.enable_grad(), self._precision():
             loss = loss_of(self.model(**batch))
-        (self._scale.scaled(loss) if self._scale else loss).backward()  # type: ignore[no-untyped-call]
+        (loss * self._scale.value if self._scale else loss).backward()  # type: ignore[no-untyped-call]
         norm, has_overflow = finish_gradients(
             self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm
         )
