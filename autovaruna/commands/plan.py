@@ -171,12 +171,12 @@ class Planning:
         fingerprint = fingerprint_of(
             self.traced,
             self.settings,
-            self.global_batch_size,
-            cluster.hosts,
-            device,
-            cluster.memory_bytes,
-            self.optimizer_bytes_factor,
-            self.sharing,
+            global_batch_size=self.global_batch_size,
+            hosts=cluster.hosts,
+            device=device,
+            memory_bytes=cluster.memory_bytes,
+            optimizer_bytes_factor=self.optimizer_bytes_factor,
+            sharing=self.sharing,
         )
         return deployment_of(self.plan, self.traced.graph, fingerprint)
 

@@ -172,6 +172,7 @@ def _for_outputs(plan: Plan) -> Plan:
 def fingerprint_of(
     traced: TracedModel,
     settings: Settings,
+    *,
     global_batch_size: int,
     hosts: tuple[str, ...],
     device: str,
@@ -335,10 +336,15 @@ class Preparation:
         with phase(logger, "finding out what state the optimizer keeps"):
             every = gather_on_all(self._world, own, "describing the run")
         limits, factors = zip(*every, strict=True)
-        hosts, device = self._world.hosts, device_name(self.device)
-        batch_size = self._shared.global_batch_size
         return fingerprint_of(
-            self._traced, self._settings, batch_size, hosts, device, limits, max(factors), self._sharing
+            self._traced,
+            self._settings,
+            global_batch_size=self._shared.global_batch_size,
+            hosts=self._world.hosts,
+            device=device_name(self.device),
+            memory_bytes=limits,
+            optimizer_bytes_factor=max(factors),
+            sharing=self._sharing,
         )
 
     def _saved_plan(self) -> Plan | None:
