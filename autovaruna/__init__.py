@@ -30,7 +30,7 @@ if _TYPE_CHECKING:
     from autovaruna.elastic.notices import notify_manager_preempt
     from autovaruna.elastic.sampler import ElasticSampler
     from autovaruna.graph.cuts import CutPoint
-    from autovaruna.session.machine import barrier, get_rank, get_world_size
+    from autovaruna.runtime.environment import barrier, get_rank, get_world_size
     from autovaruna.varuna.profiler import AutoConfig, Profiler
     from autovaruna.varuna.varuna import Varuna
 
@@ -71,9 +71,9 @@ _HOMES = {
     "ElasticSampler": "autovaruna.elastic.sampler",
     "Profiler": "autovaruna.varuna.profiler",
     "Varuna": "autovaruna.varuna.varuna",
-    "barrier": "autovaruna.session.machine",
-    "get_rank": "autovaruna.session.machine",
-    "get_world_size": "autovaruna.session.machine",
+    "barrier": "autovaruna.runtime.environment",
+    "get_rank": "autovaruna.runtime.environment",
+    "get_world_size": "autovaruna.runtime.environment",
     "load_checkpoint": "autovaruna.checkpoint.load",
     "notify_manager_preempt": "autovaruna.elastic.notices",
 }

@@ -1,7 +1,8 @@
 """Defines `AutoVaruna`: the one line that turns a training script into a pipeline- and data-parallel one.
 
 The wrapper shows the modules, parameters and attributes of the model as its own, and hands the work on: calls to
-`Session`, states and checkpoints to `Persistence`. What these share is in `Wrapped`.
+`Session`, states and checkpoints to `Persistence`. What these share is the `WrappedModel`, its `OptimizerPart` and the
+`Run`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autovaruna.checkpoint.snapshot import HasPosition
 from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
-from autovaruna.errors import InputError
+from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.methods import OwnMethods, method_of, own_calls
 from autovaruna.interception.installed import ProcessPiece
@@ -39,11 +40,13 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import refuse_several
+from autovaruna.session.manager_link import refuse_several
+from autovaruna.session.model import WrappedModel, is_parallel, refuse_parallel_wrapper
+from autovaruna.session.optimizer_part import OptimizerPart
 from autovaruna.session.persistence import Persistence
-from autovaruna.session.preparation import Preparation
+from autovaruna.session.preparation import GivenPlan, Preparation, settings_with
+from autovaruna.session.run import Run
 from autovaruna.session.session import Copies, Session
-from autovaruna.session.wrapped import Wrapped, is_parallel, refuse_parallel_wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,10 +91,13 @@ class AutoVaruna(nn.Module):
         model: Any model that torch.export can trace.
         optimizer: Its optimizer; each rank steps over the parameters whose numbers it has.
         scaler: The loop's GradScaler, if it has one; None: the program's own, if there is one.
+        plan: A `Plan` to run, as that of another wrapper of such a model, or a function that makes one of the traced
+            model's `Graph`; None: it is found. With it nothing is measured, and no deployment file is read or written.
         **settings: See ``python -m autovaruna config``.
 
     Raises:
         ConfigError: a setting is unknown or of the wrong kind.
+        PlanError: in the first call; the given plan does not fit the model, the ranks or the batch.
     """
 
     module: nn.Module
@@ -102,6 +108,7 @@ class AutoVaruna(nn.Module):
         optimizer: torch.optim.Optimizer | None = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
+        plan: GivenPlan | None = None,
         **settings: Any,
     ) -> None:
         if isinstance(model, AutoVaruna) or not isinstance(model, nn.Module):
@@ -119,8 +126,8 @@ class AutoVaruna(nn.Module):
             )
         if optimizer is not None and scaler is None:
             look_in_callers()
-        self._wrap(model, optimizer, scaler, resolve(settings), Copies())
-        self._wrapped.installed.add(_WRAPPERS_OF_TORCH.use())
+        self._wrap(model, settings_with(resolve(settings), plan), Copies(plan), optimizer=optimizer, scaler=scaler)
+        self._training_run.installed.add(_WRAPPERS_OF_TORCH.use())
         promise()
 
     def __init_subclass__(cls) -> None:
@@ -129,32 +136,36 @@ class AutoVaruna(nn.Module):
     def _wrap(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
         settings: Settings,
         copies: Copies,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Puts the parts together."""
         super().__init__()
         self.__dict__["module"] = module  # not registered: names must stay the module's own
         self.training = module.training
-        self._wrapped = Wrapped(module, optimizer, settings)
-        finalize(self, self._wrapped.installed.undo).atexit = False
-        self._methods = OwnMethods(module, self._wrapped.guards)
-        self._persistence = Persistence(self._wrapped)
-        self._session = Session(self._wrapped, self._persistence, scaler, copies)
+        self._training_run = run = Run(settings)
+        self._wrapped = model = WrappedModel(module, optimizer, run)
+        self._optimizer_part = part = OptimizerPart(optimizer, model, run)
+        run.install()
+        finalize(self, run.installed.undo).atexit = False
+        self._methods = OwnMethods(module, model.guards)
+        self._persistence = Persistence(model, part, run)
+        self._session = Session(model, part, run, self._persistence, scaler=scaler, copies=copies)
 
     # what it is
 
     @property
     def settings(self) -> Settings:
         """The settings."""
-        return self._wrapped.settings
+        return self._training_run.settings
 
     @property
     def world(self) -> World:
         """The ranks; the first use starts MPI."""
-        return self._wrapped.world
+        return self._training_run.world
 
     @property
     def plan(self) -> Plan | None:
@@ -180,6 +191,11 @@ class AutoVaruna(nn.Module):
             return None
         return "loss" if traces.latest.loss is not None else "outputs"
 
+    @property
+    def num_traces(self) -> int:
+        """How often the model has been traced: once, and again for each call that no graph serves."""
+        return 0 if self._session.traces is None else self._session.traces.num_traced
+
     def save_deployment(self, path: str) -> None:
         """Writes the plan, with what it is valid for, to a file; InputError if there is no plan yet."""
         if self._session.copies.preparation is None:
@@ -187,6 +203,25 @@ class AutoVaruna(nn.Module):
         self.preparation.save(path)
 
     # steps
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Plans and splits the model now, from a sample of the calls to come, of which no number is used. Collective.
+
+        The first call does the same; after this, an optimizer can be made from what ``parameters()`` yields on each
+        rank, and given to `adopt`.
+        """
+        self._session.prepare(args, kwargs)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
+
+        Raises:
+            InputError: it has parameters that this rank does not hold, or its steps join numbers of several.
+            OrderError: the model has not been split.
+        """
+        if self._wrapped.engine is None and not self._session.is_plain:
+            raise OrderError("adopt() is for a model that has been split: got no prepare(), nor a call, before it.")
+        self._optimizer_part.adopt(optimizer, self._wrapped.device)
 
     @_AsOwn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +232,7 @@ class AutoVaruna(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._persistence.poll()
-        self._wrapped.lent.settle()
+        self._wrapped.borrowed.write_back()
         if self._session.is_plain:
             with self._session.reported():
                 self._session.at_border()
@@ -221,22 +256,18 @@ class AutoVaruna(nn.Module):
         if self._session.is_plain:
             return plain(*args, **kwargs)
         may_follow = self._counts and tensors_in((args, kwargs))
-        device, is_split = self._wrapped.device, self._is_split
+        device, is_split = self._wrapped.device, self._wrapped.is_split
         if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
             with own_calls(self.module, self._call_itself):
                 return plain(*args, **kwargs)
         self._persistence.poll()
-        self._wrapped.lent.settle()
+        self._wrapped.borrowed.write_back()
         return self._call(name, args, kwargs)
 
     @property
     def _counts(self) -> bool:
         """Whether the other ranks are needed for what uses the weights now."""
-        return torch.is_grad_enabled() or self._is_split
-
-    @property
-    def _is_split(self) -> bool:
-        return self._wrapped.placement.splits(self._wrapped.parameter_names)
+        return torch.is_grad_enabled() or self._wrapped.is_split
 
     def _call_itself(self, *args: Any, **kwargs: Any) -> Any:
         return (self if self._counts else self.module)(*args, **kwargs)
@@ -244,7 +275,7 @@ class AutoVaruna(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keeps gradients on each rank back; the next call outside, or `allreduce_grads`, sums them with its own."""
-        before = self._wrapped.is_synchronising
+        before = self._training_run.is_synchronising
         self.delay_grad_allreduce(True)
         try:
             yield
@@ -253,7 +284,7 @@ class AutoVaruna(nn.Module):
 
     def delay_grad_allreduce(self, is_delayed: bool) -> None:
         """Keeps gradients back from now on (RaNNC's name), until `allreduce_grads`."""
-        self._wrapped.is_synchronising = not is_delayed
+        self._training_run.is_synchronising = not is_delayed
 
     def allreduce_grads(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
@@ -265,32 +296,32 @@ class AutoVaruna(nn.Module):
 
         Returns the norm before, the same on every rank and for every plan.
         """
-        wrapped = self._wrapped
-        if wrapped.engine is None:
+        if self._wrapped.engine is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        model = SplitModel(ref(wrapped.state), wrapped.placement, wrapped.world)
-        what = f"clip_grad_norm_{wrapped.of_model}"
-        return clip_grad_norm(model, max_norm, norm_type, error_if_nonfinite, what)
+        what = f"clip_grad_norm_{self._training_run.of_model}"
+        return clip_grad_norm(self._split_model(), max_norm, norm_type, error_if_nonfinite, what)
+
+    def _split_model(self) -> SplitModel:
+        return SplitModel(ref(self._wrapped.state), self._wrapped.placement, self._training_run.world)
 
     def should_stop(self, wants_stop: bool = False) -> bool:
         """Says whether the loop is to end: the same on every rank, after the same call of the model.
 
-        Signals are noted from the first use on: SIGTERM and SIGUSR1 then no longer end this process by themselves. A
-        rank learns of what others have heard with the next call of the model, which tells it anyway.
+        Signals are heard from the first use on: SIGTERM and SIGUSR1 then no longer end this process by themselves. A
+        rank learns of those that others have heard with the next call of the model.
 
         Args:
             wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
         """
-        self._wrapped.listen()
-        stopping = self._wrapped.stopping
+        self._training_run.listen()
+        stopping = self._training_run.stopping
         stopping.is_wanted |= wants_stop
-        return stopping.own if self._wrapped.world.num_ranks == 1 else stopping.is_agreed
+        return stopping.is_wanted_here if self._training_run.world.num_ranks == 1 else stopping.is_agreed
 
     def parameter_norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of all parameters, on all ranks: the same number for every plan. Collective."""
-        wrapped = self._wrapped
-        model = SplitModel(ref(wrapped.state), wrapped.placement, wrapped.world)
-        options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{wrapped.of_model}"
+        model = self._split_model()
+        options, what = {"norm_type": f"{float(norm_type):g}"}, f"parameter_norm{self._training_run.of_model}"
         parameters = list(model.parameters().values())
         return total_norm(parameters, model.names(), model, norm_type, False, options, what)
 
@@ -318,13 +349,13 @@ class AutoVaruna(nn.Module):
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         try:
-            found = self.load_state_dict(own, strict=False, assign=is_assigned)
+            result = self.load_state_dict(own, strict=False, assign=is_assigned)
         except RuntimeError as error:
             error_msgs.append(str(error))
             return
-        missing_keys += [prefix + name for name in found.missing_keys]
+        missing_keys += [prefix + name for name in result.missing_keys]
         if strict:
-            unexpected_keys += [prefix + name for name in found.unexpected_keys]
+            unexpected_keys += [prefix + name for name in result.unexpected_keys]
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
@@ -374,7 +405,7 @@ class AutoVaruna(nn.Module):
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(dir, content, Way(keep, tempdir, shard, background))
-        self._wrapped.stopping.number_from(step, self._wrapped.num_steps)
+        self._training_run.stopping.number_from(step, self._training_run.num_steps)
 
     def wait_checkpoint(self) -> None:
         """Waits until the checkpoint in the background is complete; CheckpointError if it failed. Collective."""
@@ -434,29 +465,39 @@ class AutoVaruna(nn.Module):
             CheckpointError: there are checkpoints, but none that is intact and fits.
             ConfigError: the script has several models.
         """
-        wrapped = self._wrapped
-        refuse_several(max(wrapped.world.num_models, len(self._session.copies.members())))
-        if dir is None and wrapped.morphing is not None:
-            dir = wrapped.morphing.place.checkpoints
-        info = self._load_memory(None, scaler, lr_scheduler)
-        if info is None and on_first(wrapped.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
+        refuse_several(self._session.num_models)
+        if dir is None and self._training_run.manager is not None:
+            dir = self._training_run.manager.place.checkpoints
+        info = self.load_from_hosts(scaler=scaler, lr_scheduler=lr_scheduler)
+        if info is None and on_first(self._training_run.world, lambda: has_checkpoints(dir), "looking for checkpoints"):
             assert dir is not None
             info = self.load_checkpoint(dir, scaler=scaler, lr_scheduler=lr_scheduler)
         info = info or CheckpointInfo(Path(dir or "."), step=0)
         if sampler is not None and info.data_position is not None:
             sampler.load_state_dict(info.data_position)
-        if wrapped.morphing is not None:
-            wrapped.listen()
-            wrapped.morphing.hold(info.step or 0, wrapped.proxy, scaler, lr_scheduler, sampler, extra)
+        self.keep_on_hosts(info.step or 0, scaler=scaler, lr_scheduler=lr_scheduler, sampler=sampler, extra=extra)
         return info
 
-    def _load_memory(self, step: int | None, scaler: Any, lr_scheduler: Any) -> CheckpointInfo | None:
-        """Loads the state that the hosts have in memory from the run before; None: there is none of this step."""
-        morphing = self._wrapped.morphing
-        if morphing is None or morphing.place.step is None or step not in (None, morphing.place.step):
+    def load_from_hosts(
+        self, step: int | None = None, scaler: Any = None, lr_scheduler: Any = None
+    ) -> CheckpointInfo | None:
+        """Loads what hosts have in memory of the run before, as `resume` does first. Collective.
+
+        Returns what belongs to the state, as `load_checkpoint`; None: there is nothing, or it is not of this `step`.
+        """
+        manager = self._training_run.manager
+        if manager is None or manager.place.step is None or step not in (None, manager.place.step):
             return None
-        place = morphing.place.restore
-        return self._persistence.load(lambda _: open_source(place), True, scaler, lr_scheduler)
+        return self._persistence.load(lambda _: open_source(manager.place.restore), True, scaler, lr_scheduler)
+
+    def keep_on_hosts(self, step: int, **parts: Any) -> None:
+        """Has the state, now that of `step`, kept in memory of hosts under ``autovaruna run``; `resume` does so last.
+
+        `parts` are `scaler`, `lr_scheduler`, `sampler` and `extra` of `resume`.
+        """
+        if self._training_run.manager is not None:
+            self._training_run.listen()
+            self._training_run.manager.keep_state(step, self._optimizer_part.proxy, **parts)
 
     # the module that it shows
 
@@ -470,7 +511,7 @@ class AutoVaruna(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters of the model, under its own names; those that other ranks hold are `RemoteTensor`."""
-        self._wrapped.lent.settle()
+        self._wrapped.borrowed.write_back()
         yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -497,8 +538,8 @@ class AutoVaruna(nn.Module):
         """Finds what the wrapper does not define on the wrapped model (``model.config``); methods count as calls."""
         if "module" not in self.__dict__ or name == "module":
             raise AttributeError(name)
-        found = getattr(self.module, name)
-        return wraps(found)(partial(self._call_method, name)) if method_of(self.module, found, name) else found
+        value = getattr(self.module, name)
+        return wraps(value)(partial(self._call_method, name)) if method_of(self.module, value, name) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets on the wrapped model what it has and the wrapper does not (``model.temperature = 0.5``)."""
@@ -512,8 +553,8 @@ class AutoVaruna(nn.Module):
             self._wrapped.refuse_changes(fn)
             return self
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._wrapped.settle()
-        self._wrapped.take_state()
+        self._wrapped.bring_to_device()
+        self._wrapped.read_state()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoVaruna:
@@ -521,7 +562,7 @@ class AutoVaruna(nn.Module):
         if self._persistence.pending is not None and self._persistence.pending.weights:
             raise self._persistence.too_early("a copy of the model")
         made = type(self).__new__(type(self))
-        made._wrap(copy.deepcopy(self.module, memo), None, None, self.settings, self._session.copies)
+        made._wrap(copy.deepcopy(self.module, memo), self.settings, self._session.copies)
         memo[id(self)] = made
         made.training = self.training
         if self._wrapped.engine is not None:

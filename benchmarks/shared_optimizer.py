@@ -55,7 +55,7 @@ from peers import slowest  # noqa: E402
 from tunable import Chain, Shape, batch_of  # noqa: E402
 
 from autovaruna import AutoVaruna  # noqa: E402
-from autovaruna.session.machine import resident_bytes  # noqa: E402
+from autovaruna.session.memory import resident_bytes  # noqa: E402
 
 
 class Training:

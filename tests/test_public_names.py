@@ -1,4 +1,4 @@
-"""Holds the public face: what a package exports is exactly its ``__all__`` (ruff holds its order)."""
+"""Holds the public face: a package exports exactly its ``__all__``, and rooms use each other's public names alone."""
 
 import ast
 import importlib
@@ -11,6 +11,11 @@ import autovaruna
 
 PACKAGE = Path(autovaruna.__file__).parent
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+LAZY = {"varuna"}
+"""The rooms that export names, each with its first use; of others one imports files."""
+NOT_OURS = {"_apply", "_buffers", "_exit", "_is_param", "_is_view", "_make", "_parameters", "_replace"}
+"""Names that torch, the system and named tuples have, and classes of ours as well."""
+TREES = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
 
 
 def test_public_names_are_there():
@@ -26,22 +31,39 @@ def test_every_error_is_public():
     assert {name for name, each in vars(autovaruna.errors).items() if inspect.isclass(each)} <= set(autovaruna.__all__)
 
 
-def test_the_names_of_varuna_s_room_are_there():
-    module = importlib.import_module("autovaruna.varuna")
-    assert module.__all__ and all(hasattr(module, name) for name in module.__all__)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_exports_its_public_names_alone(room):
+    module = importlib.import_module(f"autovaruna.{room}")
+    if room in LAZY:
+        assert module.__all__ and all(hasattr(module, name) for name in module.__all__)
+        return
+    (docstring,) = ast.parse(Path(module.__file__).read_text()).body
+    assert isinstance(docstring, ast.Expr)
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_s_init_only_exports(room):
-    statements = ast.parse((PACKAGE / room / "__init__.py").read_text()).body
-    exporting = (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign)
-    assert all(isinstance(each, exporting) or is_lazy_import(each) for each in statements)
+def test_a_room_uses_no_private_name_of_another(room):
+    files = [file for file in TREES if file.relative_to(PACKAGE).parts[0] == room]
+    others = [file for file in TREES if file not in files]
+    used = {each.attr for each in nodes_of(files, ast.Attribute) if not is_of_self(each)}
+    imported = {alias.name for each in nodes_of(files, ast.ImportFrom) for alias in each.names}
+    assert not (used | imported) & (private_names(others) - private_names(files) - NOT_OURS)
 
 
-def is_lazy_import(statement):
-    """Says whether a statement imports names with their first use, and tells type checkers of them."""
-    is_for_types = isinstance(statement, ast.If) and getattr(statement.test, "id", "") == "_TYPE_CHECKING"
-    return is_for_types or (isinstance(statement, ast.FunctionDef) and statement.name == "__getattr__")
+def nodes_of(files, kind):
+    return [node for file in files for node in ast.walk(TREES[file]) if isinstance(node, kind)]
+
+
+def private_names(files):
+    """Returns the private names that files define: attributes, methods, functions and constants."""
+    names = {each.attr for each in nodes_of(files, ast.Attribute) if is_of_self(each)}
+    names |= {each.name for each in nodes_of(files, (ast.FunctionDef, ast.ClassDef))}
+    names |= {each.id for each in nodes_of(files, ast.Name) if isinstance(each.ctx, ast.Store)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def is_of_self(node):
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
 def test_the_package_is_typed():

@@ -15,7 +15,7 @@ from autovaruna.log import progress_bar
 from autovaruna.profiler.cache import cache_of, save_measured
 from autovaruna.profiler.measure import lasting_parts, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
-from autovaruna.session.machine import find_device
+from autovaruna.session.device import find_device
 
 
 def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:

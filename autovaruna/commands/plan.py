@@ -37,9 +37,9 @@ from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.schedule.pipeline import Pipeline
 from autovaruna.schedule.simulation import render
 from autovaruna.schedule.simulator import simulate
-from autovaruna.session.calls import input_groups
-from autovaruna.session.machine import host_memory, keep_freed_memory
+from autovaruna.session.agreement import input_groups
 from autovaruna.session.measuring import SHAPING, constraints_of, needs_gradient, optimizer_factor, sizes_to_measure
+from autovaruna.session.memory import host_memory, keep_freed_memory
 from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")
@@ -171,12 +171,12 @@ class Planning:
         fingerprint = fingerprint_of(
             self.traced,
             self.settings,
-            self.global_batch_size,
-            cluster.hosts,
-            device,
-            cluster.memory_bytes,
-            self.optimizer_bytes_factor,
-            self.sharing,
+            global_batch_size=self.global_batch_size,
+            hosts=cluster.hosts,
+            device=device,
+            memory_bytes=cluster.memory_bytes,
+            optimizer_bytes_factor=self.optimizer_bytes_factor,
+            sharing=self.sharing,
         )
         return deployment_of(self.plan, self.traced.graph, fingerprint)
 

@@ -24,7 +24,7 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.session.machine import find_device
+from autovaruna.session.device import find_device
 
 _EXPECTED = (
     "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from autovaruna.errors import ConfigError, InputError
-from autovaruna.session.machine import get_rank, get_world_size
+from autovaruna.runtime.environment import get_rank, get_world_size
 
 
 class ElasticSampler(Sampler[list[int]]):

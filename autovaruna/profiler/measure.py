@@ -300,7 +300,7 @@ def measure(
     with untouched_generator(device), without_autocast(), profiling_mode():
         for done, (part, size) in enumerate(jobs):
             allowance = max(0.0, ends - perf_counter()) / (len(jobs) - done)
-            costs[part.signature, size] = _measure_one(part, kinds, size, iterations, allowance, splits)
+            costs[part.signature, size] = measure_one(part, kinds, size, iterations, allowance, splits)
             if on_progress is not None:
                 on_progress(done + 1, len(jobs))
     return costs
@@ -339,7 +339,7 @@ def _jobs(traced: TracedModel, sizes: Sequence[int]) -> list[tuple[MeasuredPart,
     ]
 
 
-def _measure_one(
+def measure_one(
     part: MeasuredPart, kinds: Sequence[Samples], size: int, iterations: int, allowance: float, splits: bool
 ) -> PartCost:
     """Measures a part on the first of several kinds of numbers that it takes."""

@@ -118,6 +118,21 @@ def _script() -> str:
     return os.path.basename(sys.argv[0]) or "train.py"
 
 
+def get_rank() -> int:
+    """Returns the number of this rank; 0 without a launcher."""
+    return get_world().rank
+
+
+def get_world_size() -> int:
+    """Returns the number of ranks; 1 without a launcher."""
+    return get_world().num_ranks
+
+
+def barrier() -> None:
+    """Returns once every rank has come. Collective."""
+    get_world().barrier("barrier")
+
+
 def is_alone() -> bool:
     """Whether there is one rank; does not start MPI."""
     world = world_of_thread() or _world

@@ -248,20 +248,20 @@ def split_models() -> list[SplitModel]:
 class StateCopies:
     """Copies of parameters and buffers that a script was given, in which it may write.
 
-    They are kept until `settle`, so that writes into a state that the script has dropped count, too; and followed from
-    then on for as long as the script keeps them.
+    They are kept until `write_back`, so that writes into a state that the script has dropped count, too; and followed
+    from then on for as long as the script keeps them.
     """
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._known: list[tuple[Callable[[], Tensor | None], int, Tensor]] = []
 
-    def lend(self, given: Tensor, own: Tensor) -> None:
+    def add(self, given: Tensor, own: Tensor) -> None:
         """Notes that a script was given a copy of a tensor."""
         self._kept.append(given)
         self._known.append((ref(given), version_of(given), own))
 
-    def settle(self, *_: object) -> None:
+    def write_back(self, *_: object) -> None:
         """Copies what has been written since into the model; a hook of the optimizer, too."""
         if not self._known:
             return
@@ -277,11 +277,13 @@ class StateCopies:
         self._kept.clear()
 
 
-def whole_state(state: OwnedState, placement: Placement, world: World, what: str, lent: StateCopies) -> dict[str, Any]:
+def whole_state(
+    state: OwnedState, placement: Placement, world: World, what: str, borrowed: StateCopies
+) -> dict[str, Any]:
     """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
 
     Its tensors are on the CPU, wherever the model is: no GPU need have room for all of it. Tied entries share one
-    tensor, as in plain PyTorch. What a script writes into them reaches the model through `lent`.
+    tensor, as in plain PyTorch. What a script writes into them reaches the model through `borrowed`.
     """
     world.barrier(what)  # says so if a rank is elsewhere, as messages do not
     entries: dict[str, Any] = state.model.state_dict()
@@ -295,7 +297,7 @@ def whole_state(state: OwnedState, placement: Placement, world: World, what: str
             is_everywhere = len(ranks) == world.num_ranks and first not in placement.holders
             fetched[first] = value.cpu() if is_everywhere else from_rank(value, ranks[0], world)
             if fetched[first] is not value and not value.is_meta:
-                lent.lend(fetched[first], value)
+                borrowed.add(fetched[first], value)
         entries[name] = fetched[first]
     return entries
 

@@ -1,4 +1,4 @@
-"""Measures what a plan of the first call is made from: the parts of the model, the machine and the optimizer.
+"""Measures, in the first call, what a plan is made from: the parts of the model, the machine and the optimizer.
 
 All ranks measure together, each part on two of them, some time apart: what else runs on a machine slows what is
 measured, now one rank, now another, for seconds at a time. Parts that take longer than the budget even if each runs
@@ -43,12 +43,13 @@ from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.transport.torch_channel import open_to_measure
 from autovaruna.runtime.world import World, gather_on_all
-from autovaruna.session.calls import SharedCall
-from autovaruna.session.machine import fragmentation, measure_links, measure_sums, process_bytes_of, rank_memory
+from autovaruna.session.agreement import SharedCall
+from autovaruna.session.links import measure_links, measure_sums
+from autovaruna.session.memory import fragmentation, process_bytes_of, rank_memory
 
 logger = logging.getLogger(__name__)
-_MOST_TURNS = 2
-_BUDGET_SECONDS = 6.0
+MOST_TURNS = 2
+BUDGET_SECONDS = 6.0
 _SPLIT_RANKS = 4
 _NOISE = 1.25  # speeds whose ratio is less than this count as equal
 _CALLS_OF_AN_INSTRUCTION = 10.0
@@ -56,30 +57,30 @@ _CALLS_OF_AN_INSTRUCTION = 10.0
 
 
 class SpeedWatch:
-    """Looks at the speeds of all ranks at several moments."""
+    """Samples the speeds of all ranks at several moments."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device
-        self._looks: list[list[Pace]] = []
+        self._samples: list[list[Pace]] = []
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Measures every rank now. Collective."""
-        self._looks.append(self.world.gather_objects(measure_pace(self.device), "measuring speeds"))
+        self._samples.append(self.world.gather_objects(measure_pace(self.device), "measuring speeds"))
 
     def speeds(self) -> tuple[float, ...]:
-        """Returns the speed of each rank by all looks so far: what a step gets.
+        """Returns the speed of each rank by all samples so far: what a step gets.
 
         Speed 1 is that of short samples on the typical rank. A manager has seen many steps, and less is noise to it.
         """
-        found, place = lasting([[_typical(look) / pace.mean for pace in look] for look in self._looks]), job_place()
+        found, place = lasting([[_typical(look) / pace.mean for pace in look] for look in self._samples]), job_place()
         if place is None or len(place.factors) != len(found):
             return found
         return tuple(min(speed, 1.0 / factor) for speed, factor in zip(found, place.factors, strict=True))
 
     def speeds_of_samples(self) -> tuple[float, ...]:
-        """Returns the same for what takes so little time that other programs seldom come between."""
-        return lasting([[_typical(look) / pace.typical for pace in look] for look in self._looks])
+        """Returns the speed of each rank for work so short that other programs seldom interrupt it."""
+        return lasting([[_typical(look) / pace.typical for pace in look] for look in self._samples])
 
 
 def lasting(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -121,7 +122,7 @@ class MeasuredModel:
     traced: TracedModel
     tensors: Sequence[Tensor]  # of a sample call
     settings: Settings
-    watch: SpeedWatch  # looks at the ranks' speeds before each turn of measuring and after the last
+    watch: SpeedWatch  # samples the ranks' speeds before each turn of measuring and after the last
 
     def measure(
         self,
@@ -131,13 +132,13 @@ class MeasuredModel:
         splits: bool = False,
         advance: Callable[[int, int], None] | None = None,
     ) -> dict[Key, PartCost]:
-        """Returns the cost of what is not known, in seconds of a rank of speed 1, the same on every rank. Collective.
+        """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, alike on all ranks. Collective.
 
         `advance` hears of the parts measured so far on this rank, and of their number.
         """
 
         def own_share(turn: Turn) -> dict[Key, PartCost]:
-            def tell(done: int, total: int) -> None:
+            def report(done: int, total: int) -> None:
                 if advance:
                     advance(turn.place * total + done, turn.num_turns * total)
 
@@ -152,7 +153,7 @@ class MeasuredModel:
                 share=turn.share,
                 known=known,
                 inputs=self.tensors,
-                on_progress=tell,
+                on_progress=report,
             )
 
         found = measure_together(self.watch, self.settings.profile_iterations, own_share)
@@ -168,15 +169,15 @@ def measure_together(
     `iterations` are samples of each part, over all turns; `own_share` measures this rank's share of a turn.
     """
     world, found, started = watch.world, [], perf_counter()
-    num_turns = min(_MOST_TURNS, iterations)
+    num_turns = min(MOST_TURNS, iterations)
     for place in range(num_turns):
-        watch.look()
+        watch.sample()
         share = (world.rank + place) % world.num_ranks, world.num_ranks  # the parts that the next rank had
-        turn = Turn(share, -(-iterations // num_turns), _BUDGET_SECONDS / num_turns, place, num_turns)
+        turn = Turn(share, -(-iterations // num_turns), BUDGET_SECONDS / num_turns, place, num_turns)
         found.append(gather_on_all(world, partial(own_share, turn), "measuring"))
-        if world.broadcast_object(perf_counter() - started > _BUDGET_SECONDS, 0, "measuring"):
+        if world.broadcast_object(perf_counter() - started > BUDGET_SECONDS, 0, "measuring"):
             break
-    watch.look()
+    watch.sample()
     speeds = watch.speeds_of_samples()
     joined = [  # in seconds of a rank of speed 1
         {
@@ -265,7 +266,7 @@ def measured_problem(
 
 
 def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> Profile:
-    """Measures what no rank knows already, weight gradients apart, too, if it `splits`. Collective."""
+    """Measures parts that no rank's cache has; if it `splits`, their weight gradients apart as well. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
     cache = cache_of(settings, device, world.hosts.count(world.hosts[world.rank]), splits=splits)
     lasting = lasting_parts(subject.traced, sizes)
@@ -285,7 +286,7 @@ def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> 
 def describe_cluster(
     watch: SpeedWatch, graph: Graph, settings: Settings, resident_before: float | None = None, batch_bytes: float = 0.0
 ) -> Cluster:
-    """Measures links, the way that tensors will take, and speeds. Collective.
+    """Measures links, as tensors will go, and speeds. Collective.
 
     A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top. That
     was `resident_before` the model was traced (None: not known); a mini-batch takes `batch_bytes` on the device.
@@ -296,7 +297,7 @@ def describe_cluster(
     sums = measure_sums(world, [each.num_bytes for each in graph.parameters if each.needs_gradient], device)
     own_process_bytes = process_bytes_of(world, device, resident_before, batch_bytes)  # with what messages leave
     process_bytes = max(own_process_bytes)
-    watch.look()
+    watch.sample()
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
     known = world.gather_objects((memory, overhead), "describing the machine")

@@ -19,8 +19,10 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
-from autovaruna.session.machine import find_device
-from autovaruna.session.wrapped import Wrapped
+from autovaruna.session.device import find_device
+from autovaruna.session.model import WrappedModel
+from autovaruna.session.optimizer_part import OptimizerPart
+from autovaruna.session.run import Run
 
 
 @dataclass
@@ -35,12 +37,19 @@ class PendingCheckpoint:
 class Persistence:
     """The state of a wrapped model under its own names, in memory and in checkpoints."""
 
-    def __init__(self, wrapped: Wrapped) -> None:
+    def __init__(self, model: WrappedModel, optimizer: OptimizerPart, run: Run) -> None:
         self.pending: PendingCheckpoint | None = None
         self.seed: int | None = None  # what random nodes were seeded from in the run that was loaded
-        self._wrapped = wrapped
+        self._model, self._optimizer, self._run = model, optimizer, run
         self._locks = ExitStack()
         self._saver: Saver | None = None
+
+    def subject(self) -> ModelInTraining:
+        """Returns what checkpoints are of."""
+        self._model.borrowed.write_back()
+        optimizer, engine = self._optimizer.follow_groups(), self._model.engine
+        placement, seed = (None, None) if engine is None else (engine.placement, engine.seed)
+        return ModelInTraining(self._run.world, self._model.state, placement, optimizer, seed, self._run.num_calls)
 
     # checkpoints
 
@@ -48,7 +57,7 @@ class Persistence:
         """Saves a checkpoint. Collective."""
         if self.pending is not None:
             raise self.too_early("save_checkpoint")
-        subject = self._wrapped.subject()
+        subject = self.subject()
         self._saver = self._saver or Saver(subject.world)
         self._saver.save(subject, root, content, way)
 
@@ -72,8 +81,8 @@ class Persistence:
     def load(
         self, find: Callable[[ExitStack], CheckpointSource], is_strict: bool, scaler: Any, lr_scheduler: Any
     ) -> CheckpointInfo:
-        """Loads what `find` returns; what that enters keeps it there, until it is read. Collective."""
-        wrapped, subject = self._wrapped, self._wrapped.subject()
+        """Loads the checkpoint that `find` returns; its locks, in the stack, stay until it is read. Collective."""
+        run, subject = self._run, self.subject()
         world = subject.world
         self.wait()
         with ExitStack() as locks:
@@ -82,49 +91,49 @@ class Persistence:
             if world.rank == 0:
                 loading.remark(subject)
             self.pending = self._read(subject, loading)
-            self.seed, wrapped.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
-            found = together(world, lambda: loading.load_rest(world.rank), "loading a checkpoint")
+            self.seed, run.num_calls = loading.state.get("seed"), loading.state.get("num_calls", subject.num_calls)
+            info = together(world, lambda: loading.load_rest(world.rank), "loading a checkpoint")
             self._locks.close()
             if self.pending is not None:
                 self._locks = locks.pop_all()
-        wrapped.stopping.number_from(found.step or 0, wrapped.num_steps)
-        if wrapped.engine is not None and self.seed is not None:
-            wrapped.engine.seed = self.seed
-        return found
+        run.stopping.number_from(info.step or 0, run.num_steps)
+        if self._model.engine is not None and self.seed is not None:
+            self._model.engine.seed = self.seed
+        return info
 
     def _read(self, subject: ModelInTraining, loading: Loading) -> PendingCheckpoint | None:
         """Reads tensors; returns what must wait until the ranks know their parts."""
         world, is_split = subject.world, subject.placement is not None
         if not is_split and world.num_ranks == 1:
-            load_all(loading, subject, find_device(self._wrapped.module, self._wrapped.settings))
+            load_all(loading, subject, find_device(self._model.module, self._run.settings))
             return None
         on_meta = any(subject.state.tensor(name).is_meta for name in subject.state.places)
         waits = not is_split and any(world.gather_objects(on_meta, "reading a checkpoint"))
         _read_part(subject, loading, weights=not waits, optimizer=is_split)
         return None if is_split else PendingCheckpoint(loading, waits, subject.optimizer is not None)
 
-    def given(self) -> Container[str]:
-        """Returns the first names of what `fill` will read."""
+    def pending_names(self) -> Container[str]:
+        """Returns the first names of what `read_pending` will read."""
         pending = self.pending
-        return pending.loading.names(self._wrapped.subject()).keys() if pending and pending.weights else ()
+        return pending.loading.names(self.subject()).keys() if pending and pending.weights else ()
 
-    def fill(self) -> None:
+    def read_pending(self) -> None:
         """Reads what was pending into the parts of the ranks. Collective."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            _read_part(self._wrapped.subject(), pending.loading, pending.weights, pending.optimizer)
+            _read_part(self.subject(), pending.loading, pending.weights, pending.optimizer)
         self._locks.close()
 
     # in memory
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the whole model's state, on every rank. Collective once the model is split."""
-        wrapped = self._wrapped
-        if wrapped.engine is None or kwargs.get("keep_vars"):
-            return dict(wrapped.module.state_dict(*args, **kwargs))
-        wrapped.lent.settle()
-        what, destination = f"state_dict{wrapped.of_model}", kwargs.get("destination")
-        whole = whole_state(wrapped.state, wrapped.placement, wrapped.world, what, wrapped.lent)
+        model, run = self._model, self._run
+        if model.engine is None or kwargs.get("keep_vars"):
+            return dict(model.module.state_dict(*args, **kwargs))
+        model.borrowed.write_back()
+        what, destination = f"state_dict{run.of_model}", kwargs.get("destination")
+        whole = whole_state(model.state, model.placement, run.world, what, model.borrowed)
         entries = {kwargs.get("prefix", "") + name: value for name, value in whole.items()}
         if destination is not None:  # a module around the wrapper asks
             destination.update(entries)
@@ -132,39 +141,36 @@ class Persistence:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Loads a whole model's state, of which this rank takes its part; arguments as in plain PyTorch."""
-        wrapped = self._wrapped
+        model = self._model
         if self.pending is not None:
             self.pending.weights = False
-        wrapped.acts.note("load_state_dict()")
-        wrapped.lent.settle()
-        if wrapped.engine is None:
-            result = wrapped.module.load_state_dict(state_dict, strict=strict, assign=assign)
-            wrapped.take_state()
+        self._run.actions.record("load_state_dict()")
+        model.borrowed.write_back()
+        if model.engine is None:
+            result = model.module.load_state_dict(state_dict, strict=strict, assign=assign)
+            model.read_state()
             return result
-        return load_part(wrapped.state, state_dict, strict)
+        return load_part(model.state, state_dict, strict)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Returns the state of the whole optimizer, in the form of plain PyTorch, on every rank. Collective."""
-        return self._need_optimizer().state_dict(self._wrapped.placement, self._wrapped.world)
+        return self._need_optimizer().state_dict(self._model.placement, self._run.world)
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a whole optimizer, of which this rank takes its part."""
         if self.pending is not None:
             self.pending.optimizer = False
-        self._wrapped.acts.note("load_optimizer_state_dict()")
-        self._need_optimizer().load_state_dict(state_dict, self._wrapped.placement, self._wrapped.world.rank)
+        self._run.actions.record("load_optimizer_state_dict()")
+        self._need_optimizer().load_state_dict(state_dict, self._model.placement, self._run.world.rank)
 
     def show_whole_optimizer(self) -> None:
         """Lets the optimizer's own methods give and take the state of all parameters, if this rank has but some."""
-        placement = self._wrapped.placement
-        if self._wrapped.optimizer is not None and placement.divides(placement.holders):
-            assert self._wrapped.proxy is not None
-            self._wrapped.proxy.show(
-                state_dict=self.optimizer_state_dict, load_state_dict=self.load_optimizer_state_dict
-            )
+        placement, proxy = self._model.placement, self._optimizer.proxy
+        if proxy is not None and placement.divides(placement.holders):
+            proxy.show(state_dict=self.optimizer_state_dict, load_state_dict=self.load_optimizer_state_dict)
 
     def _need_optimizer(self) -> CutOptimizer:
-        optimizer = self._wrapped.follow_groups()
+        optimizer = self._optimizer.follow_groups()
         if optimizer is None:
             raise InputError("There is no optimizer: AutoVaruna(model, optimizer) was called without one.")
         return optimizer

@@ -20,7 +20,15 @@ from rich.console import Console
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
-from autovaruna.errors import AutoVarunaError, ConfigError, DeploymentError
+from autovaruna.errors import (
+    AutoVarunaError,
+    ConfigError,
+    DeploymentError,
+    InputError,
+    PlanError,
+    RankError,
+    ScheduleError,
+)
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
@@ -48,14 +56,25 @@ from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.trace import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import gather_on_all, on_all
+from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import replay
-from autovaruna.session.calls import SharedCall
-from autovaruna.session.machine import rank_memory
-from autovaruna.session.measuring import SHAPING, MeasuredModel, SpeedWatch, measured_problem, optimizer_factor
-from autovaruna.session.wrapped import Wrapped
+from autovaruna.session.agreement import SharedCall
+from autovaruna.session.measuring import (
+    SHAPING,
+    MeasuredModel,
+    SpeedWatch,
+    measured_problem,
+    needs_gradient,
+    optimizer_factor,
+)
+from autovaruna.session.memory import rank_memory
+from autovaruna.session.model import WrappedModel
+from autovaruna.session.run import Run
 from autovaruna.stage.split import Assignment, assign
 
 Result = TypeVar("Result")
+GivenPlan = Plan | Callable[[Graph], Plan]
+"""A plan of the user's, or what makes one for the graph of a traced model."""
 _GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
 
 logger = logging.getLogger(__name__)
@@ -93,7 +112,7 @@ def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) 
 
 
 def _keep_copy(path: Path) -> str:
-    """Keeps what would be lost when a new plan is saved, in a new file; returns in words how that went."""
+    """Copies a file that a new plan will replace; returns in words whether that worked."""
     names = (f"{path}.damaged{number or ''}" for number in count())
     copy = next(name for name in names if not os.path.lexists(name))
     try:
@@ -105,15 +124,9 @@ def _keep_copy(path: Path) -> str:
 
 def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerprint: Fingerprint, path: Path) -> Plan:
     """Returns the plan of a deployment, which may have been edited by hand, if it can run."""
-    plan = deployment.plan
-    most = int(fingerprint.shapes[_GLOBAL_BATCH])
-    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
-    least = min(groups.get(settings.inputs, plan.num_ranks), most)
-    if not least <= plan.num_micro_batches <= most:
-        raise DeploymentError(
-            f"the deployment {path} cannot run: num_micro_batches is {plan.num_micro_batches}, expected {least} to "
-            f"{most} for {most} samples on {plan.num_ranks} ranks"
-        )
+    num_samples = int(fingerprint.shapes[_GLOBAL_BATCH])
+    if complaint := _complaint_of_size(deployment.plan, settings, num_samples):
+        raise DeploymentError(f"the deployment {path} cannot run: {complaint}")
     try:
         plan = plan_from(deployment, graph)
         RankOrders(plan, graph)
@@ -122,9 +135,44 @@ def _runnable(deployment: Deployment, graph: Graph, settings: Settings, fingerpr
         raise DeploymentError(f"the deployment {path} cannot run: {error}") from error
 
 
+def _complaint_of_size(plan: Plan, settings: Settings, num_samples: int) -> str:
+    """Returns why a batch cannot be cut as a plan says; empty: it can."""
+    groups = {"replicated": 1, "per_replica": len(replicas_of(settings.stage_ranks)) if settings.stage_ranks else 1}
+    least = min(groups.get(settings.inputs, plan.num_ranks), num_samples)
+    if least <= plan.num_micro_batches <= num_samples:
+        return ""
+    return (
+        f"num_micro_batches is {plan.num_micro_batches}, expected {least} to {num_samples} for {num_samples} samples "
+        f"on {plan.num_ranks} ranks"
+    )
+
+
+def settings_with(settings: Settings, given: GivenPlan | None) -> Settings:
+    """Returns settings with the number of micro-batches of a plan that is given.
+
+    Raises InputError if it is neither a plan nor a function that makes one.
+    """
+    if isinstance(given, Plan):
+        return replace(settings, num_micro_batches=settings.num_micro_batches or given.num_micro_batches)
+    if given is None or callable(given):
+        return settings
+    raise InputError(
+        f"plan is {given!r}: expected a Plan, or a function that makes one of the model's graph. For the plan of a "
+        "file pass deployment_file, and load_deployment=True."
+    )
+
+
+def _for_outputs(plan: Plan) -> Plan:
+    """Returns a plan for a model whose loss is the script's: all forwards come before the script's backward."""
+    depth = plan.num_micro_batches
+    stages = (replace(stage, in_flight=depth, deferred=0) for stage in plan.stages)
+    return replace(plan, schedule="gpipe", stages=tuple(stages))
+
+
 def fingerprint_of(
     traced: TracedModel,
     settings: Settings,
+    *,
     global_batch_size: int,
     hosts: tuple[str, ...],
     device: str,
@@ -150,22 +198,28 @@ class Preparation:
     """The plan of a model, and all that the engine needs to run it. Making one is collective; all fail alike."""
 
     def __init__(
-        self, traced: TracedModel, wrapped: Wrapped, shared: SharedCall, resident_before: float | None
+        self,
+        traced: TracedModel,
+        shared: SharedCall,
+        model: WrappedModel,
+        optimizer: torch.optim.Optimizer | None,
+        run: Run,
+        *,
+        resident_before: float | None,
+        given_plan: GivenPlan | None,
     ) -> None:
         self._traced = traced
-        self._model = wrapped.module
-        self._optimizer = wrapped.raw_optimizer
         self._shared = shared
+        self._model, self.device = model.module, model.device
+        self._optimizer = optimizer
+        self._settings, self._world = settings, world = run.settings, run.world
         self._resident_before = resident_before
-        self._settings = settings = wrapped.settings
-        self._world = world = wrapped.world
-        self.device = wrapped.device
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_first(self._dump_graph, "writing the graph")
         self._sharing = self._try_sharing()
         self._fingerprint = self._describe_run()
-        self.plan = self._saved_plan() or self._new_plan()
+        self.plan = self._checked(given_plan) if given_plan is not None else self._saved_plan() or self._new_plan()
         self._report()
 
     def _try_sharing(self) -> Sharing:
@@ -176,6 +230,55 @@ class Preparation:
         act = partial(sharing_of, self._optimizer, setting, self.device)
         with phase(logger, "finding out whether replicas may share the optimizer's state"):
             return on_all(self._world, act, "trying the optimizer out")
+
+    def _checked(self, given: GivenPlan) -> Plan:
+        """Returns the plan that the user has given, if it can run. Collective.
+
+        Raises:
+            PlanError: it does not fit the model, the ranks or the batch.
+            RankError: ranks were given other plans.
+        """
+        graph = self._traced.graph
+        act = (lambda: given) if isinstance(given, Plan) else partial(given, graph)
+        plan, *others = gather_on_all(self._world, act, "taking the given plan")
+        if not isinstance(plan, Plan):
+            raise InputError(f"The function that is given as plan returned {plan!r}; expected a Plan.")
+        if differing := [rank for rank, each in enumerate(others, 1) if each != plan]:
+            raise RankError(f"Ranks {differing} were given another plan than rank 0; expected one plan on every rank.")
+        if complaint := self._complaint_of(plan):
+            raise PlanError(f"The given plan cannot run: {complaint}.")
+        if self._traced.loss is None and needs_gradient(self._traced):
+            plan = _for_outputs(plan)
+        try:
+            RankOrders(plan, graph)
+        except ScheduleError as error:
+            raise PlanError(f"The given plan cannot run: {error}") from error
+        return plan
+
+    def _complaint_of(self, plan: Plan) -> str:
+        """Returns why a plan that is given cannot run; empty: it can."""
+        settings, num_ranks, stages = self._settings, self._world.num_ranks, plan.stages
+        blocks, ranks = list(range(len(self._traced.graph.blocks))), set(range(num_ranks))
+        are_blocks = all(each.blocks for each in stages) and [b for each in stages for b in each.blocks] == blocks
+        odd = [each.ranks for each in stages if not each.ranks or len(ranks & set(each.ranks)) < len(each.ranks)]
+        of_size = _complaint_of_size(plan, settings, self._shared.global_batch_size)
+        complaints = {
+            f"it is for {plan.num_ranks} ranks: got {num_ranks}": plan.num_ranks != num_ranks,
+            f"stages are to have blocks 0 to {blocks[-1]} of the model, in order and each once": not are_blocks,
+            f"a stage is to have different ranks from 0 to {num_ranks - 1}: got {odd}": odd,
+            f"its schedule is {plan.schedule}, expected one of {', '.join(sorted(POLICIES))}": (
+                plan.schedule not in POLICIES
+            ),
+            f"it has {plan.num_micro_batches} micro-batches, but num_micro_batches={settings.num_micro_batches}": (
+                settings.num_micro_batches not in (0, plan.num_micro_batches)
+            ),
+            of_size: of_size,
+            "it is for evaluation: got a call with gradients": needs_gradient(self._traced) > plan.needs_gradient,
+            "it shares out the optimizer's state, which shard_optimizer or the optimizer refuses": (
+                plan.shares_state and self._sharing is False
+            ),
+        }
+        return next((text for text, is_wrong in complaints.items() if is_wrong), "")
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -233,10 +336,15 @@ class Preparation:
         with phase(logger, "finding out what state the optimizer keeps"):
             every = gather_on_all(self._world, own, "describing the run")
         limits, factors = zip(*every, strict=True)
-        hosts, device = self._world.hosts, device_name(self.device)
-        batch_size = self._shared.global_batch_size
         return fingerprint_of(
-            self._traced, self._settings, batch_size, hosts, device, limits, max(factors), self._sharing
+            self._traced,
+            self._settings,
+            global_batch_size=self._shared.global_batch_size,
+            hosts=self._world.hosts,
+            device=device_name(self.device),
+            memory_bytes=limits,
+            optimizer_bytes_factor=max(factors),
+            sharing=self._sharing,
         )
 
     def _saved_plan(self) -> Plan | None:
@@ -272,7 +380,7 @@ class Preparation:
             request.write(Path(place.folder, ahead.FILE))
 
     def _on_first(self, act: Callable[[], Result], what: str) -> Result:
-        """Returns on every rank what `act` returns on rank 0. Collective."""
+        """Returns, on every rank, what `act` returns on rank 0. Collective."""
         return gather_on_all(self._world, lambda: act() if self._world.rank == 0 else None, what)[0]  # type: ignore[return-value]
 
     def _keep_plan(self) -> None:

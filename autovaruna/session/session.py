@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
 from time import perf_counter
 from typing import Any
 from weakref import ref
@@ -21,26 +20,35 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
-from autovaruna.interception.optimizer import OptimizerProxy
 from autovaruna.log import phase
-from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
 from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
-from autovaruna.runtime.optimizer import LATER_OPTIMIZERS, OWN_PART, CutOptimizer, step_over_own_part
+from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
-from autovaruna.runtime.world import World, gather_on_all, on_all
-from autovaruna.session import calls
-from autovaruna.session.borders import NO_WISHES, refuse_several
-from autovaruna.session.calls import BatchValues, Report, SharedCall, Totals, ValuesOfBatch
-from autovaruna.session.machine import give_back_freed_memory, keep_freed_memory, on_own_gpu, resident_bytes
+from autovaruna.runtime.world import World, gather_on_all
+from autovaruna.session.agreement import (
+    Report,
+    SameInputs,
+    SharedCall,
+    Totals,
+    compare_settings,
+    input_groups,
+    share_call,
+)
+from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
+from autovaruna.session.device import on_own_gpu
+from autovaruna.session.manager_link import refuse_several
+from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
+from autovaruna.session.model import WrappedModel
+from autovaruna.session.optimizer_part import OptimizerPart
 from autovaruna.session.persistence import Persistence
-from autovaruna.session.preparation import Preparation
+from autovaruna.session.preparation import GivenPlan, Preparation
+from autovaruna.session.recheck import TraceRecheck
+from autovaruna.session.run import Run
 from autovaruna.session.traces import Traces
-from autovaruna.session.witness import Witness
-from autovaruna.session.wrapped import Wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +61,20 @@ class Copies:
     So averages of weights, teachers and target networks stay alike in what each rank holds of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given_plan: GivenPlan | None = None) -> None:
+        self.given_plan = given_plan
         self.preparation: Preparation | None = None  # their common plan; None before the first call of any
         self.num_made = 0
         self._members: list[ref[Session]] = []
 
     def add(self, session: Session) -> int:
-        """Takes a model in; returns its number."""
+        """Adds a model; returns its number."""
         self._members.append(ref(session))
         self.num_made += 1
         return self.num_made - 1
 
     def members(self) -> list[Session]:
-        """Returns those that there still are, the first one first."""
+        """Returns those that are still there, the first one first."""
         return [session for each in self._members if (session := each()) is not None]
 
     def compare(self, world: World) -> None:
@@ -85,16 +94,22 @@ class Session:
     """
 
     def __init__(
-        self, wrapped: Wrapped, persistence: Persistence, scaler: torch.amp.GradScaler | None, copies: Copies
+        self,
+        model: WrappedModel,
+        optimizer: OptimizerPart,
+        run: Run,
+        persistence: Persistence,
+        *,
+        scaler: torch.amp.GradScaler | None,
+        copies: Copies,
     ) -> None:
         self.copies = copies
         self.traces: Traces | None = None  # None: there was no call yet
-        self._wrapped = wrapped
-        self._persistence = persistence
+        self._model, self._optimizer, self._run, self._persistence = model, optimizer, run, persistence
         self._scaler = scaler
         self._num_steps = 0  # of the optimizer, at the call before
         self._number_of_copy = copies.add(self)
-        self._reader = CallReader(wrapped.module, wrapped.settings.batch_inputs, wrapped.settings.batch_dims)
+        self._reader = CallReader(model.module, run.settings.batch_inputs, run.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
 
     @property
@@ -105,10 +120,10 @@ class Session:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the model is called as it is: one process, and no setting that asks for more."""
-        if self._wrapped.world.num_ranks > 1:
+        """Whether the model is called as it is: one process, and neither a setting nor a plan that asks for more."""
+        if self._run.world.num_ranks > 1 or self.copies.given_plan is not None:
             return False
-        settings = self._wrapped.settings
+        settings = self._run.settings
         asks_for_stages = settings.num_stages > 1 or settings.cuts or settings.stage_ranks
         asks_for_memory = settings.recompute == "all" or settings.memory_limit_bytes
         return not (asks_for_stages or asks_for_memory or settings.num_micro_batches or settings.micro_batch_size)
@@ -120,42 +135,41 @@ class Session:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Tells the manager of the job, if there is one, that the rank is in a call."""
-        wrapped, morphing = self._wrapped, self._wrapped.morphing
-        if morphing is None:
+        """Reports to the manager of the job, if there is one, that the rank is in a call."""
+        manager, engine = self._run.manager, self._model.engine
+        if manager is None:
             yield
             return
-        engine = wrapped.engine
         work, plan = (engine.metrics.work_seconds, engine.plan) if engine else (0.0, None)
-        morphing.begin_call(wrapped.num_steps, work, plan)
+        manager.begin_call(self._run.num_steps, work, plan)
         yield
-        morphing.end_call()
+        manager.end_call()
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
-        wrapped, began = self._wrapped, perf_counter()
+        model, run, began = self._model, self._run, perf_counter()
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
-        self._same_inputs.compare(shared, is_told=wrapped.world.rank == 0)
+        self._same_inputs.compare(shared, warns=run.world.rank == 0)
         self.at_border()
-        engine = wrapped.engine or self._start(shared)
-        batch = self._cut(shared, engine.plan)
+        engine = model.engine or self._start(shared)
+        batch = self._cut(shared, engine.plan.num_micro_batches)
         assert self.traces is not None
         traced = self.traces.of(shared, batch)
-        wrapped.num_calls += 1
+        run.num_calls += 1
         lengths = traced.lengths_of(shared.call) or ()
         values = self._values_of_batch(traced, shared, batch, lengths)
         returned = engine.run(
-            traced, shared.tensors, shared.number, batch, values, lambda: wrapped.is_synchronising, lengths
+            traced, shared.tensors, shared.number, batch, values, lambda: run.is_synchronising, lengths
         )
         is_new = self.traces.num_traced > num_known
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)
-            self._witness.kinds.pop(key, None)
+            self._recheck.kinds.pop(key, None)
         if is_new:
-            self._note_trace(traced, perf_counter() - began)
+            self._record_trace(traced, perf_counter() - began)
         if is_new or traced.runs_own_code:  # both may set attributes
-            wrapped.guards.settle()
+            model.guards.settle()
         return returned
 
     def at_border(self) -> None:
@@ -163,30 +177,29 @@ class Session:
 
         Collective, if it is due.
         """
-        wrapped, stopping = self._wrapped, self._wrapped.stopping
-        folder, morphing, num_steps = wrapped.settings.save_on_signal, wrapped.morphing, wrapped.num_steps
+        run, manager, num_steps = self._run, self._run.manager, self._run.num_steps
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
-        step = stopping.step_after(num_steps)
-        if morphing is not None:
-            if wrapped.world.num_ranks == 1:
-                morphing.agree([morphing.wishes])
+        step = run.stopping.step_after(num_steps)
+        if manager is not None:
+            if run.world.num_ranks == 1:
+                manager.agree(manager.is_snapshot_ready, manager.is_to_leave)
             if has_stepped:
-                morphing.at_border(self._only_subject, num_steps, step)
-        if folder:
+                manager.at_border(self._only_subject, num_steps, step)
+        if folder := run.settings.save_on_signal:
             self._save_if_asked(folder, has_stepped, step)
-        if morphing is not None and has_stepped:
-            morphing.end_if_agreed(step)
+        if manager is not None and has_stepped:
+            manager.end_if_agreed(step)
 
     def _save_if_asked(self, folder: str, has_stepped: bool, step: int) -> None:
         """Saves the state and ends this rank, if a signal has come to any. Collective."""
-        wrapped, stopping = self._wrapped, self._wrapped.stopping
-        if wrapped.of_model or wrapped.world.num_models > 1:
+        run, stopping = self._run, self._run.stopping
+        if run.of_model or run.world.num_models > 1:
             raise ConfigError(
-                f"save_on_signal is {folder!r}, but the script calls {wrapped.world.num_models} models, or copies of "
+                f"save_on_signal is {folder!r}, but the script calls {run.world.num_models} models, or copies of "
                 "one; expected one model. Leave the setting out, and save all of them once model.should_stop() is true."
             )
-        if wrapped.world.num_ranks == 1:
-            stopping.is_agreed = stopping.own
+        if run.world.num_ranks == 1:
+            stopping.is_agreed = stopping.is_wanted_here
         if has_stepped and stopping.is_agreed:
             try:
                 self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
@@ -196,77 +209,86 @@ class Session:
 
     def _only_subject(self) -> ModelInTraining:
         """Returns what a snapshot is of, if that is all there is."""
-        refuse_several(max(self._wrapped.world.num_models, len(self.copies.members())))
-        return self._wrapped.subject()
+        refuse_several(self.num_models)
+        return self._persistence.subject()
+
+    @property
+    def num_models(self) -> int:
+        """The models that the script has called, or the copies of this one if there are more."""
+        return max(self._run.world.num_models, len(self.copies.members()))
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plans and splits the model now, from a sample of the calls to come: no number of it is used. Collective."""
-        if self._wrapped.engine is None:
+        if self._model.engine is None and not self.is_plain:
             began = perf_counter()
             self._start(self._agree(args, kwargs))
             assert self.traces is not None and self.traces.latest is not None
-            self._note_trace(self.traces.latest, perf_counter() - began)
-
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the optimizer of a model that has been split, made from ``parameters()`` of this rank. Collective.
-
-        It is refused if it has parameters that this rank does not hold, or its steps join numbers of several.
-        """
-        wrapped = self._wrapped
-        cut = wrapped.joined_optimizer(optimizer)
-        proxy = OptimizerProxy(optimizer, OWN_PART)
-        wrapped.installed.add_method(proxy.remove)
-        self._check_steps(cut, proxy, self.preparation)
-        wrapped.optimizer, wrapped.proxy = cut, proxy
-        wrapped.acts.watch(proxy, optimizer, cut.names)
+            self._record_trace(self.traces.latest, perf_counter() - began)
 
     # agree
 
     def _agree(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> SharedCall:
-        """Tells all ranks of this rank's call. Collective."""
-        wrapped, world = self._wrapped, self._wrapped.world
-        if wrapped.engine is None:
-            calls.compare_settings(wrapped.settings, world)
+        """Exchanges the ranks' reports of their calls, and joins these to one. Collective."""
+        model, run, world = self._model, self._run, self._run.world
+        if model.engine is None:
+            compare_settings(run.settings, world, has_plan=self.copies.given_plan is not None)
         error: Exception | None = None
-        report = None
+        own: Report | None = None
         try:
-            mode = wrapped.guards.words(method)
-            wrapped.check_parameters()
+            mode = model.guards.words(method)
+            model.check_parameters()
             tensors, call = self._reader.read(args, kwargs, mode, method)
-            tensors = on_own_gpu(tensors, wrapped.device)
-            self._look_again(call)
-            passed = self._same_inputs.digests(call, wrapped.num_calls, tensors)
-            totals = self._own_totals(call, tensors)
-            wishes = NO_WISHES if wrapped.morphing is None else wrapped.morphing.wishes
-            report = call.key(), call.batch_size, wrapped.digest(), passed, wrapped.stopping.own, wishes, totals
+            tensors = on_own_gpu(tensors, model.device)
+            self._recheck_trace(call)
+            own = self._report(call, tensors)
         except Exception as caught:
             error = caught
-        reports = world.agree(error, f"reading the model's inputs{wrapped.of_model}", report)
-        wrapped.stopping.is_agreed |= any(is_wanted for *_, is_wanted, _, _ in reports)
-        if wrapped.morphing is not None:
-            wrapped.morphing.agree(wishes for *_, wishes, _ in reports)
-        if self._leave_out(call, reports):
+        every = world.agree(error, f"reading the model's inputs{run.of_model}", own and tuple(own))  # which is faster
+        reports = [Report._make(each) for each in every]
+        run.stopping.is_agreed |= any(each.is_stop_wanted for each in reports)
+        if run.manager is not None:
+            run.manager.agree(
+                all(each.is_snapshot_ready for each in reports), any(each.is_to_leave for each in reports)
+            )
+        if self._drop_unread_attributes(call, reports):
             return self._agree(args, kwargs, method)
         try:
-            return calls.share_call(
-                call, tensors, wrapped.num_calls, self._same_inputs.groups, world, reports, wrapped.doings
-            )
+            groups = self._same_inputs.groups
+            return share_call(call, tensors, reports, self._words, number=run.num_calls, groups=groups, world=world)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
-            if wrapped.engine is None or not wrapped.state.follow_frozen(wrapped.placement, world):
+            if model.engine is None or not model.state.follow_frozen(model.placement, world):
                 raise
             return self._agree(args, kwargs, method)
 
-    def _leave_out(self, call: CallSpec, reports: Sequence[Report]) -> bool:
-        """Makes attributes that the script has set and no trace depends on count no more; says whether there were any.
+    def _report(self, call: CallSpec, tensors: Sequence[Tensor]) -> Report:
+        """Returns what this rank reports of its call."""
+        run, manager, engine = self._run, self._run.manager, self._model.engine
+        return Report(
+            key=call.key(),
+            batch_size=call.batch_size,
+            actions=(*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising),
+            inputs=self._same_inputs.digests(call, run.num_calls, tensors),
+            is_stop_wanted=run.stopping.is_wanted_here,
+            is_snapshot_ready=manager is not None and manager.is_snapshot_ready,
+            is_to_leave=manager is not None and manager.is_to_leave,
+            totals=self._own_totals(call, tensors),
+        )
+
+    def _words(self) -> dict[str, str]:
+        """Returns what this rank's script has done since the start, in words."""
+        engine = {} if self._model.engine is None else self._model.engine.words
+        return {**self._run.actions.words(), **engine, "no_sync()": "off" if self._run.is_synchronising else "on"}
+
+    def _drop_unread_attributes(self, call: CallSpec, reports: Sequence[Report]) -> bool:
+        """Leaves attributes that the script has set, and no trace reads, out of keys; says whether there were any.
 
         It looks where a call is new. Collective then.
         """
-        world, guards, traces = self._wrapped.world, self._wrapped.guards, self.traces
-        keys = {key for key, *_ in reports}
-        if self._wrapped.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
+        world, guards, traces = self._run.world, self._model.guards, self.traces
+        keys = {report.key for report in reports}
+        if self._model.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
             return False
-        found = world.gather_objects(guards.doubtful(), "comparing changed attributes")
-        names = set().union(*found)
+        names = set().union(*world.gather_objects(guards.doubtful(), "comparing changed attributes"))
         if not names:
             return False
         trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
@@ -277,31 +299,31 @@ class Session:
             logger.info(text, ", ".join(sorted(unread)))
         return bool(unread)
 
-    def _note_trace(self, traced: TracedModel, seconds: float) -> None:
+    def _record_trace(self, traced: TracedModel, seconds: float) -> None:
         """Takes the state of the model as that of a new trace, in a call that has taken so long."""
-        if self._wrapped.settings.recheck_trace:
-            self._witness.begin(traced, seconds)
-        self._wrapped.guards.start()
+        if self._run.settings.recheck_trace:
+            self._recheck.record(traced, seconds)
+        self._model.guards.start()
 
-    def _look_again(self, call: CallSpec) -> None:
+    def _recheck_trace(self, call: CallSpec) -> None:
         """Makes sure, in a few calls, that the forward is what was traced."""
         traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.known(call)
-        if traced is not None and self._witness.look(traced):
-            self._wrapped.guards.settle()
+        if traced is not None and self._recheck.recheck(traced):
+            self._model.guards.settle()
 
     @cached_property
-    def _witness(self) -> Witness:
+    def _recheck(self) -> TraceRecheck:
         assert self.traces is not None
-        return Witness(self._wrapped.module, self.traces, self._wrapped.world, self.preparation.plan.predicted_seconds)
+        return TraceRecheck(self._model.module, self.traces, self._run.world, self.preparation.plan.predicted_seconds)
 
     @cached_property
-    def _same_inputs(self) -> calls.SameInputs:
-        return calls.SameInputs(calls.input_groups(self._wrapped.settings, self._wrapped.world.num_ranks))
+    def _same_inputs(self) -> SameInputs:
+        return SameInputs(input_groups(self._run.settings, self._run.world.num_ranks))
 
-    def _cut(self, shared: SharedCall, plan: Plan) -> GlobalBatch:
-        settings, world = self._wrapped.settings, self._wrapped.world
-        batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)
-        weights = calls.micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
+    def _cut(self, shared: SharedCall, num_micro_batches: int) -> GlobalBatch:
+        settings = self._run.settings
+        batch = cut_batch(shared.sizes, num_micro_batches, shared.groups)
+        weights = micro_batch_weights(settings.micro_batch_weight, self._model.module, shared, batch, self._run.world)
         return weigh(batch, weights, settings.reduction == "sum")
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
@@ -322,7 +344,7 @@ class Session:
         reported: Sequence[Totals | None] = shared.totals
         if None in reported:  # on every rank
             own = partial(values.of_samples, shared.tensors, shared.call.batch_size, lengths)
-            reported = gather_on_all(self._wrapped.world, own, f"counting over the batch{self._wrapped.of_model}")
+            reported = gather_on_all(self._run.world, own, f"counting over the batch{self._run.of_model}")
         first = [ranks[0] for ranks in shared.groups]
         totals = [reported[rank] or [] for rank in first]
         return values.of_batch(totals, [shared.sizes[rank] for rank in first], shared.tensors, batch, lengths)
@@ -330,7 +352,7 @@ class Session:
     def _values_in(self, traced: TracedModel) -> BatchValues:
         if traced.key not in self._batch_values:
             device = self.preparation.device
-            self._batch_values[traced.key] = BatchValues(traced, lambda: self._wrapped.state.buffers(), device)
+            self._batch_values[traced.key] = BatchValues(traced, lambda: self._model.state.buffers(), device)
         return self._batch_values[traced.key]
 
     # trace, measure, plan
@@ -340,90 +362,78 @@ class Session:
 
         With an optimizer, the plan is one for training, even if the first call only evaluates.
         """
-        wrapped, world = self._wrapped, self._wrapped.world
+        model, run = self._model, self._run
+        world, settings = run.world, run.settings
         self.copies.compare(world)
-        first = next((each for each in self.copies.members() if each._wrapped.optimizer is not None), self)
+        first = next((each for each in self.copies.members() if each._optimizer.cut is not None), self)
         if first is not self:
-            first._start(replace(shared, call=replace(shared.call, mode=first._wrapped.guards.words())))
-            assert wrapped.engine is not None
-            return wrapped.engine
-        if wrapped.optimizer is not None and not torch.is_grad_enabled():
-            with as_in_training(wrapped.module):
-                return self._start(replace(shared, call=replace(shared.call, mode=wrapped.guards.words())))
-        optimizer = wrapped.follow_groups()
-        if optimizer is not None:
+            first._start(replace(shared, call=replace(shared.call, mode=first._model.guards.words())))
+            assert model.engine is not None
+            return model.engine
+        if self._optimizer.cut is not None and not torch.is_grad_enabled():
+            with as_in_training(model.module):
+                return self._start(replace(shared, call=replace(shared.call, mode=model.guards.words())))
+        if (optimizer := self._optimizer.follow_groups()) is not None:
             optimizer.check()
         keep_freed_memory()
-        resident = resident_bytes(wrapped.device)
-        wrapped.settle()
-        settings, device = wrapped.settings, wrapped.device
-        self.traces = Traces(wrapped.module, settings, world, device)
+        resident = resident_bytes(model.device)
+        model.bring_to_device()
+        self.traces = Traces(model.module, settings, world, model.device)
         traced = self.traces.first(shared)
-        wrapped.take_state()
-        preparation = Preparation(traced, wrapped, shared, resident)
-        open_channel(settings.channel, preparation.plan, world, device)
-        if optimizer is not None and wrapped.proxy is not None:
-            self._check_steps(optimizer, wrapped.proxy, preparation)
+        model.read_state()
+        raw, given = self._optimizer.raw, self.copies.given_plan
+        preparation = Preparation(traced, shared, model, raw, run, resident_before=resident, given_plan=given)
+        open_channel(settings.channel, preparation.plan, world, model.device)
+        if optimizer is not None:
+            self._optimizer.step_over_part(preparation.placement, preparation.device)
         self.copies.preparation = preparation
         with phase(logger, "giving each rank its part of the model"):
             for each in self.copies.members():
                 each._take_part()
         give_back_freed_memory()
-        assert wrapped.engine is not None
-        return wrapped.engine
-
-    def _check_steps(self, cut: CutOptimizer, proxy: OptimizerProxy, preparation: Preparation) -> None:
-        """Lets an optimizer step over this rank's part, if it will have but a part and may. Collective."""
-        placement, world = preparation.placement, self._wrapped.world
-        if placement.divides(chain(*cut.names)):
-            is_shared = bool(placement.owners)
-            act = partial(
-                step_over_own_part, proxy, cut.optimizer, world.num_ranks, preparation.device, is_shared=is_shared
-            )
-            on_all(world, act, f"trying the optimizer{self._wrapped.of_model}")
+        assert model.engine is not None
+        return model.engine
 
     # split
 
     def _take_part(self) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
-        wrapped, preparation = self._wrapped, self.preparation
-        given = self._persistence.given()
-        seed = self._seed(0)
-        wrapped.state.distribute(preparation.placement, wrapped.world, preparation.device, seed, given)
+        model, preparation = self._model, self.preparation
+        names = self._persistence.pending_names()
+        model.state.distribute(preparation.placement, self._run.world, preparation.device, self._seed(0), names)
         self.run_part()
-        if wrapped.optimizer is not None:
-            wrapped.optimizer.cut(wrapped.state.parameters())
+        if self._optimizer.cut is not None:
+            self._optimizer.cut.cut(model.state.parameters())
         self._persistence.show_whole_optimizer()
-        self._persistence.fill()
+        self._persistence.read_pending()
 
     def run_part(self) -> None:
         """Makes what runs this rank's part, of a model that has been split."""
-        wrapped, preparation = self._wrapped, self.preparation
-        settings, world = wrapped.settings, wrapped.world
+        model, run, preparation = self._model, self._run, self.preparation
+        settings, world = run.settings, run.world
         plan, placement, device = preparation.plan, preparation.placement, preparation.device
-        note_shares(wrapped.state, placement, world, device)
+        note_shares(model.state, placement, world, device)
         if placement.divides(placement.holders):
-            note_split(wrapped.state, placement, world)
-            wrapped.installed.add(CLIPPING.use())
-            wrapped.installed.add(LATER_OPTIMIZERS.use())
-        self.traces = self.traces or Traces(wrapped.module, settings, world, device)
-        orders, assignment = preparation.orders, preparation.assignment
-        wrapped.engine = Engine(
-            wrapped.state,
-            plan,
-            assignment,
-            placement,
-            orders,
-            settings,
-            world,
-            device,
-            self._seed(self._number_of_copy),
-            LossScale(wrapped.raw_optimizer, self._scaler, world),
-            wrapped.of_model,
-            None if self._number_of_copy else preparation.event_trace(),
+            note_split(model.state, placement, world)
+            run.installed.add(CLIPPING.use())
+            run.installed.add(LATER_OPTIMIZERS.use())
+        self.traces = self.traces or Traces(model.module, settings, world, device)
+        model.engine = Engine(
+            state=model.state,
+            plan=plan,
+            assignment=preparation.assignment,
+            placement=placement,
+            orders=preparation.orders,
+            settings=settings,
+            world=world,
+            device=device,
+            seed=self._seed(self._number_of_copy),
+            loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
+            of_model=run.of_model,
+            trace=None if self._number_of_copy else preparation.event_trace(),
         )
         world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
-        wrapped.guards.settle()
+        model.guards.settle()
 
     def _seed(self, number: int) -> int:
         """Returns what random nodes draw from: a copy draws other numbers, as it would in plain PyTorch."""

@@ -28,12 +28,13 @@ from autovaruna.profiler.cache import keep_tried, trial_file
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.world import World, differences, gather_on_all, on_all
-from autovaruna.session.calls import BatchValues, SharedCall
+from autovaruna.session.agreement import SharedCall
+from autovaruna.session.batch_values import BatchValues
 
 logger = logging.getLogger(__name__)
-_OTHERS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # what is put in the place of an attribute
+_REPLACEMENTS: tuple[Callable[[str], Any], ...] = (Unusable, lambda name: GONE)  # of an attribute that is left out
 _MOST_SAMPLES = 4  # samples on which a graph is compared with its model
-_MOST_GRAPHS = 32  # graphs that are kept
+MOST_GRAPHS = 32  # graphs that are kept
 _MOST_TRIED = 2  # traces that try to leave a dimension free
 _TRIED, _MOST_TRIED_COUNTS = 3, 16  # samples that are tried on parts of them, and where counts of several meet
 _TRIED_IN_HALVES = 8
@@ -49,8 +50,8 @@ class Traces:
         self.device = device
         self._known: OrderedDict[str, TracedModel] = OrderedDict()
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
-        self._stuck: Counter[tuple[str, int, int]] = Counter()
-        self._unjoined: dict[str, str] = {}  # why losses of micro-batches do not make up that of the batch, by trial
+        self._fixed_lengths: Counter[tuple[str, int, int]] = Counter()
+        self._trial_refusals: dict[str, str] = {}  # why micro-batches do not make up the batch, by graph
         self.latest: TracedModel | None = None
         self.num_traced = 0
 
@@ -88,7 +89,7 @@ class Traces:
         unread, read = set(names), set[str]()
         while likes and unread:
             try:
-                others = [{name: kind(name) for name in unread} for kind in _OTHERS]
+                others = [{name: kind(name) for name in unread} for kind in _REPLACEMENTS]
                 is_unread = all(self._is_same(likes[-1], guards, each) for each in others)
                 return (unread if is_unread else set()), read
             except UsedError as used:
@@ -100,15 +101,16 @@ class Traces:
         """Whether a model has the same graph with other values of attributes."""
         try:
             with guards.with_others(others):
-                return is_same_graph(self.again(known), known)
+                return is_same_graph(self.retrace(known), known)
         except Exception as error:
             logger.debug("the model cannot be traced without %s: %s", ", ".join(others), error)
             return False
 
-    def again(self, known: TracedModel) -> TracedModel:
+    def retrace(self, known: TracedModel) -> TracedModel:
         """Returns the graph that the model has now for a call of which another one is known."""
-        is_dynamic, lengths = known.sizes.symbol is not None, known.sizes.lengths
-        return self._act(known.call, known.sizes.batch_size, is_dynamic, lengths.places if lengths else frozenset())()
+        sizes = known.sizes
+        free = sizes.lengths.places if sizes.lengths else frozenset()
+        return self._tracing(known.call, sizes.batch_size, sizes.symbol is not None, free)()
 
     def first(self, shared: SharedCall) -> TracedModel:
         """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective.
@@ -161,7 +163,7 @@ class Traces:
                 )
 
     def _refuse_other_losses(self, traced: TracedModel) -> None:
-        """Refuses a loss that would be averaged, or added up, and is none such; what it warns of it says once."""
+        """Refuses a loss that is not the mean, or sum, of its micro-batches' losses; checks each graph once."""
         mark = traced.key, frozenset[int](), True
         if mark not in self._checked:
             self._check_parts(traced, self._settings.batch_statistics == "exact")
@@ -171,7 +173,7 @@ class Traces:
         """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
         if not self._settings.micro_batch_weight:
             refuse_other_losses(traced, self._settings.reduction == "sum", is_exact)
-            if reason := self._unjoined.get(traced.key):
+            if reason := self._trial_refusals.get(traced.key):
                 raise InputError(reason)
 
     def _expected_parts(self, shared: SharedCall) -> int:
@@ -198,14 +200,14 @@ class Traces:
         return self.latest
 
     def forget_oldest(self) -> list[str]:
-        """Forgets the graphs that were used longest ago, of more than some; returns their keys."""
+        """Drops the graphs that were used longest ago, where there are too many; returns their keys."""
         forgotten = []
-        while len(self._known) > _MOST_GRAPHS:
+        while len(self._known) > MOST_GRAPHS:
             _, traced = self._known.popitem(last=False)
             self._checked = {each for each in self._checked if each[0] != traced.key}
             forgotten.append(traced.key)
             text = (
-                f"the model was traced for more than {_MOST_GRAPHS} kinds of calls: the graphs that were used longest "
+                f"the model was traced for more than {MOST_GRAPHS} kinds of calls: the graphs that were used longest "
                 "ago are dropped. Each kind is traced once, which takes long: pad inputs to a few lengths, and pass "
                 "what varies as tensors, not as numbers"
             )
@@ -220,7 +222,7 @@ class Traces:
         call, places = shared.call, self._varying(shared.call)
         if not places:
             return None
-        act = self._act(call, micro_batch_size, self._is_dynamic(call), places)
+        act = self._tracing(call, micro_batch_size, self._is_dynamic(call), places)
 
         def attempt() -> tuple[TracedModel | None, str]:
             try:
@@ -231,7 +233,7 @@ class Traces:
         traced, reason = on_all(self._world, attempt, "tracing")
         lengths = None if traced is None else traced.sizes.lengths
         for place in places - (frozenset() if lengths is None else lengths.places):
-            self._note_stuck(call, place, reason if traced is None else traced.fixes_lengths)
+            self._record_fixed_length(call, place, reason if traced is None else traced.fixes_lengths)
         if not all(self._world.gather_objects(traced is not None, "tracing")):
             return None
         assert traced is not None
@@ -247,14 +249,15 @@ class Traces:
         return frozenset(
             (index, dimension)
             for index, dimension in found
-            if call.inputs[index].shape[dimension] > 1 and self._stuck[call.kind(), index, dimension] < _MOST_TRIED
+            if call.inputs[index].shape[dimension] > 1
+            and self._fixed_lengths[call.kind(), index, dimension] < _MOST_TRIED
         )
 
-    def _note_stuck(self, call: CallSpec, place: tuple[int, int], reason: str) -> None:
-        """Counts how often a dimension could not be left free; it may be by chance, so there are two tries."""
+    def _record_fixed_length(self, call: CallSpec, place: tuple[int, int], reason: str) -> None:
+        """Counts traces that could not leave a dimension free: there are two, for the first may fail by chance."""
         index, dimension = place
-        self._stuck[call.kind(), index, dimension] += 1
-        if self._stuck[call.kind(), index, dimension] == _MOST_TRIED and self._world.rank == 0:
+        self._fixed_lengths[call.kind(), index, dimension] += 1
+        if self._fixed_lengths[call.kind(), index, dimension] == _MOST_TRIED and self._world.rank == 0:
             spec = call.inputs[index]
             text = (
                 f"the model fixes dimension {spec.place(dimension)} of {spec.name} {spec.passed_shape}, and is traced "
@@ -266,7 +269,7 @@ class Traces:
     def _trace(self, shared: SharedCall, micro_batch_size: int, is_alone: bool = False) -> TracedModel:
         """Traces a call, for one sample and no other size if that `is_alone` in the global batch."""
         is_dynamic = not is_alone and self._is_dynamic(shared.call)
-        act = self._act(shared.call, micro_batch_size, is_dynamic, is_alone=is_alone)
+        act = self._tracing(shared.call, micro_batch_size, is_dynamic, is_alone=is_alone)
         with phase(logger, "tracing the model"):
             traced = on_all(self._world, act, "tracing")
         return self._checked_on_all(traced, shared, micro_batch_size)
@@ -285,7 +288,7 @@ class Traces:
         """Whether a graph of a call is to serve all batch sizes; not if one could not."""
         return self._settings.dynamic_batch and not self.knows(call)
 
-    def _act(
+    def _tracing(
         self,
         call: CallSpec,
         micro_batch_size: int,
@@ -323,12 +326,12 @@ class Traces:
                 compare(traced, self._model, samples, self.device)
             return self._try(traced, shared) if is_tried and tries[-1] == self._world.rank else ""
 
-        self._unjoined[traced.key] = "".join(
+        self._trial_refusals[traced.key] = "".join(
             gather_on_all(self._world, check_here, "comparing the trace with the model")
         )
 
     def _try(self, traced: TracedModel, shared: SharedCall) -> str:
-        """Makes sure that parts of a batch give what all of it does; returns how the loss does not, where that counts.
+        """Makes sure that parts of a batch give what the whole does; returns why the loss does not, if it is parted.
 
         This rank's samples are repeated until there are enough; what holds of a graph is kept with what is measured.
         """
@@ -341,7 +344,8 @@ class Traces:
         weigh = None if is_free else (lambda part: 1.0) if settings.reduction == "sum" else (lambda part: part)
         for num_samples, first in ((size, 1), (_TRIED_IN_HALVES, _TRIED_IN_HALVES // 2)):  # one sample may be too few
             tensors = self._repeated(shared, max(2, min(num_samples, traced.greatest or num_samples)))
-            trial = PartsTrial(traced, self._model, tensors, self.device, weigh, partial(self._given, traced), first)
+            values = partial(self._values_of_parts, traced)
+            trial = PartsTrial(traced, self._model, tensors, self.device, weigh, values, first)
             error = trial.refusal()
             if not trial.untried:
                 break
@@ -355,7 +359,7 @@ class Traces:
             keep_tried(known)
         return ""
 
-    def _given(
+    def _values_of_parts(
         self, traced: TracedModel, parts: Sequence[Sequence[Tensor]], shares: Sequence[float]
     ) -> list[Mapping[str, Tensor]]:
         """Returns what micro-batches are given of the whole batch, each of which is a rank's mini-batch."""

@@ -198,8 +198,8 @@ def place_of(rank: int, grid: Grid, batch_size: int) -> GridPlace:
 
 def local_rank_of(world: World) -> int:
     """Returns this rank's number on its host, as the launcher says, else by counting."""
-    said = local_rank_in(os.environ)
-    return said if said is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
+    number = local_rank_in(os.environ)
+    return number if number is not None else world.hosts[: world.rank].count(world.hosts[world.rank])
 
 
 def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:

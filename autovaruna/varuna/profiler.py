@@ -1,4 +1,4 @@
-"""Measures a model and the links, all ranks together, and finds from that how to use some ranks: `AutoConfig`."""
+"""Measures a model and the links on all ranks (`Profiler`), and finds from that how to use some (`AutoConfig`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World, gather_on_all, on_all
-from autovaruna.session.machine import find_device
+from autovaruna.session.device import find_device
 from autovaruna.session.measuring import MeasuredModel, SpeedWatch, describe_cluster, measured_profile, optimizer_factor
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Grid, GridOption, choice_at, choices, device_of, grid_of, local_rank_of
@@ -100,7 +100,7 @@ def find_grid(
 
 @dataclass(frozen=True)
 class Facts:
-    """What a profile says besides graph, costs and cluster."""
+    """What a profile has besides graph, costs and cluster."""
 
     gpus_per_node: Count  # ranks on a host
     optimizer_bytes_factor: Amount  # bytes of optimizer state for each byte of a trained parameter

@@ -23,6 +23,7 @@ from autovaruna.session.session import all_in_mode
 
 Inputs = dict[str, Any]
 GetBatch = Callable[..., Mapping[str, Any]]
+GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale doubles
 
 
 def sample_batch(get_batch_fn: GetBatch, model: nn.Module, size: int, device: torch.device) -> Inputs:
@@ -86,40 +87,37 @@ def loss_of(output: Any) -> Tensor:
     )
 
 
-class Requests:
+class JobSignals:
     """The signals of a job; `before` is called before the script's handler, which may end the process."""
 
     def __init__(self, world: World, before: Callable[[], None]) -> None:
         self._world = world
         self._before = before
         self._num_heard = 0
-        self._num_answered = 0
+        self._num_handled = 0
         self._handler: Callable[[int, FrameType | None], Any] | None = None
 
-    def take_over(self) -> None:
+    def install(self) -> None:
         """Puts the script's handler aside, if it has one."""
         if threading.current_thread() is not threading.main_thread():
             return
         handler = script_handler(signal.SIGUSR1)
-        if callable(handler) and handler != self._note:
+        if callable(handler) and handler != self._record:
             self._handler = handler
-            signal.signal(signal.SIGUSR1, self._note)
+            signal.signal(signal.SIGUSR1, self._record)
 
-    def answer(self) -> None:
+    def handle(self) -> None:
         """Calls the script's handler if a signal has come to any rank. Collective."""
-        self.take_over()
+        self.install()
         most = max(self._world.gather_objects(self._num_heard, "looking for signals"))
-        if most > self._num_answered:
-            self._num_answered = most
+        if most > self._num_handled:
+            self._num_handled = most
             if self._handler is not None:
                 self._before()
                 self._handler(signal.SIGUSR1, None)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._num_heard += 1
-
-
-GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale doubles
 
 
 class StepScale:
@@ -149,10 +147,6 @@ class StepScale:
         """The scale."""
         return float(self.scaler.get_scale())
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Returns the loss times the scale."""
-        return loss * self.value
-
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divides the gradients of this rank by the scale; infinite ones and NaN stay what they are."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -178,15 +172,15 @@ class StepScale:
 Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 
 
-def put_aside(parameters: Iterable[nn.Parameter]) -> Gradients:
-    """Takes gradients that are not scaled out of the way of those that will be; returns them."""
+def pop_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
+    """Removes gradients, which are not scaled, before scaled ones are added; returns them."""
     held = [(each, each.grad) for each in parameters if each.grad is not None]
     for parameter, _ in held:
         parameter.grad = None
     return held
 
 
-def finish(
+def finish_gradients(
     model: AutoVaruna,
     parameters: Sequence[nn.Parameter],
     scale: StepScale | None,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +20,20 @@ from autovaruna.config.settings import whole_number
 from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World
+from autovaruna.session.manager_link import report_end
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Grid, GridPlace, StageMap, device_of, local_rank_of, place_of, read_map
 from autovaruna.varuna.profiler import find_grid
 from autovaruna.varuna.step import (
     GetBatch,
-    Requests,
+    JobSignals,
     StepScale,
     check_inputs,
-    finish,
+    finish_gradients,
     loss_of,
     mean_loss,
     on_device,
-    put_aside,
+    pop_gradients,
     sample_batch,
 )
 
@@ -145,7 +146,7 @@ class Varuna(nn.Module):
         self.optimizer: torch.optim.Optimizer | None = None
         self._scale = StepScale(self.device) if fp16 else None
         self._has_stepped = False
-        self._requests = Requests(self.world, self._tell_end)
+        self._signals = JobSignals(self.world, partial(report_end, self.world))
         settings = {
             "optimizer_bytes_factor": 2.0,  # the optimizer comes later; AdamW's is as large as any
             "cutpoints": "ignore" if auto_partitioned else "only",
@@ -180,7 +181,7 @@ class Varuna(nn.Module):
         wrapped = AutoVaruna(model, scaler=self._scaler, **{**settings, "stage_ranks": [list(ranks) for ranks in grid]})
         with as_in_training(model), self._precision():
             sample = sample_batch(get_batch_fn, model, self.batch_size, self.device)
-            wrapped._session.prepare((), sample)
+            wrapped.prepare(**sample)
         return wrapped
 
     def _precision(self) -> Any:
@@ -224,26 +225,17 @@ class Varuna(nn.Module):
         """
         for group in optimizer.param_groups:
             group["params"][:] = [each for each in group["params"] if each is not self._placeholder]
-        self.model._session.adopt(optimizer)
+        self.model.adopt(optimizer)
         if self._scale is not None:
             self._scale.configure(loss_scale, init_loss_scale, min_loss_scale)
         self.optimizer = optimizer
-        self._hold_state()  # whose own handler of signals is for scripts without one
-        self._requests.take_over()
+        self._keep_state()  # first: SIGUSR1 is for the script's handler, if it has one
+        self._signals.install()
         optimizer.register_step_post_hook(lambda *_: setattr(self, "_has_stepped", True))
 
-    def _hold_state(self) -> None:
+    def _keep_state(self) -> None:
         """Has the state kept in memory of hosts from now on, if a manager looks after the job."""
-        wrapped = self.model._wrapped
-        if wrapped.morphing is not None:
-            wrapped.listen()
-            wrapped.morphing.hold(self.iteration, wrapped.proxy, self._scaler, extra=self._extra)
-
-    def _tell_end(self) -> None:
-        """Tells the manager, if there is one, that the script ends because it was asked to, and has not finished."""
-        morphing = self.model._wrapped.morphing
-        if morphing is not None:
-            morphing.tell_end()
+        self.model.keep_on_hosts(self.iteration, scaler=self._scaler, extra=self._extra)
 
     def _extra(self) -> dict[str, int]:
         return {"iteration": self.iteration}
@@ -278,15 +270,17 @@ class Varuna(nn.Module):
             raise OrderError(
                 "step() needs an optimizer: make it from parameters(), then call set_optimizer(optimizer)."
             )
-        self._requests.answer()
+        self._signals.handle()
         batch = on_device(check_inputs(inputs, "step() got"), self.device)
         if self._has_stepped:
             self.zero_grad()
-        earlier = put_aside(self.parameters()) if self._scale else []
+        earlier = pop_gradients(self.parameters()) if self._scale else []
         with torch.enable_grad(), self._precision():
             loss = loss_of(self.model(**batch))
-        (self._scale.scaled(loss) if self._scale else loss).backward()  # type: ignore[no-untyped-call]
-        norm, has_overflow = finish(self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm)
+        (loss * self._scale.value if self._scale else loss).backward()  # type: ignore[no-untyped-call]
+        norm, has_overflow = finish_gradients(
+            self.model, list(self.parameters()), self._scale, earlier, clip_grad_max_norm
+        )
         self.grad_norm = self.grad_norm if norm is None else norm
         if has_overflow:
             self.zero_grad()
@@ -355,17 +349,17 @@ class Varuna(nn.Module):
         """
         if self.optimizer is None:
             logger.warning("loading without the optimizer's state: call set_optimizer() before, to go on with it")
-        found = self.model._load_memory(None if iteration == "latest" else int(iteration), self._scaler, None)
+        info = self.model.load_from_hosts(None if iteration == "latest" else int(iteration), scaler=self._scaler)
         try:
-            found = found or self.model.load_checkpoint(global_store, step=iteration, scaler=self._scaler)
+            info = info or self.model.load_checkpoint(global_store, step=iteration, scaler=self._scaler)
         except CheckpointError as error:
             if check_complete:
                 raise
             logger.warning("loading the newest complete checkpoint: %s", error)
-            found = self.model.load_checkpoint(global_store, step="latest", scaler=self._scaler)
-        known = found.extra if isinstance(found.extra, Mapping) else {}
-        self.iteration = int(known.get("iteration", found.step or 0))
-        self._hold_state()
+            info = self.model.load_checkpoint(global_store, step="latest", scaler=self._scaler)
+        extra = info.extra if isinstance(info.extra, Mapping) else {}
+        self.iteration = int(extra.get("iteration", info.step or 0))
+        self._keep_state()
 
     # the module that it shows
 

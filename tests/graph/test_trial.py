@@ -17,7 +17,7 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.trial import PartsTrial
 from autovaruna.session import traces
 from tests.reference import sgd
-from tests.session.training import QUIET, Setup, on_ranks, pipeline, planned
+from tests.session.training import QUIET, Setup, on_ranks, pipeline
 
 SAMPLES, ROWS, WIDTH, MARKS = 6, 3, 6, 4
 Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -123,8 +123,8 @@ def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(way: Way, **settings: Any) -> Any:
-    with planned(Setup(num_micro_batches=2)):
-        return AutoVaruna(Series(way), **{"num_micro_batches": 2, **QUIET, **settings})(*batch())
+    plan = Setup(num_micro_batches=2).plan
+    return AutoVaruna(Series(way), plan=plan, **{**QUIET, **settings})(*batch())
 
 
 @pytest.mark.parametrize("name", MEETING)

@@ -15,7 +15,7 @@ from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, Case
 from tests.reference import OPTIMIZERS, Record
-from tests.session.training import QUIET, Setup, planned, share_of, trace_shared, train, train_rank
+from tests.session.training import QUIET, Setup, share_of, trace_shared, train, train_rank, work_shared
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4
@@ -58,8 +58,8 @@ def by_partition(names: Sequence[str]) -> Rows:
 def trained(case: Case, num_stages: int, optimizer: str) -> Record:
     """Trains as a pipeline on a plan laid down here; ranks that are left over pass the batch alone."""
     setup = Setup(tuple((stage,) for stage in range(num_stages)), NUM_MICRO_BATCHES, num_ranks=get_world().num_ranks)
-    model, made = wrap(case, optimizer, inputs="replicated", num_micro_batches=NUM_MICRO_BATCHES)
-    with planned(setup, (case.name, case.has_dropout)):
+    model, made = wrap(case, optimizer, inputs="replicated", plan=setup.plan)
+    with work_shared((case.name, case.has_dropout)):
         return train_rank(case, model, made, [case.batch(SIZE, step) for step in range(STEPS)])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.session.borders import STATUS
+from autovaruna.session.run import STATUS
 from tests.mpi.launch import mpirun
 from tests.products import some
 

@@ -10,7 +10,7 @@ from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.transport.torch_channel import lacking_for_nccl, open_channel, open_to_measure
 from autovaruna.runtime.world import World
-from autovaruna.session.machine import measure_links, measure_sums
+from autovaruna.session.links import measure_links, measure_sums
 from tests.catalogue import DEVICE, PLAIN
 from tests.ranks import run_ranks
 from tests.reference import compare, plain_steps, sgd

@@ -12,8 +12,8 @@ from autovaruna.runtime.transport.base import is_dense
 from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.transport.torch_channel import neighbours
 from autovaruna.runtime.world import World
-from autovaruna.session import machine as links
-from autovaruna.session.machine import measure_sums, sample_of_gradients
+from autovaruna.session import links
+from autovaruna.session.links import measure_sums, sample_of_gradients
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

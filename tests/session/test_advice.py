@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, AutoVarunaError
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.reference import gradients_of
-from tests.session.training import QUIET, Setup, planned
+from tests.session.training import QUIET, Setup
 
 X, Y = labelled(6, 0)[1].values()
 _SETTING = re.compile(r"\b(\w+)=('[\w-]+'|\{[^}]*\}|\[[^\]]*\]|True|False|\d+)")
@@ -122,8 +122,9 @@ def test_advice_leads_on(case: str) -> None:
     make, arguments, settings, names = FOLLOWED[case]
     model = make()
     settings = {"num_micro_batches": 2, **settings}
-    with planned(Setup(num_micro_batches=2)), pytest.raises(AutoVarunaError) as refused:
-        AutoVaruna(make(), **settings, **QUIET)(*arguments)
+    plan = Setup(num_micro_batches=2).plan
+    with pytest.raises(AutoVarunaError) as refused:
+        AutoVaruna(make(), plan=plan, **settings, **QUIET)(*arguments)
     named = named_in(str(refused.value))
     settings |= {name: named[name] for name in names}
     model.zero_grad()  # cases share modules
@@ -131,8 +132,8 @@ def test_advice_leads_on(case: str) -> None:
     expected.square().mean().backward()
     gradients = gradients_of(model)
     model.zero_grad()
-    with planned(Setup(num_micro_batches=settings["num_micro_batches"])):
-        loss = AutoVaruna(model, **settings, **QUIET)(*arguments)
-        loss.square().mean().backward()
+    plan = Setup(num_micro_batches=settings["num_micro_batches"]).plan
+    loss = AutoVaruna(model, plan=plan, **settings, **QUIET)(*arguments)
+    loss.square().mean().backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients_of(model), gradients)

@@ -18,7 +18,7 @@ from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import diagonal
 from tests.ranks import run_ranks
 from tests.reference import gradients_of, sgd
-from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline, planned, same_gradients
+from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline, same_gradients
 
 SETTINGS = {"inputs": "per_rank"}
 SETUPS = {
@@ -201,13 +201,12 @@ def test_gradients_go_through_several_calls(has_loss: bool) -> None:
     go_backward(*models, x)
 
     def be_rank(world: World) -> list[dict[str, Tensor]]:
-        settings: dict[str, Any] = {**QUIET, "num_micro_batches": 2}
-        wrapped = [AutoVaruna(model, **settings) for model in copies[world.rank]]
+        plan = pipeline(2, num_micro_batches=2).plan
+        wrapped = [AutoVaruna(model, plan=plan, **QUIET) for model in copies[world.rank]]
         go_backward(*wrapped, x.split(SIZES)[world.rank])
         return [gradients_of(model) for model in wrapped]
 
-    with planned(pipeline(2, num_micro_batches=2)):
-        found = run_ranks(len(SIZES), be_rank, timeout_seconds=60.0)
+    found = run_ranks(len(SIZES), be_rank, timeout_seconds=60.0)
     for place, model in enumerate(models):
         got = {name: gradient for of_rank in found for name, gradient in of_rank[place].items()}
         for name, parameter in model.named_parameters():

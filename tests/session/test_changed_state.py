@@ -21,7 +21,7 @@ from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import some
 from tests.ranks import run_ranks
 from tests.reference import compare, part, plain_micro_batched, ranges, sgd
-from tests.session.training import QUIET, Setup, as_plain, descend, measure, pipeline, planned, refuse, train
+from tests.session.training import QUIET, Setup, as_plain, descend, measure, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
 
@@ -224,7 +224,7 @@ def test_a_change_of_what_forward_reads_counts(what: str) -> None:
         torch.manual_seed(0)
         model: Any = Holder()
         optimizer = sgd(model.parameters())
-        wrapped: Any = model if is_plain else AutoVaruna(model, optimizer, **ONE)
+        wrapped: Any = model if is_plain else AutoVaruna(model, optimizer, plan=Setup(num_micro_batches=1).plan, **ONE)
         found = []
         for step in range(3):
             loss = wrapped(**BATCH)
@@ -234,10 +234,9 @@ def test_a_change_of_what_forward_reads_counts(what: str) -> None:
                 change(model) if change else setattr(wrapped, "scale", 2.0)
             if step == 1:
                 model.config.unread = 5
-        return found, 0 if is_plain else wrapped._session.traces.num_traced
+        return found, 0 if is_plain else wrapped.num_traces
 
-    with planned(Setup(num_micro_batches=1)):
-        found, num_traced = losses(CHANGES[what], is_plain=False)
+    found, num_traced = losses(CHANGES[what], is_plain=False)
     assert found == losses(CHANGES[what], is_plain=True)[0] != losses(lambda model: None, is_plain=True)[0]
     assert num_traced == 2 - (what == "buffer")
 
@@ -281,17 +280,15 @@ def test_what_forward_does_not_read_may_change_at_every_step() -> None:
     def be_rank(world: World) -> int:
         model = Optioned()
         model.num_steps = 0
-        wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+        wrapped = AutoVaruna(model, plan=REPLICAS.plan, **QUIET)
         model.began = float(world.rank)
         for _ in range(4):
             model.num_steps += 1
             model.clock = 0.1 * world.rank
             wrapped(**BATCH)
-        assert wrapped._session.traces is not None
-        return wrapped._session.traces.num_traced
+        return wrapped.num_traces
 
-    with planned(REPLICAS):
-        assert run_ranks(2, be_rank) == [1, 1]
+    assert run_ranks(2, be_rank) == [1, 1]
 
 
 def test_another_parameter_is_refused_once_the_model_is_split() -> None:
@@ -311,15 +308,14 @@ def test_a_change_on_one_rank_is_told() -> None:
 
     def be_rank(world: World) -> None:
         model = Optioned()
-        wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+        wrapped = AutoVaruna(model, plan=REPLICAS.plan, **QUIET)
         wrapped(**BATCH)
         if world.rank == 1:
             model.scale = 2.0
         with pytest.raises(RankError, match=r"attributes is missing on rank 0, scale:2\.0 on rank 1"):
             wrapped(**BATCH)
 
-    with planned(REPLICAS):
-        run_ranks(2, be_rank)
+    run_ranks(2, be_rank)
 
 
 def tabled(table: Callable[..., Tensor], **parts: Any) -> Any:

@@ -30,7 +30,7 @@ from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.progress import VARIABLE, JobPlace, job_place
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
-from autovaruna.session.machine import bring_to_own_device, find_device, on_own_gpu
+from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu
 from autovaruna.session.measuring import SpeedWatch, Turn, lasting, measure_together
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
@@ -158,13 +158,13 @@ def test_one_rank_compares_where_the_model_has_memory(place: str, monkeypatch: p
 def measured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """Counts what is measured, by part and micro-batch size, on all ranks together."""
     counted: Counter[tuple[str, int]] = Counter()
-    measure_one = measure._measure_one
+    measure_one = measure.measure_one
 
     def counting(part: Any, samples: Any, size: int, *rest: Any) -> Any:
         counted[part.signature, size] += 1
         return measure_one(part, samples, size, *rest)
 
-    monkeypatch.setattr(measure, "_measure_one", counting)
+    monkeypatch.setattr(measure, "measure_one", counting)
     return counted
 
 
@@ -244,7 +244,7 @@ def test_a_step_gets_the_mean_and_samples_the_median(
 ) -> None:
     def run(world: World) -> tuple[tuple[float, ...], tuple[float, ...]]:
         watch = SpeedWatch(world, torch.device("cpu"))
-        watch.look()
+        watch.sample()
         return watch.speeds(), watch.speeds_of_samples()
 
     threads: Iterator[Pace] = iter(paces)
@@ -265,7 +265,7 @@ def test_a_rank_whose_steps_were_slow_is_planned_for(
 
     def run(world: World) -> tuple[float, ...]:
         watch = SpeedWatch(world, torch.device("cpu"))
-        watch.look()
+        watch.sample()
         return watch.speeds()
 
     assert job_place() == JobPlace(str(tmp_path), 1, factors=factors)
@@ -297,7 +297,7 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
 
         return measure_together(SpeedWatch(world, torch.device("cpu")), iterations, own_share)
 
-    num_turns = min(iterations, measuring._MOST_TURNS)
+    num_turns = min(iterations, measuring.MOST_TURNS)
     for found in run_ranks(num_ranks, run):
         assert {name: each.forward_seconds for (name, _), each in found.items()} == pytest.approx(
             {name: 1 + place for place, name in enumerate(PARTS)}
@@ -307,7 +307,7 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
 
 def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget limited samples alone: the parts of a large convolutional model were all made and run again."""
-    monkeypatch.setattr(measuring, "_BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "BUDGET_SECONDS", 0.0)
     places: list[int] = []
 
     def run(world: World) -> dict[Key, PartCost]:

@@ -78,29 +78,25 @@ CASES = [
 ]
 
 
-def train_drawn(
-    case: Case, steps: Sequence[tuple[Batch, list[int]]], num_stages: int = 2, more: Any = None
-) -> tuple[Record, int, list[Any]]:
-    """Trains on two ranks; returns the record, how many traces there were, and what `more` returned on each rank."""
+def train_drawn(case: Case, steps: Sequence[tuple[Batch, list[int]]], num_stages: int = 2) -> tuple[Record, int]:
+    """Trains on two ranks; returns the record, and how many traces there were."""
 
-    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> tuple[Record, int, Any]:
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> tuple[Record, int]:
         own = [share_of(batch, sizes, rank) for batch, sizes in steps]
         record = train_rank(case, model, optimizer, own)
-        found = model._session.traces
-        assert found is not None
-        return record, found.num_traced, None if more is None else more(model, rank)
+        return record, model.num_traces
 
     setup = pipeline(num_stages, num_micro_batches=2, settings={"inputs": "per_rank"})
-    records, numbers, others = zip(*on_ranks(setup, case.model(), run, token=case.name), strict=True)
+    records, numbers = zip(*on_ranks(setup, case.model(), run, token=case.name), strict=True)
     assert len(set(numbers)) == 1
-    return merge(records), numbers[0], list(others)
+    return merge(records), numbers[0]
 
 
 @pytest.mark.parametrize("case", some(CASES, 2), ids=str)
 def test_drawn_sizes_and_lengths_are_traced_twice(case: Case) -> None:
     pytest.importorskip(case.needs or "torch")
     steps = drawn(case, NUM_STEPS)
-    record, num_traces, _ = train_drawn(case, steps)
+    record, num_traces = train_drawn(case, steps)
     plain = plain_steps(case, [batch for batch, _ in steps])
     plain.buffers = {name: buffer for name, buffer in plain.buffers.items() if name in record.buffers}
     compare(record, plain, rtol=1e-4 if WHOLE else 1e-5)  # rounding grows over 200 steps
@@ -130,11 +126,11 @@ STEPS = Case("steps", make_steps, lambda size, seed: ((), {}))
 def test_few_graphs_of_a_model_that_fixes_lengths_are_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(traces, "_MOST_GRAPHS", 3)
+    monkeypatch.setattr(traces, "MOST_GRAPHS", 3)
     steps = of_lengths(2, 3, 4, 5, 6, 2, 6, 3)
-    (record, _, kept) = train_drawn(STEPS, steps, more=lambda model, rank: len(model._session.traces._known))
+    record, num_traces = train_drawn(STEPS, steps)
     compare(record, plain_steps(STEPS, [batch for batch, _ in steps]))
-    assert kept == [3, 3]
+    assert num_traces == 7  # 2 and 3 are traced again, the second 6 is not
     said = [each for each in caplog.messages if "dimension 1 of x" in each]
     assert said and "range(x.shape[1])" in said[0] and "more than 3 kinds of calls" in caplog.text
 

@@ -37,7 +37,6 @@ from tests.session.training import (
     merge,
     on_ranks,
     pipeline,
-    planned,
     token_of,
     train_rank,
     with_state,
@@ -322,7 +321,7 @@ def test_two_models_have_two_optimizers() -> None:
     pair = [Written(judge, net=hidden(nn.Tanh())) for _ in range(2)]
     both = copy.deepcopy(pair)
     expected = train_critics(both, [torch.optim.Adam([*both[0].parameters(), *both[1].parameters()], 1e-2)])
-    settings: dict[str, Any] = {**QUIET, **DECLARED, "inputs": "replicated", "num_micro_batches": 2}
+    settings: dict[str, Any] = {**QUIET, **DECLARED, "inputs": "replicated", "plan": TWO.plan}
 
     def run(world: World) -> dict[str, Tensor]:
         own = copy.deepcopy(pair)
@@ -334,9 +333,8 @@ def test_two_models_have_two_optimizers() -> None:
         wrapped = [AutoVaruna(each, one, **settings) for each, one in zip(own, apart, strict=True)]
         return train_critics(wrapped, apart)
 
-    with planned(TWO):
-        for found in run_ranks(2, run):
-            torch.testing.assert_close(found, expected)
+    for found in run_ranks(2, run):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_rank_that_does_not_step_is_told_of() -> None:

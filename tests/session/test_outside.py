@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, RankError, TraceError
 from autovaruna.graph.guards import Guards
 from autovaruna.runtime.world import World
-from autovaruna.session import witness
+from autovaruna.session import recheck
 from tests.ranks import run_ranks
 from tests.reference import sgd
-from tests.session.training import QUIET, pipeline, planned
+from tests.session.training import QUIET, pipeline
 
 Act = Callable[[Any, Tensor], Tensor]
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
@@ -225,7 +225,7 @@ def test_what_no_step_reads_is_ignored() -> None:
     for value in range(4):
         HERE.UNREAD = float(value)  # type: ignore[attr-defined]
         wrapped(X, Y)
-    assert wrapped._session.traces is not None and wrapped._session.traces.num_traced == 1
+    assert wrapped.num_traces == 1
 
 
 def test_a_value_of_one_rank_is_told() -> None:
@@ -233,19 +233,18 @@ def test_a_value_of_one_rank_is_told() -> None:
 
     def be_rank(world: World) -> None:
         value = SimpleNamespace(temp=1.0)
-        wrapped = AutoVaruna(Net(lambda self, h: h * value.temp), num_micro_batches=2, **QUIET)
+        wrapped = AutoVaruna(Net(lambda self, h: h * value.temp), plan=pipeline(2).plan, **QUIET)
         wrapped(X, Y)
         value.temp += world.rank
         with pytest.raises(RankError, match=r"attributes is missing on rank 0, .*temp:2\.0 on rank 1"):
             wrapped(X, Y)
 
-    with planned(pipeline(2)):
-        run_ranks(2, be_rank)
+    run_ranks(2, be_rank)
 
 
 def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deque is not looked into: the second step is refused, with the line and both numbers."""
-    monkeypatch.setattr(witness, "_SHARE", 1.0)  # however long a step takes here
+    monkeypatch.setattr(recheck, "TIME_SHARE", 1.0)  # however long a step takes here
     with pytest.raises(TraceError, match=r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"):
         losses(ours, lambda self, h: h * QUEUE[0], [lambda: QUEUE.__setitem__(0, 2.0)] * 10)
 
@@ -255,7 +254,7 @@ def test_a_model_that_was_prepared_is_followed() -> None:
     begin()
     model = Net(lambda self, h: h * WEIGHT)
     wrapped = ours(model, sgd(model.parameters()))
-    wrapped._session.prepare((X, Y), {})
+    wrapped.prepare(X, Y)
     before = wrapped(X, Y).item()
     HERE.WEIGHT = 2.0  # type: ignore[attr-defined]
     assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before

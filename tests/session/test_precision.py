@@ -80,18 +80,32 @@ class Trained:
     scales: list[float]
 
 
+def scaled_by(way: Way) -> Callable[..., AutoVaruna]:
+    """Returns what wraps a model for a loop with a scaler, which is then the model's ``scaler``."""
+
+    def wrap(*given: Any, **settings: Any) -> AutoVaruna:
+        scaler = way.scaler()
+        wrapped = AutoVaruna(*given, scaler=scaler, **settings)
+        wrapped.scaler = scaler  # type: ignore[assignment]
+        return wrapped
+
+    return wrap
+
+
 def train_in(
     way: Way, case: Case, setup: Setup, batches: Sequence[Batch], make_optimizer: MakeOptimizer = sgd
 ) -> Trained:
-    def wrap(*given: Any, **settings: Any) -> AutoVaruna:
-        return AutoVaruna(*given, scaler=way.scaler(), **settings)
-
     def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Trained:
-        record, scales = loop(way, case, wrapped, optimizer, wrapped._session._scaler, batches)
+        record, scales = loop(way, case, wrapped, optimizer, wrapped.scaler, batches)
         return Trained(with_state(record, wrapped), scales)
 
     results = on_ranks(
-        setup, way.cast(case.model()), run, make_optimizer, wrap=wrap, token=(case.name, case.has_dropout, str(way))
+        setup,
+        way.cast(case.model()),
+        run,
+        make_optimizer,
+        wrap=scaled_by(way),
+        token=(case.name, case.has_dropout, str(way)),
     )
     assert all(each.scales == results[0].scales for each in results), "scales differ between ranks"
     return Trained(merge([each.record for each in results]), results[0].scales)
@@ -242,16 +256,16 @@ def test_an_optimizer_that_unscales_itself_is_scaled_too() -> None:
 def test_overflow_on_one_rank_skips_the_step_on_all(setup: str) -> None:
     def run(model: Any, optimizer: Any, rank: int) -> tuple[float, list[bool]]:
         loss = model(*BATCHES[0][0], **BATCHES[0][1])
-        model._session._scaler.scale(loss).backward()
+        model.scaler.scale(loss).backward()
         before = [parameter.detach().clone() for parameter in held(model).values()]
         if rank == 1:
             next(each.grad for each in held(model).values() if not each.grad.is_meta).view(-1)[0] = torch.inf
-        model._session._scaler.step(optimizer)
-        model._session._scaler.update()
+        model.scaler.step(optimizer)
+        model.scaler.update()
         kept = [torch.equal(old, new) for old, new in zip(before, held(model).values(), strict=True)]
-        return model._session._scaler.get_scale(), kept
+        return model.scaler.get_scale(), kept
 
-    results = on_ranks(SCALED[setup], CASE.model(), run, wrap=scaled)
+    results = on_ranks(SCALED[setup], CASE.model(), run, wrap=scaled_by(HALF))
     assert {scale for scale, _ in results} == {2.0**11}
     assert all(all(kept) for _, kept in results)
 
@@ -272,11 +286,6 @@ def test_a_scaler_that_was_not_known_at_the_call_joins_when_it_unscales() -> Non
     assert on_ranks(SCALED["two"], CASE.model(), run) == [2.0**11] * 2
 
 
-def scaled(*given: Any, **settings: Any) -> Any:
-    """Wraps a model for a loop with a scaler."""
-    return AutoVaruna(*given, scaler=HALF.scaler(), **settings)
-
-
 def scaled_gradient(setup: Setup, num_scalers: int, wrap: Any = AutoVaruna) -> Tensor:
     """Returns a gradient of the first call of a loop with a scaler, before it is unscaled."""
 
@@ -284,7 +293,7 @@ def scaled_gradient(setup: Setup, num_scalers: int, wrap: Any = AutoVaruna) -> T
         scalers = [HALF.scaler() for _ in range(num_scalers)]
         with HALF.around():
             loss = model(*BATCHES[0][0], **BATCHES[0][1])
-        (model._session._scaler or scalers[0]).scale(loss).backward()
+        (getattr(model, "scaler", None) or scalers[0]).scale(loss).backward()
         return torch.cat([parameter.grad.view(-1) for parameter in held(model).values()])
 
     gc.collect()
@@ -295,7 +304,7 @@ def scaled_gradient(setup: Setup, num_scalers: int, wrap: Any = AutoVaruna) -> T
 def test_a_scaler_that_is_not_given_is_found() -> None:
     """Else float16 gradients would vanish before the loop scales them."""
     found = scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=1)
-    assert torch.equal(found, scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=0, wrap=scaled))
+    assert torch.equal(found, scaled_gradient(pipeline(1, num_micro_batches=2), num_scalers=0, wrap=scaled_by(HALF)))
 
 
 def with_own_scaler(hidden: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:

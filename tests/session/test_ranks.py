@@ -21,7 +21,7 @@ from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.transport.base import TensorTransfer
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import STATUS
+from autovaruna.session.run import STATUS
 from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled
 from tests.products import some
 from tests.ranks import run_ranks

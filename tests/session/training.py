@@ -26,7 +26,6 @@ from autovaruna.profiler.optimizer import Steps, steps_of
 from autovaruna.runtime import optimizer
 from autovaruna.runtime.world import World
 from autovaruna.session import traces
-from autovaruna.session.preparation import Preparation
 from tests.catalogue import DEVICE, Batch, Case, batch_size
 from tests.catalogue.small import labelled
 from tests.ranks import run_ranks
@@ -65,11 +64,11 @@ class Setup:
         """The number of ranks."""
         return self.num_ranks or 1 + max(rank for ranks in self.stage_ranks for rank in ranks)
 
-    def plan(self, graph: Graph) -> Plan | None:
-        """Returns the plan for a graph; None if the graph has too few blocks."""
+    def plan(self, graph: Graph) -> Plan:
+        """Returns the plan for a graph; raises TooFewBlocksError."""
         num_blocks, num_stages = len(graph.blocks), len(self.stage_ranks)
         if num_blocks < num_stages:
-            return None
+            raise TooFewBlocksError(num_blocks)
         shares = self.shares or tuple(stage / num_stages for stage in range(1, num_stages))
         starts = [0]
         for stage, share in enumerate(shares, 1):
@@ -99,21 +98,10 @@ def pipeline(num_stages: int, **changes: Any) -> Setup:
 
 
 @contextmanager
-def planned(setup: Setup, token: object = None) -> Iterator[None]:
-    """Lets every preparation take the plan of `setup`, without measuring; equal models (`token`) are traced once.
-
-    So are equal optimizers of torch's tried out.
-    """
-
-    def lay_down(self: Preparation) -> Plan:
-        given = setup if self._traced.loss is not None else replace(setup, schedule="gpipe")
-        plan = given.plan(self._traced.graph)
-        if plan is None:
-            raise TooFewBlocksError(len(self._traced.graph.blocks))
-        return plan
-
-    laid_down, tried = patch.object(Preparation, "_new_plan", lay_down), patch.object(optimizer, "steps_of", try_once)
-    with laid_down, tried, trace_shared(token) if token is not None else nullcontext():
+def work_shared(token: object = None) -> Iterator[None]:
+    """Has equal optimizers of torch's tried out once, and equal models (`token`) traced once."""
+    tried = patch.object(optimizer, "steps_of", try_once)
+    with tried, trace_shared(token) if token is not None else nullcontext():
         yield
 
 
@@ -179,8 +167,10 @@ def refuse(
     """
     token = token_of(model) if isinstance(model, Case) else None
     settings = {"num_micro_batches": 2, **settings, **QUIET}
-    with planned(Setup(num_micro_batches=settings["num_micro_batches"]), token), pytest.raises(error, match=words):
-        AutoVaruna(model.model() if isinstance(model, Case) else model, **settings)(**(arguments or labelled(6, 0)[1]))
+    plan = Setup(num_micro_batches=settings["num_micro_batches"]).plan
+    with work_shared(token), pytest.raises(error, match=words):
+        wrapped = AutoVaruna(model.model() if isinstance(model, Case) else model, plan=plan, **settings)
+        wrapped(**(arguments or labelled(6, 0)[1]))
 
 
 def measure(case: Case, size: int = 6) -> None:
@@ -261,12 +251,13 @@ def on_ranks(
     """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped by `wrap`."""
     copies = [copy.deepcopy(model) for _ in range(setup.world_size)]
     settings = {**QUIET, "num_micro_batches": setup.num_micro_batches, "inputs": "replicated", **setup.settings}
+    settings["plan"] = setup.plan
 
     def be_rank(world: World) -> Any:
         optimizer = make_optimizer(copies[world.rank].parameters())
         return run(wrap(copies[world.rank], optimizer, **settings), optimizer, world.rank)
 
-    with planned(setup, token):
+    with work_shared(token):
         return run_ranks(setup.world_size, be_rank, timeout_seconds=timeout)
 
 

@@ -56,7 +56,7 @@ def test_a_run_that_was_stopped_goes_on(folder: Path, monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(measuring, "_measure_one", refuse)
+    monkeypatch.setattr(measuring, "measure_one", refuse)
     assert profiled(folder, add_to_existing=True, from_cache=False)[0] is not None
 
 

@@ -15,7 +15,7 @@ from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
 from autovaruna.interception import signals
 from autovaruna.varuna import CutPoint, Varuna
-from autovaruna.varuna.step import GROWTH_INTERVAL, Requests, StepScale
+from autovaruna.varuna.step import GROWTH_INTERVAL, JobSignals, StepScale
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
 
 GRIDS = {
@@ -320,10 +320,10 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
         signal.signal(signal.SIGUSR1, lambda *_: called.append("handler"))
         signals._listen()
         alone: Any = SimpleNamespace(gather_objects=lambda own, what: [own])
-        requests = Requests(alone, lambda: called.append("before"))
-        requests.take_over()
+        requests = JobSignals(alone, lambda: called.append("before"))
+        requests.install()
         signal.raise_signal(signal.SIGUSR1)
-        requests.answer()
+        requests.handle()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

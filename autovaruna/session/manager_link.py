@@ -1,16 +1,15 @@
-"""What is due between two steps, where the optimizer has stepped and the next call of the model begins.
+"""Defines `ManagerLink`: what a rank does for the manager that starts its job again when hosts come and go.
 
-`Stopping`: ranks end a run together, at one step, after a signal that came to any of them at any time. `Morphing`: a
-manager that starts the job again when hosts come and go has snapshots taken, and wants the job to end. Whether either
-is due travels with what ranks tell each other at a call anyway; after that call all know the same.
+The manager has snapshots taken where the optimizer has stepped and the next call of the model begins, and wants the job
+to end there. Whether either is due travels in the `Report` of a call; after that call all ranks know the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,46 +18,12 @@ from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
 from autovaruna.errors import ConfigError
 from autovaruna.interception.optimizer import OptimizerProxy
-from autovaruna.interception.signals import has_heard, heard_names
+from autovaruna.interception.signals import has_heard
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.progress import HELD, JobPlace, Reporter
+from autovaruna.runtime.progress import HELD, JobPlace, Reporter, job_place
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
-
-STATUS = 75  # what a run ends with after it has saved because of a signal; the system's EX_TEMPFAIL: start it again
-
-
-class Stopping:
-    """Whether the run is to end, as one model's calls make it known."""
-
-    def __init__(self) -> None:
-        self.is_agreed = False  # whether all ranks know, since the same call, that it is
-        self.is_wanted = False  # whether the script of this rank wants it
-        self._first_step = 0
-
-    @property
-    def own(self) -> bool:
-        """Whether this rank wants it: what it tells the others at the next call."""
-        return self.is_wanted or has_heard()
-
-    def number_from(self, step: int, num_steps: int) -> None:
-        """Takes the number that the script gives the state after so many steps of its optimizer."""
-        self._first_step = step - num_steps
-
-    def step_after(self, num_steps: int) -> int:
-        """Returns the number that the script gives the state after so many steps of its optimizer."""
-        return self._first_step + num_steps
-
-    def end(self, step: int) -> NoReturn:
-        """Ends this rank with `STATUS`, once the state is saved under its number; every rank does."""
-        names = heard_names() or "a signal on another rank"
-        logger.warning("got %s: saved step %d, and end with status %d", names, step, STATUS)
-        raise SystemExit(STATUS)
-
-
-Wishes = tuple[bool, bool]  # whether a rank can take the next snapshot, and whether it is to leave
-NO_WISHES: Wishes = False, False
 
 
 @cache
@@ -67,7 +32,15 @@ def _reporter(place: JobPlace, rank: int) -> Reporter:
     return Reporter(place.of_rank(rank))
 
 
-class Morphing:
+def report_end(world: World) -> None:
+    """Reports to the manager, if there is one, that the script ends because it was asked to, and has not finished."""
+    if (place := job_place()) is not None:
+        reporter = _reporter(place, world.rank)
+        reporter.progress.hears_end = True
+        reporter.write()
+
+
+class ManagerLink:
     """What one rank does for the manager of its job."""
 
     def __init__(self, place: JobPlace, world: World) -> None:
@@ -78,13 +51,14 @@ class Morphing:
         self._num_batches = 0
         self._content: Callable[[int], Content] = Content
         self._generators: Mapping[str, Tensor] | None = None
-        self._takes, self._leaves = NO_WISHES
+        self._takes_snapshot = self._is_leaving = False
         self._first_step = 0
 
-    def hold(
+    def keep_state(
         self,
         step: int,
         optimizer: OptimizerProxy | None,
+        *,
         scaler: Any = None,
         lr_scheduler: Any = None,
         sampler: HasPosition | None = None,
@@ -98,7 +72,7 @@ class Morphing:
         if self._snapshots is None:
             self._snapshots = Snapshots(self.place, self._world.rank, self._reporter)
             if optimizer is not None:
-                optimizer.after.append(self._note_generators)
+                optimizer.after.append(self._record_generators)
         num_before = (0 if sampler is None else sampler.state_dict()["num_batches"]) - self._num_batches
 
         def content(step: int) -> Content:
@@ -110,32 +84,29 @@ class Morphing:
         self._reporter.progress.is_kept = True
         self._reporter.write()
 
-    def _note_generators(self) -> None:
+    def _record_generators(self) -> None:
         self._generators = generator_states()
 
     @property
-    def wishes(self) -> Wishes:
-        """What this rank tells the others at a call."""
-        if self._snapshots is None:
-            return NO_WISHES
-        return self._snapshots.is_ready, has_heard() or self._snapshots.is_to_leave
+    def is_snapshot_ready(self) -> bool:
+        """Whether this rank can take the next snapshot."""
+        return self._snapshots is not None and self._snapshots.is_ready
 
-    def agree(self, wishes: Iterable[Wishes]) -> None:
-        """Takes what all ranks have told."""
-        every = list(wishes)
-        self._takes = all(is_ready for is_ready, _ in every)
-        self._leaves |= any(leaves for _, leaves in every)
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether this rank is to leave the job."""
+        return self._snapshots is not None and (has_heard() or self._snapshots.is_to_leave)
+
+    def agree(self, are_ready: bool, is_any_to_leave: bool) -> None:
+        """Decides what is due at the next border: whether all ranks can take a snapshot, and any is to leave."""
+        self._takes_snapshot = are_ready
+        self._is_leaving |= is_any_to_leave
 
     def begin_call(self, num_steps: int, work_seconds: float, plan: Plan | None) -> None:
         """Tells the host's keeper that a call begins, after so many steps and seconds of computing here."""
         if plan is not None and self._world.rank == 0:
             self._reporter.predict(partial(predicted_seconds, plan))
         self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
-
-    def tell_end(self) -> None:
-        """Tells the host's keeper that this rank ends because it was asked to."""
-        self._reporter.progress.hears_end = True
-        self._reporter.write()
 
     def end_call(self) -> None:
         """Tells the host's keeper that the script goes on."""
@@ -149,12 +120,12 @@ class Morphing:
         """
         if self._snapshots is not None:
             self._snapshots.begin_border(num_steps)
-            if self._takes or self._leaves:
+            if self._takes_snapshot or self._is_leaving:
                 self._snapshots.take(subject(), self._content(step))
 
     def end_if_agreed(self, step: int) -> None:
         """Ends this rank, if all ranks have agreed to, once others have its snapshot of a step. Collective."""
-        if self._snapshots is not None and self._leaves:
+        if self._snapshots is not None and self._is_leaving:
             self._snapshots.wait_for_copy()
             self._world.barrier("leaving together")
             logger.info("step %d is in memory of the hosts: this rank leaves, to be started again", step)

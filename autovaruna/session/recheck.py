@@ -1,6 +1,7 @@
-"""Looks again, in a few later steps, whether a forward is what was traced: what no guard sees must not go by silently.
+"""Checks, in a few later steps, that a forward still is what was traced: a guard may miss what it depends on.
 
-A forward runs on fake tensors, which takes a few steps; where it asks something else of torch, it is traced anew.
+A forward runs on fake tensors, which takes as long as a few steps; where it calls something else of torch, it is traced
+anew.
 """
 
 from __future__ import annotations
@@ -32,35 +33,35 @@ from autovaruna.session.traces import Traces
 
 logger = logging.getLogger(__name__)
 _DUE = (2, 10, 20, 40, 80, 160, 320, 640)  # calls of one kind in training, the one that was traced being the first
-_STEPS, _SHARE = 1000, 0.01  # all looks together take at most this share of so many steps and the first call
+_NUM_STEPS, TIME_SHARE = 1000, 0.01  # all checks take at most this share of so many steps and the first call
 _MOST = 2**16  # numbers of a tensor of which each counts
 
 
-class _AskedOfTorch(TorchFunctionMode):
-    """Notes each function of torch that is called, with its arguments: tensors by the order in which they are met."""
+class _TorchCalls(TorchFunctionMode):
+    """Records each function of torch that is called, with its arguments: tensors by the order in which they are met."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.calls: list[Any] = []
         self._met = {id(each): (place, each) for place, each in enumerate([*model.parameters(), *model.buffers()])}
 
-    def _said(self, value: Any) -> Any:
+    def _describe(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):
             return self._met.setdefault(id(value), (len(self._met), value))[0], value.shape, value.dtype
         if isinstance(value, tuple | list):
-            return [self._said(each) for each in value]
+            return [self._describe(each) for each in value]
         if isinstance(value, dict):
-            return {name: self._said(each) for name, each in value.items()}
+            return {name: self._describe(each) for name, each in value.items()}
         with disable_current_modes():
             return words(value) if not isinstance(value, Tensor) or value.numel() < _MOST else str(value.shape)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((getattr(func, "__name__", ""), self._said(args), self._said(kwargs or {})))
+        self.calls.append((getattr(func, "__name__", ""), self._describe(args), self._describe(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
-def _asked_of_torch(model: nn.Module, call: CallSpec, device: torch.device) -> list[Any]:
-    """Returns what a forward asks of torch, in order; raises whatever a forward does that needs numbers."""
+def _torch_calls(model: nn.Module, call: CallSpec, device: torch.device) -> list[Any]:
+    """Returns what a forward calls of torch, in order; raises whatever a forward does that needs numbers."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with (
         one_at_a_time,
@@ -74,40 +75,44 @@ def _asked_of_torch(model: nn.Module, call: CallSpec, device: torch.device) -> l
         with_fake_state(model, mode, device),
     ):
         args, kwargs = call.arguments(example_inputs(call, max(2, call.batch_size), mode, device))
-        asked = _AskedOfTorch(model)
-        with mode, asked:
+        recorder = _TorchCalls(model)
+        with mode, recorder:
             call.of(model)(*args, **kwargs)
-    return asked.calls
+    return recorder.calls
 
 
 @dataclass
 class _WatchedCalls:
-    """Calls of one kind; `asked` is what the traced forward asked of torch."""
+    """Calls of one kind; `calls` is what the traced forward calls of torch."""
 
-    asked: list[Any]
+    calls: list[Any]
     num_calls: int = 1
 
 
-class Witness:
-    """What one rank sees of it: ranks look in turns, and an error of one is told to all as they agree on the call."""
+class TraceRecheck:
+    """Rechecks traces on one rank: ranks do so in turns, and an error of one reaches all as they agree on the call."""
 
     def __init__(self, model: nn.Module, traces: Traces, world: World, step_seconds: float) -> None:
         self._model = model
         self._traces = traces
         self._world = world
         self.kinds: dict[str, _WatchedCalls] = {}
-        self._left = _SHARE * _STEPS * step_seconds  # seconds that looks may take yet
-        self._price = 0.0
+        self._seconds_left = TIME_SHARE * _NUM_STEPS * step_seconds  # seconds that checks may take yet
+        self._expected_seconds = 0.0
 
-    def begin(self, traced: TracedModel, call_seconds: float) -> None:
-        """Notes what a forward asks of torch that has just been traced, in a call that took so long."""
-        self._left += _SHARE * call_seconds
-        if traced.needs_gradient and self._price <= self._left and (asked := self._ask(traced)):
-            self.kinds[traced.key] = _WatchedCalls(asked)
-            self._price /= 2  # the next one is warm
+    def record(self, traced: TracedModel, call_seconds: float) -> None:
+        """Records what a forward calls of torch that has just been traced, in a call that took so long."""
+        self._seconds_left += TIME_SHARE * call_seconds
+        if (
+            traced.needs_gradient
+            and self._expected_seconds <= self._seconds_left
+            and (calls := self._calls_now(traced))
+        ):
+            self.kinds[traced.key] = _WatchedCalls(calls)
+            self._expected_seconds /= 2  # the next one is warm
 
-    def look(self, traced: TracedModel) -> bool:
-        """Looks whether the forward is what was traced, if that is due; says whether it has looked.
+    def recheck(self, traced: TracedModel) -> bool:
+        """Checks, if that is due, that the forward is what was traced; says whether it did.
 
         Raises:
             TraceError: it is not.
@@ -116,29 +121,29 @@ class Witness:
         if kind is None:
             return False
         kind.num_calls += 1
-        if kind.num_calls not in _DUE or self._price > self._left:
+        if kind.num_calls not in _DUE or self._expected_seconds > self._seconds_left:
             return False
         if _DUE.index(kind.num_calls) % self._world.num_ranks != self._world.rank:
             return False
-        if (asked := self._ask(traced)) != kind.asked:
-            self._trace_again(traced)
-            kind.asked = asked
+        if (calls := self._calls_now(traced)) != kind.calls:
+            self._compare_anew(traced)
+            kind.calls = calls
         return True
 
-    def _ask(self, traced: TracedModel) -> list[Any]:
-        """Returns what the forward asks of torch now; empty: it needs numbers, and cannot be looked at."""
+    def _calls_now(self, traced: TracedModel) -> list[Any]:
+        """Returns what the forward calls of torch now; empty: it needs numbers, and cannot be checked."""
         before = perf_counter()
         try:
-            return _asked_of_torch(self._model, traced.call, self._traces.device)
+            return _torch_calls(self._model, traced.call, self._traces.device)
         except Exception as error:
             logger.debug("the forward is not looked at again: %s", error)
             return []
         finally:
-            self._price = perf_counter() - before
-            self._left -= self._price
+            self._expected_seconds = perf_counter() - before
+            self._seconds_left -= self._expected_seconds
 
-    def _trace_again(self, traced: TracedModel) -> None:
-        found = self._traces.again(traced)
+    def _compare_anew(self, traced: TracedModel) -> None:
+        found = self._traces.retrace(traced)
         if not is_same_graph(found, traced):
             raise TraceError(
                 f"forward of {type(self._model).__name__} does something else than when it was traced: "

@@ -1,0 +1,238 @@
+"""Describes a call of the model on all ranks, which must agree on everything but the samples."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from autovaruna.config.settings import Settings, replicas_of
+from autovaruna.errors import InputError, RankError
+from autovaruna.graph.call import CallSpec
+from autovaruna.runtime.world import World, differences
+from autovaruna.session.script_actions import Digest
+
+logger = logging.getLogger(__name__)
+_NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
+_NUM_WHOLE_CALLS = 2  # calls of which all numbers are
+_OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
+_OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
+"""Settings that may differ between ranks; all others must be the same."""
+_FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
+
+
+Totals = list[Any]
+"""Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
+
+
+class Report(NamedTuple):
+    """What a rank reports of its call, in one exchange."""
+
+    key: str
+    batch_size: int
+    actions: Digest  # of what its script has done since the start
+    inputs: tuple[int, ...]  # digests of its tensors, in few calls
+    is_stop_wanted: bool
+    is_snapshot_ready: bool  # for the manager of the job
+    is_to_leave: bool
+    totals: Totals | None  # of its mini-batch; None: the graph is not known yet
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """One call of the model, of which every rank has its own samples."""
+
+    call: CallSpec
+    tensors: Sequence[Tensor]
+    sizes: tuple[int, ...]
+    number: int
+    groups: tuple[tuple[int, ...], ...]  # the ranks that pass the same mini-batch
+    totals: tuple[Totals | None, ...]  # those of each rank's mini-batch; None: not known yet
+    digests: tuple[tuple[int, ...], ...]  # of each rank's tensors, as `SameInputs` makes them
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of all groups together."""
+        return sum(self.sizes[ranks[0]] for ranks in self.groups)
+
+    @property
+    def key(self) -> str:
+        """Digest that is equal for calls that one trace serves."""
+        return self.call.key()
+
+    def samples(self, start: int, size: int) -> list[Tensor]:
+        """Returns this rank's tensors, the batch first in each, with some of its samples alone."""
+        pairs = zip(self.tensors, self.call.inputs, strict=True)
+        return [tensor[start : start + size] if spec.is_batch else tensor for tensor, spec in pairs]
+
+
+def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks that pass the same mini-batch: each alone, all, or those of a replica."""
+    if settings.inputs == "replicated":
+        return (tuple(range(num_ranks)),)
+    if settings.inputs == "per_replica":
+        return replicas_of(settings.stage_ranks)
+    return tuple((rank,) for rank in range(num_ranks))
+
+
+def compare_settings(settings: Settings, world: World, *, has_plan: bool) -> None:
+    """Raises RankError unless the ranks were given the same settings, and all or none `has_plan`. Collective."""
+    own = {name: repr(value) for name, value in settings.as_dict().items() if name not in _OF_ONE_RANK}
+    own["micro_batch_weight"] = "None" if settings.micro_batch_weight is None else "a function"
+    own["plan"] = "given" if has_plan else "None"
+    if differing := differences(world.gather_objects(own, "comparing settings")):
+        raise RankError(f"The ranks have different settings: {differing}. Expected the same ones on every rank.")
+
+
+def share_call(
+    call: CallSpec,
+    tensors: Sequence[Tensor],
+    reports: Sequence[Report],
+    actions: Callable[[], Mapping[str, str]],
+    *,
+    number: int,
+    groups: tuple[tuple[int, ...], ...],
+    world: World,
+) -> SharedCall:
+    """Joins the calls of all ranks to one. Collective if they do not fit together: a RankError says how they differ.
+
+    `groups` pass the same mini-batch; `actions` returns in words what this rank's script has done since the start.
+    """
+    if len({report.actions for report in reports}) > 1:
+        strays = differences(world.gather_objects(actions(), "comparing what the ranks did"))
+        raise RankError(
+            f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
+            "same calls with the same options, and go backward from the same loss; their copies of the weights would "
+            "differ."
+        )
+    if len({report.key for report in reports}) > 1:
+        differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
+        kinds = set(world.gather_objects((call.kind(), call.mode), "comparing calls"))
+        pad = " Where samples have lengths of their own, pad them to one length on all ranks."
+        advice = pad if len(kinds) == 1 else ""
+        raise RankError(
+            f"The ranks call the model with inputs that do not fit together: {differing}. Expected the same names, "
+            f"dtypes, constants, modes and shapes on every rank, but for the size of the batch.{advice}"
+        )
+    sizes = tuple([report.batch_size for report in reports])
+    if not any(sizes):
+        raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
+    for ranks in groups:
+        passed = [sizes[rank] for rank in ranks]
+        if len(set(passed)) > 1:
+            who, mode = ("the ranks", "replicated") if len(groups) == 1 else (f"ranks {list(ranks)}", "per_replica")
+            raise RankError(
+                f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
+                "them; pass inputs='per_rank' if each rank has samples of its own."
+            )
+    return SharedCall(
+        call=call,
+        tensors=tensors,
+        sizes=sizes,
+        number=number,
+        groups=groups,
+        totals=tuple([report.totals for report in reports]),
+        digests=tuple([report.inputs for report in reports]),
+    )
+
+
+def _words(call: CallSpec) -> dict[str, str]:
+    """Returns everything that a trace depends on, in words, by what it is."""
+    words = {f"input {spec.name}": spec.words() for spec in call.inputs}
+    words["the method"] = call.method
+    words |= {f"constant {_name(path)}": value for path, value in call.tree.constants()}
+    words |= dict(re.findall(r"(\w+)=(\S+)", call.mode))
+    training, trained = words.pop("training", ""), words.pop("parameters", "")
+    words |= {"the number of modules": str(len(training)), "the number of parameters": str(len(trained))}
+    words["the model's mode"] = _flags(training)
+    words["grad mode"] = words.pop("gradient", "")
+    words["every parameter"] = _flags(trained)
+    return words
+
+
+def _name(path: str) -> str:
+    """Turns ``[1]['scale']`` into ``scale`` and ``[0][2]`` into ``argument 2``."""
+    is_keyword, rest = path.startswith("[1]"), path[3:]
+    return re.sub(r"^\['(\w+)'\]", r"\1", rest) if is_keyword else f"argument {rest.strip('[]')}"
+
+
+def _flags(letters: str) -> str:
+    """Returns ``train()`` for ``tttt``; letters that differ stay, one a module or parameter."""
+    return _FLAGS[letters[0]] if len(set(letters)) == 1 else f"mixed ({letters})"
+
+
+class SameInputs:
+    """Whether ranks pass the same mini-batch where they are to, and others where they are to, in a few of their calls.
+
+    With other samples on a rank of a group, a step would join the inputs of some samples with the labels of others.
+    """
+
+    def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        self.groups = groups
+        self._trained: list[list[Digest]] = []  # digests of the first calls that train, by group
+
+    def digests(self, call: CallSpec, number: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Returns a digest of each tensor, or of some of its numbers; nothing in most calls, and without samples."""
+        is_due = number < _NUM_FIRST_CALLS or (number % _CALLS_BETWEEN == 0 and all(each.is_cpu for each in tensors))
+        is_due &= any(len(ranks) > 1 for ranks in self.groups)
+        is_whole = number < _NUM_WHOLE_CALLS or self._may_see_copies
+        found = tuple(_digest(each, is_whole) for each in tensors if is_due or self._may_see_copies)
+        return found if call.batch_size else ()
+
+    @property
+    def _may_see_copies(self) -> bool:
+        return len(self.groups) > 1 and len(self._trained) < _NUM_WHOLE_CALLS and torch.is_grad_enabled()
+
+    def compare(self, shared: SharedCall, *, warns: bool) -> None:
+        """Raises RankError if a mini-batch that ranks share differs between them.
+
+        If it `warns`, it does so, once, where it is the same on ranks that do not share it.
+        """
+        inputs, digests = shared.call.inputs, shared.digests
+        if not any(digests):
+            return
+        for ranks in self.groups:
+            pairs = [zip(inputs, digests[ranks[0]], digests[rank], strict=False) for rank in ranks]
+            if odd := sorted({spec.name for spec, first, own in chain(*pairs) if own != first}):
+                mode = "replicated" if len(self.groups) == 1 else "per_replica"
+                raise RankError(
+                    f"inputs={mode!r}, but ranks {list(ranks)} pass other numbers in {', '.join(odd)}: a step would "
+                    "join inputs and labels of several batches. Expected the same batch on each of them (seed their "
+                    "loaders alike, or broadcast what is drawn); with samples of its own on each rank, pass "
+                    "inputs='per_rank'."
+                )
+        if self._may_see_copies:
+            firsts = [zip(inputs, digests[ranks[0]], strict=False) for ranks in self.groups]
+            self._trained.append([tuple(own for spec, own in each if spec.is_batch) for each in firsts])
+            if warns and len(self._trained) == _NUM_WHOLE_CALLS:
+                self._warn_of_copies()
+
+    def _warn_of_copies(self) -> None:
+        """Warns of ranks that pass the same samples; of a batch that never changes nothing is said."""
+        by_group = list(zip(*self._trained, strict=True))
+        alike = [
+            rank
+            for ranks, (one, other) in zip(self.groups, by_group, strict=True)
+            for rank in ranks
+            if one != other and () not in (one, other) and by_group.count((one, other)) > 1
+        ]
+        if alike:
+            logger.warning(
+                "ranks %s pass the same samples, so that each of these is trained on more than once. Give every rank "
+                "samples of its own: DataLoader(..., batch_sampler=ElasticSampler(...)), or sampler=DistributedSampler("
+                "...) of torch. If they are to pass one batch, which is then cut among them, pass inputs='replicated'",
+                alike,
+            )
+
+
+def _digest(tensor: Tensor, is_whole: bool) -> int:
+    flat = tensor.detach().reshape(-1)
+    step = 1 if is_whole else len(flat) // _NUM_NUMBERS | 1  # an odd one comes by all columns of a picture
+    return crc32(flat[::step].contiguous().view(torch.uint8).cpu().numpy().tobytes())

@@ -1,0 +1,166 @@
+"""Times messages between neighbouring ranks and sums over all ranks, as the planner needs them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from statistics import median
+
+import torch
+
+from autovaruna.profiler.records import LinkCost
+from autovaruna.runtime.transport.base import Layout, Pair
+from autovaruna.runtime.transport.torch_channel import neighbours
+from autovaruna.runtime.world import GradientSums, World
+
+logger = logging.getLogger(__name__)
+LINK_TAG = (1 << 20) - 1
+SHORT_BYTES, SHORT_TIMES = 256, 30
+LONG_BYTES, LONG_TIMES = 1 << 20, 10
+LINK_ATTEMPTS = 3
+LEAST_SUM_BYTES, MOST_SUM_BYTES = 4 << 20, 32 << 20
+MOST_SUM_TENSORS = 2000
+SUM_TIMES = 3
+
+
+def measure_links(world: World, device: torch.device) -> tuple[LinkCost, LinkCost]:
+    """Measures messages between neighbouring ranks, from where this rank computes. Collective.
+
+    Returns the link within a host, and that between hosts; a kind that does not exist here costs what the other does.
+    """
+    if world.num_ranks == 1:
+        return LinkCost(0.0, math.inf), LinkCost(0.0, math.inf)
+    links: dict[Pair, LinkCost] = {}
+    unclear = neighbours(world.hosts)
+    for _ in range(LINK_ATTEMPTS):
+        seconds = _measure_pairs(world, unclear, device)
+        links.update({pair: _link_of(*times) for pair, times in seconds.items()})
+        unclear = [pair for pair, (small, large) in seconds.items() if large <= small]
+    if unclear:
+        logger.warning(
+            "between ranks %s a message of %d bytes took longer than one of %d, %d times: other programs use the "
+            "ranks' cores, so that the plan may be a poor one",
+            ", ".join(f"{i} and {j}" for i, j in unclear),
+            SHORT_BYTES,
+            LONG_BYTES,
+            LINK_ATTEMPTS,
+        )
+    local = [link for (i, j), link in links.items() if world.hosts[i] == world.hosts[j]]
+    remote = [link for (i, j), link in links.items() if world.hosts[i] != world.hosts[j]]
+    return _typical(local or remote), _typical(remote or local)
+
+
+def _measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dict[Pair, tuple[float, float]]:
+    """Returns the seconds of a small and a large message for each pair, the same on every rank."""
+    mine: dict[Pair, tuple[float, float]] = {}
+    for some in rounds_of(pairs):
+        world.barrier("measuring links")
+        for pair in some:
+            if world.rank in pair:
+                peer = sum(pair) - world.rank
+                small = one_way_seconds(world, peer, SHORT_BYTES, SHORT_TIMES, device)
+                mine[pair] = small, one_way_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
+    everywhere = world.gather_objects(mine, "measuring links") if pairs else []
+    return {pair: seconds for found in everywhere for pair, seconds in found.items()}
+
+
+def _link_of(small_seconds: float, large_seconds: float) -> LinkCost:
+    """Returns the link on which a small and a large message take these times.
+
+    If the small one took longer, by chance, the large one's time is all bandwidth.
+    """
+    if large_seconds <= small_seconds:
+        return LinkCost(large_seconds, LONG_BYTES / large_seconds)
+    return LinkCost(small_seconds, (LONG_BYTES - SHORT_BYTES) / (large_seconds - small_seconds))
+
+
+def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
+    """Returns the pairs in rounds, in each of which a rank is in one pair at most: they are timed at once."""
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        for some in rounds:
+            if all(set(pair).isdisjoint(other) for other in some):
+                some.append(pair)
+                break
+        else:
+            rounds.append([pair])
+    return rounds
+
+
+def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
+    """Returns half the median seconds of a message there and back, sent as `Mail` does; the lower rank begins."""
+    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    blanks = [Layout((num_bytes,), (1,), torch.uint8)]
+
+    def there() -> None:
+        world.send([outgoing], peer, LINK_TAG).wait()
+
+    def back() -> None:
+        if world.brings(peer, blanks):
+            world.bring(blanks, peer, LINK_TAG).wait()
+        else:
+            world.receive([incoming], peer, LINK_TAG).wait()
+
+    acts = (there, back) if world.rank < peer else (back, there)
+    return _median_seconds(acts, num_times, device) / 2
+
+
+def _median_seconds(acts: Sequence[Callable[[], None]], num_times: int, device: torch.device) -> float:
+    """Returns the median seconds of all `acts`, each to its end on a device, after two rounds that do not count."""
+    seconds = []
+    for _ in range(num_times + 2):
+        start = time.perf_counter()
+        for act in acts:
+            act()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[2:])
+
+
+def _typical(links: list[LinkCost]) -> LinkCost:
+    return LinkCost(median(link.latency_seconds for link in links), median(link.bytes_per_second for link in links))
+
+
+def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
+    """Measures sums over all ranks, as gradients of `sizes` bytes each are summed. Collective.
+
+    Small gradients travel together and are copied for it, large ones lie where they are. The first 32 MiB are summed,
+    and all again where they are less than 4 MiB. Returns the latency for each rank that takes part, and the bytes that
+    each rank of a ring sends in a second.
+    """
+    if world.num_ranks == 1:
+        return LinkCost(0.0, math.inf)
+    ranks = tuple(range(world.num_ranks))
+    tiny = torch.zeros(SHORT_BYTES // 4, device=device)
+    gradients = [torch.zeros(size, dtype=torch.float32, device=device) for size in sample_of_gradients(sizes)]
+
+    def sum_all() -> None:
+        sums = GradientSums(world)
+        for gradient in gradients:
+            sums.add(gradient, ranks, is_contiguous=True)
+        sums.finish()
+
+    def slowest(act: Callable[[], None], num_times: int) -> float:
+        seconds = _median_seconds([act], num_times, device)
+        return float(max(world.gather_objects(seconds, "measuring links: all-reduce")))
+
+    latency = slowest(lambda: world.all_reduce(tiny, ranks), SHORT_TIMES)
+    seconds = slowest(sum_all, SUM_TIMES)
+    sent_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * sum(each.nbytes for each in gradients)
+    return LinkCost(latency / world.num_ranks, sent_bytes / max(seconds - latency, seconds / 2))
+
+
+def sample_of_gradients(sizes: Sequence[int]) -> Iterator[int]:
+    """Yields the numbers of elements of a step's first gradients, repeated where they are few."""
+    total = num_tensors = 0
+    for size in cycle([size for size in sizes if size] or [LEAST_SUM_BYTES]):
+        is_enough = num_tensors >= len(sizes) and total >= LEAST_SUM_BYTES
+        if is_enough or total >= MOST_SUM_BYTES or num_tensors == MOST_SUM_TENSORS:
+            return
+        taken = min(max(size, 4), MOST_SUM_BYTES - total)
+        total, num_tensors = total + taken, num_tensors + 1
+        yield -(-taken // 4)

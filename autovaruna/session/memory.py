@@ -1,0 +1,121 @@
+"""Says how much memory this rank may use and holds, and keeps the C library from giving it back in every step."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+
+import torch
+
+from autovaruna.config.settings import Settings
+from autovaruna.runtime.world import World
+
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
+_PROCESS_BYTES = 16 << 20
+"""What a process holds on the CPU beside tensors, once it has traced a model, where the system does not say."""
+_LATER_BYTES = 5 << 20
+"""What planning and splitting add to a process that has traced, measured and sent: pages of code, graphs of stages."""
+_FRAGMENTATION, _FRAGMENTATION_WITH_CACHE, _FRAGMENTATION_OF_CUDA = 1.35, 1.75, 1.2
+"""Bytes that an allocator takes for each byte that micro-batches make and free.
+
+The first two are of the C library's heap, found from the settings of `benchmarks/prediction.py`: with
+``GLIBC_TUNABLES=glibc.malloc.tcache_count=0``, and without, where small pieces that the library keeps for itself lie
+between holes. That of CUDA's caching allocator was 1.1 for gigabytes of them and up to 2 for a hundred megabytes."""
+MAPPED_BYTES = 32 << 20
+"""Tensors of this and more lie outside the heap, and go back to the system at once; the most that glibc allows."""
+_SMALL_BYTES = 1 << 16  # tensors of less than this are few bytes beside others
+_TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
+"""A user who sets one of these in ``GLIBC_TUNABLES`` has decided what is given back, and is followed."""
+
+
+def rank_memory(world: World, device: torch.device, settings: Settings) -> float:
+    """Returns the bytes that this rank may use: the setting, or its share of what the device has, less the margin."""
+    num_sharing = world.hosts.count(world.hosts[world.rank])
+    total = float(settings.memory_limit_bytes)
+    if not total and device.type == "cuda":
+        num_sharing_gpu = -(-num_sharing // torch.cuda.device_count())
+        total = float(torch.cuda.get_device_properties(device).total_memory) / num_sharing_gpu
+    return (total or host_memory() / num_sharing) * (1.0 - settings.memory_margin)
+
+
+def host_memory() -> float:
+    """Returns the bytes of memory that this host has."""
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def resident_bytes(device: torch.device) -> float | None:
+    """Returns what this process holds of the memory where it computes; None if the system does not say.
+
+    On the CPU that is the resident set without what the heap could give back.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        return float(torch.cuda.memory_allocated(device))
+    give_back_freed_memory()
+    try:
+        return float(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def process_bytes_of(
+    world: World, device: torch.device, resident_before: float | None, batch_bytes: float
+) -> tuple[float, ...]:
+    """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces of a GPU. Collective.
+
+    On the CPU, samples go to other ranks through shared memory, which counts for both ranks; pages of it that the
+    timing of links has touched are used again.
+    """
+    now = resident_bytes(device)
+    growth = None if now is None or resident_before is None else max(now - resident_before, 0.0)
+    mine = batch_bytes
+    if device.type == "cuda":
+        mine += growth or 0.0
+    else:
+        on_its_way = max(batch_bytes - _shared_bytes(), 0.0) if world.num_ranks > 1 else 0.0
+        mine += (_PROCESS_BYTES if growth is None else growth) + on_its_way + _LATER_BYTES
+    return tuple(world.gather_objects(mine, "measuring what processes hold"))
+
+
+def _shared_bytes() -> float:
+    """Returns the resident bytes of memory that processes share; 0 if the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:")), 0.0)
+
+
+def fragmentation(device: torch.device) -> float:
+    """Returns the bytes that the allocator takes for each; 1 if the user has every tensor mapped for itself."""
+    if device.type == "cuda":
+        return _FRAGMENTATION_OF_CUDA
+    tunables = dict(each.partition("=")[::2] for each in os.environ.get("GLIBC_TUNABLES", "").split(":"))
+    mapped_from = tunables.get("glibc.malloc.mmap_threshold") or os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    if mapped_from.isdigit() and int(mapped_from) <= _SMALL_BYTES:
+        return 1.0
+    return _FRAGMENTATION if tunables.get("glibc.malloc.tcache_count") == "0" else _FRAGMENTATION_WITH_CACHE
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what tensors free: a step asks for the same memory as the one before it.
+
+    Giving it back and getting it again takes up to a sixth of a step. Small pieces join their free neighbours at once:
+    those that wait to be used again keep tensors out of the holes beside them. What the user has set counts.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    is_set = any(name.startswith("MALLOC_") for name in os.environ) or any(name in tunables for name in _TUNABLES)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not is_set:
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MXFAST, 0)
+
+
+def give_back_freed_memory() -> None:
+    """Gives memory that tracing and measuring have freed back to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

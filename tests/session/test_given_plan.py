@@ -1,0 +1,157 @@
+"""A plan of the user's runs as plain PyTorch does, or is refused with what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autovaruna import AutoVaruna, InputError, OrderError, PlanError, RankError
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.world import World
+from autovaruna.session import measuring
+from tests.ranks import run_ranks
+from tests.session.training import QUIET, Setup, pipeline
+
+SETUPS = {
+    "2 stages": pipeline(2, num_micro_batches=2),
+    "4 stages": pipeline(4),
+    "2 replicas": Setup(((0, 1),), num_micro_batches=2),
+    "2 stages of 2 replicas": Setup(((0, 2), (1, 3)), num_micro_batches=4),
+    "2 stages a rank": Setup(((0,), (1,), (0,), (1,))),
+}
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def losses(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    found = []
+    for _ in range(3):
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def run(plan: Any, num_ranks: int, **settings: Any) -> list[tuple[list[float], Plan | None]]:
+    nets = [make_net() for _ in range(num_ranks)]
+
+    def be_rank(world: World) -> tuple[list[float], Plan | None]:
+        net, given = nets[world.rank], plan[world.rank] if isinstance(plan, list) else plan
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        model = AutoVaruna(net, optimizer, plan=given, inputs="replicated", **QUIET, **settings)
+        return losses(model, optimizer), model.plan
+
+    return run_ranks(num_ranks, be_rank)
+
+
+def plan_of(setup: Setup) -> Plan:
+    """Returns a plan for the net, by its number of blocks."""
+    plans: list[Plan] = []
+    made = lambda graph: plans.append(setup.plan(graph)) or plans[-1]  # noqa: E731
+    run(made, setup.world_size)
+    return plans[0]
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_numbers_are_those_of_plain_pytorch_and_nothing_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a function of the graph, and as the plan that this has run."""
+    monkeypatch.setattr(measuring, "measured_profile", lambda *args: pytest.fail("measured"))
+    net, setup = make_net(), SETUPS[name]
+    expected = pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
+    first = run(setup.plan, setup.world_size)
+    plan = first[0][1]
+    assert plan is not None and [stage.ranks for stage in plan.stages] == list(setup.stage_ranks)
+    assert all(found == (expected, plan) for found in (*first, *run(plan, setup.world_size)))
+
+
+def test_one_process_runs_it_too() -> None:
+    ((found, plan),) = run(Setup(((0,), (0,))).plan, 1)
+    net = make_net()
+    assert plan is not None and plan.num_stages == 2
+    assert found == pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
+
+
+def test_one_process_that_needs_no_plan_is_prepared_by_doing_nothing() -> None:
+    net, plain = make_net(), make_net()
+    model = AutoVaruna(net, **QUIET)
+    model.prepare(X)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.adopt(optimizer)
+    assert model.plan is None and model.num_traces == 0
+    assert losses(model, optimizer) == losses(plain, torch.optim.SGD(plain.parameters(), 0.1))
+
+
+def with_stage(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, stages=(replace(plan.stages[0], **changes), *plan.stages[1:]))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "ranks": (lambda plan: replace(plan, num_ranks=4), "for 4 ranks: got 2"),
+    "blocks": (lambda plan: with_stage(plan, blocks=(0,)), r"blocks 0 to \d+ of the model"),
+    "replicas": (lambda plan: with_stage(plan, ranks=(0, 5)), r"different ranks from 0 to 1: got \[\(0, 5\)\]"),
+    "schedule": (lambda plan: replace(plan, schedule="none"), "schedule is none, expected one of 1f1b"),
+    "too many": (lambda plan: replace(plan, num_micro_batches=9), "num_micro_batches is 9, expected 1 to 8"),
+    "evaluation": (lambda plan: replace(plan, needs_gradient=False), "for evaluation"),
+    "state": (lambda plan: replace(plan, shares_state=True), "shares out the optimizer's state"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> Plan:
+    return plan_of(pipeline(2, num_micro_batches=2))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_one_that_does_not_fit_is_refused(what: str, two_stages: Plan) -> None:
+    change, words = WRONG[what]
+    with pytest.raises(PlanError, match=f"The given plan cannot run: .*{words}"):
+        run(change(two_stages), 2, shard_optimizer=False)
+
+
+def test_a_setting_that_contradicts_it_is_refused(two_stages: Plan) -> None:
+    with pytest.raises(PlanError, match="has 2 micro-batches, but num_micro_batches=4"):
+        run(two_stages, 2, num_micro_batches=4)
+
+
+def test_every_rank_is_given_the_same_one(two_stages: Plan) -> None:
+    with pytest.raises(RankError, match=r"Ranks \[1\] were given another plan than rank 0"):
+        run([two_stages, replace(two_stages, bound_proof="other")], 2)
+    with pytest.raises(RankError, match="plan is given on rank 0, None on rank 1"):
+        run([two_stages, None], 2)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(InputError, match=r"expected a Plan, or a function .* pass deployment_file"):
+        AutoVaruna(make_net(), plan="deployment.json")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="given as plan returned 3; expected a Plan"):
+        run(lambda graph: 3, 1)
+
+
+@pytest.mark.parametrize("name", ["2 stages", "2 stages of 2 replicas"])
+def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
+    """It lists the parameters of this rank alone."""
+    setup = SETUPS[name]
+    nets = [make_net() for _ in range(setup.world_size)]
+
+    def be_rank(world: World) -> list[float]:
+        model = AutoVaruna(nets[world.rank], plan=setup.plan, inputs="replicated", optimizer_bytes_factor=0, **QUIET)
+        model.prepare(X)
+        optimizer = torch.optim.SGD([each for each in model.parameters() if not each.is_meta], 0.1)
+        model.adopt(optimizer)
+        return losses(model, optimizer)
+
+    net = make_net()
+    with pytest.raises(OrderError, match="got no prepare"):
+        AutoVaruna(net, plan=setup.plan).adopt(torch.optim.SGD(net.parameters(), 0.1))
+    expected = pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
+    assert all(found == expected for found in run_ranks(setup.world_size, be_rank))
