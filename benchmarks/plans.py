@@ -24,8 +24,9 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables, partition_chain
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts

@@ -12,7 +12,7 @@ import numpy as np
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.prediction import Edges, Exchange, Predictor, least_seconds, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth

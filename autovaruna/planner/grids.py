@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from autovaruna.planner.candidate import Candidate, Planner
+from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.cuts import even_starts, partition_chain
 from autovaruna.planner.placement import Ranks, in_a_row, is_uniform, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
 from autovaruna.planner.range_bounds import waits_of
-from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, micro_batch_counts, stage_limit
 from autovaruna.planner.stage_memory import OptionsWithin
@@ -32,8 +33,6 @@ _MOST_PLANS = 2**15
 """If ranks and segments are split over stages in no more ways than these, for all orders and M, each is tried."""
 _CELLS = 10**7
 """With more cells of the dynamic program stages of even work are enough, if they fit."""
-_HALVINGS = 20
-"""After so many halvings the work of even stages is known to a millionth."""
 _WIDEST = 4.0
 """Times the segments of an even stage that a stage may have."""
 
@@ -188,21 +187,6 @@ def _even_stages(planner: Planner, grid: Grid, order: Sequence[int]) -> list[Can
     work = planner.tables.prefix(planner.sized(grid.num_micro_batches).step_seconds)
     starts, replicas = even_starts(work, grid.num_stages), [grid.num_replicas] * grid.num_stages
     return [Candidate(starts, ranks, grid.num_micro_batches) for ranks in layouts(planner.problem, order, replicas)]
-
-
-def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
-    """Returns where stages start whose greatest work is least; `work` is that of all segments before each place."""
-    low, high, best = work[-1] / num_stages, float(work[-1]), list(range(num_stages))
-    for _ in range(_HALVINGS):
-        middle, starts = (low + high) / 2, [0]
-        for behind in range(num_stages - 1, 0, -1):
-            end = int(work.searchsorted(work[starts[-1]] + middle, side="right")) - 1
-            starts.append(min(max(end, starts[-1] + 1), len(work) - 1 - behind))
-        if work[-1] - work[starts[-1]] <= middle and np.diff(work[starts]).max(initial=0.0) <= middle:
-            high, best = middle, starts
-        else:
-            low = middle
-    return tuple(best)
 
 
 def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Candidate]:

@@ -10,10 +10,12 @@ import numpy as np
 
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate
+from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.placement import Ranks
 from autovaruna.planner.problem import Problem, forced_stages
-from autovaruna.planner.ranges import Array, RangeTables, partition_chain
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.profiler.records import Cluster
 
 _FEWEST_BY = 3

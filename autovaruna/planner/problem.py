@@ -8,7 +8,8 @@ from functools import cached_property
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.ranges import CostTable, Flow
+from autovaruna.planner.cost_table import CostTable
+from autovaruna.planner.flow import Flow
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
 MOST_STAGES_PER_RANK, MOST_OF_MANY_RANKS = 4, 8

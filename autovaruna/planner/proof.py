@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autovaruna.planner.candidate import Planner
+from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.range_bounds import RangeSeconds, RangeWaits, range_waits_of
-from autovaruna.planner.ranges import Array, partition_chain
 from autovaruna.planner.records import Plan
 from autovaruna.planner.stage_memory import ROUNDING
 

@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import forced_stages
-from autovaruna.planner.ranges import Array
 from autovaruna.planner.stage_memory import ROUNDING, RecomputeOption, deepest, state_of_ranges
 from autovaruna.profiler.records import Cluster, LinkCost
 

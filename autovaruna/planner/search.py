@@ -35,7 +35,7 @@ from autovaruna.planner.local_search import improve, move_choices, move_counts, 
 from autovaruna.planner.prediction import least_seconds
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import WORTH, Proof
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import is_within
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
 from autovaruna.planner.search_space import (

@@ -17,9 +17,9 @@ import numpy as np
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.candidate import DEEPEST
+from autovaruna.planner.cost_table import Array
 from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem, forced_stages, micro_batch_range, most_stages_per_rank
-from autovaruna.planner.ranges import Array
 from autovaruna.planner.records import Plan
 
 MAX_SEGMENTS = 400

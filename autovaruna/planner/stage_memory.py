@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.planner.ranges import Array, Costs, RangeTables
+from autovaruna.planner.cost_table import Array, Costs
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Peak
 
 Bytes = TypeVar("Bytes", float, Array)

@@ -15,7 +15,7 @@ from autovaruna.planner import range_bounds
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.proof import bound_of_all, lost_seconds, step_bound
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import LinkCost, OptimizerCost, Profile

@@ -12,7 +12,7 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
 from autovaruna.planner.prediction import Orders, pipeline_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.ranges import RangeTables
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule.check import check
 from autovaruna.schedule.pipeline import Kind

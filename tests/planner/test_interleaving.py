@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autovaruna.planner.cuts import cut_evenly
 from autovaruna.planner.deployment import Fingerprint, memory_complaint
-from autovaruna.planner.interleaved import cut_evenly, patterns
+from autovaruna.planner.interleaved import patterns
 from autovaruna.planner.prediction import Orders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
