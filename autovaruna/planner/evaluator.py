@@ -24,7 +24,7 @@ _HALVINGS = 5
 _NEAR = 1.02
 """Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
-Way = tuple[str, str]
+Variant = tuple[str, str]
 """A rule for depths, and a schedule."""
 
 Progress = Callable[[str, float], None]
@@ -46,8 +46,8 @@ class Evaluator:
         self.planner, self.below, self._loose = planner, below, [_LOOSE * limit for limit in planner.limits]
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
-        self._seen: dict[tuple[Candidate, Sequence[Way], bool], tuple[float, float]] = {}
-        self._ways: dict[Candidate, Way] = {}
+        self._seen: dict[tuple[Candidate, Sequence[Variant], bool], tuple[float, float]] = {}
+        self._ways: dict[Candidate, Variant] = {}
         self.was_cut_short = self.is_loose = False
 
     @property
@@ -100,7 +100,7 @@ class Evaluator:
         """Returns the least seconds of a candidate so far, infinite if it has none."""
         return self.plans[candidate].predicted_seconds if candidate in self.plans else math.inf
 
-    def _fastest(self, candidate: Candidate, ways: Sequence[Way], is_quick: bool, below: float) -> Plan | None:
+    def _fastest(self, candidate: Candidate, ways: Sequence[Variant], is_quick: bool, below: float) -> Plan | None:
         """Returns the fastest plan of a candidate in some ways, or in all; None if none fits or is fast enough."""
         best, bounds = None, dict[tuple[bool, ...], float]()
         variant, built = None, list[tuple[Candidate, Plan]]()
@@ -158,7 +158,7 @@ class Evaluator:
                 below, best = whole.predicted_seconds, replace(built, predicted_seconds=whole.predicted_seconds)
         return best
 
-    def _variants(self, candidate: Candidate) -> list[Way]:
+    def _variants(self, candidate: Candidate) -> list[Variant]:
         """Returns the depths and schedules to simulate; fewer where that takes long."""
         every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
         if not self.is_long(candidate):
@@ -168,7 +168,7 @@ class Evaluator:
             return every[:_LONG_INTERLEAVED_VARIANTS]
         return [each for each in every if each[0] == every[0][0]]
 
-    def _plans(self, candidate: Candidate, ways: Sequence[Way]) -> Iterator[tuple[Candidate, Plan]]:
+    def _plans(self, candidate: Candidate, ways: Sequence[Variant]) -> Iterator[tuple[Candidate, Plan]]:
         """Yields a candidate in some ways, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
         loose = self._loose if self.is_loose or candidate.is_interleaved else []

@@ -17,7 +17,6 @@ from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.cuts import even_starts, partition_chain
 from autovaruna.planner.placement import Ranks, in_a_row, is_uniform, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
-from autovaruna.planner.range_bounds import waits_of
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, micro_batch_counts, stage_limit
 from autovaruna.planner.stage_memory import OptionsWithin
@@ -238,7 +237,7 @@ def cut_for_ranks(planner: Planner, count: int, stage_ranks: Ranks) -> Candidate
     """Returns the best cuts for some ranks; a rank with several stages gives each its share of time and memory."""
     sized, cluster = planner.sized(count), planner.problem.cluster
     counts = [len(ranks) for ranks in stage_ranks]
-    each = waits_of(sized)
+    each = sized.waits
     waits = (each.before + each.after)[sized.tables.positions, None]
     costs = []
     for stage, ranks in enumerate(stage_ranks):
@@ -282,7 +281,7 @@ class ReplicaSearch:
         self.width = min(width or n, n)
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
         self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
-        waits, starts = waits_of(sized), sized.tables.positions
+        waits, starts = sized.waits, sized.tables.positions
         self.before, self.after = (each[starts[:n], None] for each in (waits.before, waits.after))
         self._waited_for = waits.messages[starts, None]
         self.optimizer = self._windows(sized.optimizer_seconds)
