@@ -24,8 +24,6 @@ from autovaruna.schedule.pipeline import share_of, textbook_depth
 
 _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
-_FEW_RANKS = 4
-"""Of which every split into groups is tried, where there are few segments too."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
 _MOST_PLANS = 2**15
@@ -117,21 +115,17 @@ def even_seconds(planner: Planner, grid: Grid) -> float:
     return (share * part + fill) / max(planner.problem.cluster.speeds)
 
 
-def groups_of_few(planner: Planner, counts: Sequence[int], *, may_differ: bool) -> Iterator[tuple[float, Ranks, int]]:
-    """Yields ranks for each of several stages, in every order, with M, and about what a step takes.
-
-    If they may differ, few ranks are parted unequally, too.
-    """
+def even_groups(planner: Planner) -> Iterator[tuple[float, Ranks, int]]:
+    """Yields about the seconds, groups of equally many ranks, and M; of tiny problems in every order, with every M."""
     problem = planner.problem
     num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
-    for order, count in product(rank_orders(problem, _MOST_ORDERS), counts):
-        each = {(min(forced or num_ranks // number, count),) * number for number in range(2, num_ranks + 1)}
-        is_free = may_differ and not forced and num_ranks <= _FEW_RANKS
-        every = each | set(_splits(num_ranks)) if is_free else each
-        for replicas in sorted(every):
-            if len(replicas) > 1 and sum(replicas) <= num_ranks and max(replicas) <= count:
-                work = count * float(planner.sized(count).step_seconds.sum()) / max(problem.cluster.speeds)
-                yield work / sum(replicas), in_a_row(problem, order, list(replicas)), count
+    counts, most = (micro_batch_counts(problem), _MOST_ORDERS) if planner.is_tiny else (even_counts(problem), 0)
+    orders = rank_orders(problem, most) if planner.is_tiny else rank_orders(problem)[:1]
+    for order, count, number in product(orders, counts, range(2, num_ranks + 1)):
+        replicas = min(forced or num_ranks // number, count)
+        if replicas * number <= num_ranks:
+            work = count * float(planner.sized(count).step_seconds.sum()) / max(problem.cluster.speeds)
+            yield work / (replicas * number), in_a_row(problem, order, [replicas] * number), count
 
 
 def cut_grids(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import chain, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
@@ -24,10 +23,8 @@ _MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
-_MOST_TOGETHER = 2560
-"""Ways of all stages together, with each schedule, of which all are tried."""
-_SHARE_OF_A_ROUND = 0.1
-"""What stages hold is left as it is if one change of each takes a greater share of the time."""
+_MOST_OF_A_ROUND = 200_000
+"""Acts of one change of what each stage holds: what takes more is not changed."""
 
 Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 """Yields candidates that differ little from one."""
@@ -36,20 +33,20 @@ Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 def improve(
     trials: Evaluator,
     start: Candidate,
-    most_seconds: float,
+    most_acts: float,
     moves: Sequence[Move],
     is_news: Callable[[Candidate], bool] = lambda candidate: True,
 ) -> None:
-    """Changes a candidate until no move makes it better, or simulations took so many seconds by the planner's count.
+    """Changes a candidate until no move makes it better, or simulations took so many acts.
 
     Each kind of move is tried when those before it are of no use; after a success they begin anew. What is no news
-    has been changed before: a way that leads there ends there.
+    has been changed before: no more is tried from there.
     """
     planner, seconds, kind = trials.planner, trials.plans[start].predicted_seconds, 0
-    limit = planner.spent_seconds + most_seconds
+    limit = planner.num_acts + most_acts
     while kind < len(moves):
         for other in filter(is_news, moves[kind](planner, start)):
-            if planner.count_candidate() + planner.step_costs(other) > limit:
+            if planner.count_candidate() + planner.acts_of(other) > limit:
                 trials.was_cut_short = True
                 return
             found = trials.attempt(other, seconds * (BETTER if other.choices else _NEARLY), like=start)
@@ -111,15 +108,12 @@ def move_ranks(planner: Planner, start: Candidate) -> Iterator[Candidate]:
                 yield other
 
 
-def move_choices(trials: Evaluator, most_seconds: float) -> Move:
-    """Returns the move that has stages hold more or less: by depths, recompute and what they defer.
-
-    It yields nothing where its simulations would take more than a part of `most_seconds`.
-    """
+def move_choices(trials: Evaluator) -> Move:
+    """Returns the move that has stages hold more or less: by depths, recompute and what they defer."""
 
     def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         plan = trials.plans[start]
-        if planner.step_costs(start) * plan.num_stages <= most_seconds * _SHARE_OF_A_ROUND:
+        if planner.acts_of(start) * plan.num_stages <= _MOST_OF_A_ROUND:
             yield from _Changes(planner, replace(start, schedule=plan.schedule, choices=choices_of(plan.stages)))
 
     return moved
@@ -143,45 +137,14 @@ class _Changes:
 
     def __iter__(self) -> Iterator[Candidate]:
         for stage in range(len(self.options)):
-            for way in self._ways(stage):
-                yield self._with(self.start.schedule, [*self.options[:stage], way, *self.options[stage + 1 :]])
+            for option in self._options_of(stage):
+                yield self._with(self.start.schedule, [*self.options[:stage], option, *self.options[stage + 1 :]])
         for schedule in self.schedules:
             if self._may_run(schedule, self.options):
                 yield self._with(schedule, self.options)
-        yield from self._together()
-        yield from self._in_pairs()
 
     def _with(self, schedule: str, options: Options) -> Candidate:
         return replace(self.start, schedule=schedule, choices=choices_of(options))
-
-    def _together(self) -> Iterator[Candidate]:
-        """Yields all ways of all stages, if they are few: two may have to change of which neither is of use alone."""
-        ways = [list(self._ways(stage)) for stage in range(len(self.options))]
-        if math.prod(map(len, ways)) * len(self.schedules) <= _MOST_TOGETHER:
-            for chosen in product(*ways):
-                for each in self.schedules:
-                    if self._may_run(each, chosen):
-                        yield self._with(each, chosen)
-
-    def _in_pairs(self) -> Iterator[Candidate]:
-        """Yields ways of two stages together that are near to what they hold, if they are few."""
-        near = [list(self._near_ways(stage)) for stage in range(len(self.options))]
-        pairs = list(combinations(range(len(near)), 2))
-        if len(near) > 2 and sum(len(near[one]) * len(near[other]) for one, other in pairs) <= _MOST_TOGETHER:
-            for one, other in pairs:
-                for ways in product(near[one], near[other]):
-                    chosen = [*self.options]
-                    chosen[one], chosen[other] = ways
-                    if self._may_run(self.start.schedule, chosen):
-                        yield self._with(self.start.schedule, chosen)
-
-    def _near_ways(self, stage: int) -> Iterator[Option]:
-        now, share = self.options[stage], self.shares[stage]
-        most = self.planner.most_deferred(self.start, stage, self.counts)
-        depths = {now.in_flight} if self._has_fixed_depths else {now.in_flight + change for change in (-1, 0, 1)}
-        for depth in sorted(depths & set(range(1, share + 1)) | {now.in_flight}):
-            for deferred in sorted({min(max(now.deferred + change, 0), most) for change in (-2, -1, 0, 1, 2)}):
-                yield now._replace(in_flight=depth, deferred=deferred)
 
     def _may_run(self, schedule: str, options: Options) -> bool:
         """Returns whether options are deep enough for a schedule, and defer only where it does."""
@@ -190,7 +153,7 @@ class _Changes:
         shares = zip(options, self.shares, strict=True)
         return schedule != "gpipe" or all(option.in_flight >= share for option, share in shares)
 
-    def _ways(self, stage: int) -> Iterator[Option]:
+    def _options_of(self, stage: int) -> Iterator[Option]:
         now, share = self.options[stage], self.shares[stage]
         near = {now.in_flight + change for change in (-1, 0, 1)} | set(spread(1, share, _RATIO))
         depths = sorted(near & set(range(1, share + 1)), reverse=True)
