@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.rank_memory import choices_of, is_within
+from autovaruna.planner.rank_memory import Choices, choices_of, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
@@ -18,9 +18,8 @@ SHORT = 1_000
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
 _REACHED = 0.9999
-_LOOSE = 1.35
-"""By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
-_HALVINGS = 5
+_LOOSER = (math.inf, 1.35, 1.25, 1.18, 1.12, 1.08, 1.05, 1.02)
+"""By its depths, a plan that fits by its instructions may need so many times its limits."""
 _NEAR = 1.02
 """Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
@@ -41,7 +40,7 @@ class Evaluator:
     """
 
     def __init__(self, planner: Planner) -> None:
-        self.planner, self._loose = planner, [_LOOSE * limit for limit in planner.limits]
+        self.planner, self._loose = planner, [_LOOSER[1] * limit for limit in planner.limits]
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
         self._seen: dict[tuple[Candidate, Sequence[Variant]], tuple[float, float]] = {}
@@ -118,32 +117,25 @@ class Evaluator:
     def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
         """Returns a faster plan that saves less memory, if one fits: stages do not hold all at the same time.
 
-        It is found by halving what its depths may need.
+        It is the one whose depths need most.
         """
-        below = min(below, self.least_seconds * _NEAR)
-        free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
-        if free is None or self.planner.bound(free) >= below:
-            return None
-        if choices_of(free.stages) == choices_of(plan.stages) and is_within(plan, self.planner.limits):
-            return None
-        whole, best = self.planner.predict_whole(free, is_quick=True), None
-        if is_within(whole, self.planner.limits):
-            return replace(free, predicted_seconds=whole.predicted_seconds) if whole.predicted_seconds < below else None
-        low, high = 1.0, _LOOSE
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            built = self.planner.build(candidate, [middle * limit for limit in self.planner.limits])
-            if built is None:
-                low = middle
+        limits, below = self.planner.limits, min(below, self.least_seconds * _NEAR)
+        tried: tuple[Choices, ...] = ()
+        for factor in _LOOSER:
+            built = self.planner.build(candidate, [factor * limit for limit in limits])
+            if built is None or self.planner.bound(built) >= below:
+                return None
+            choices = choices_of(built.stages)
+            if choices == choices_of(plan.stages) and is_within(plan, limits):
+                return None
+            if choices == tried:
                 continue
+            tried = choices
             whole = self.planner.predict_whole(built, is_quick=True)
-            if not is_within(whole, self.planner.limits):
-                high = middle
-                continue
-            low = middle
-            if whole.predicted_seconds < below:
-                below, best = whole.predicted_seconds, replace(built, predicted_seconds=whole.predicted_seconds)
-        return best
+            if is_within(whole, limits):
+                seconds = whole.predicted_seconds
+                return replace(built, predicted_seconds=seconds) if seconds < below else None
+        return None
 
     def _variants(self, candidate: Candidate) -> list[Variant]:
         """Returns the depths and schedules to simulate; fewer where that takes long."""
