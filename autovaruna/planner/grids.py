@@ -17,7 +17,6 @@ from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.cuts import even_starts, partition_chain
 from autovaruna.planner.placement import Ranks, in_a_row, is_uniform, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
-from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, micro_batch_counts, stage_limit
 from autovaruna.planner.stage_memory import OptionsWithin
 from autovaruna.schedule.pipeline import share_of, textbook_depth
@@ -40,31 +39,6 @@ class Grid(NamedTuple):
     num_stages: int
     num_replicas: int
     num_micro_batches: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The best plan of a regular grid; `micro_batch_size` is its greatest."""
-
-    num_stages: int
-    num_replicas: int
-    micro_batch_size: int
-    plan: Plan
-    samples_per_second: float
-    memory_bytes: float
-
-    @property
-    def step_seconds(self) -> float:
-        """The predicted step."""
-        return self.plan.predicted_seconds
-
-
-def choice_of(plan: Plan, global_batch_size: int) -> Choice:
-    """Returns the row of a plan with equally many replicas."""
-    size, rate = math.ceil(plan.micro_batch_size - 1e-9), math.inf
-    if plan.predicted_seconds > 0:
-        rate = global_batch_size / plan.predicted_seconds
-    return Choice(plan.num_stages, len(plan.stages[0].ranks), size, plan, rate, max(plan.rank_bytes()))
 
 
 def grids_of(problem: Problem, num_segments: int) -> list[Grid]:

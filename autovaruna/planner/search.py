@@ -20,9 +20,7 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import SHORT, Evaluator, Progress
 from autovaruna.planner.grids import (
-    Choice,
     Grid,
-    choice_of,
     cut_for_ranks,
     cut_grids,
     even_groups,
@@ -80,7 +78,7 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
 
 def plan_and_choices(
     problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = True
-) -> tuple[Plan, list[Choice]]:
+) -> tuple[Plan, list[Plan]]:
     """Returns the plan, and beside it the best plan of every regular grid that fits, the fastest first.
 
     With `has_all_rows` grids are simulated, too, that are far from the best. Errors are those of `make_plan`.
@@ -165,7 +163,7 @@ class _Search:
         self.found = self._proven(self._with_finer_cuts(*self._simplest()))
         return self.found
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[Plan]:
         """Returns the best plan of every regular grid, the fastest first."""
         best: dict[Grid, Plan] = {}
         for plan in self.trials.plans.values():
@@ -173,12 +171,10 @@ class _Search:
             is_regular = grid in self.rows and len({len(stage.ranks) for stage in plan.stages}) == 1
             if is_regular and not plan.is_shared:
                 best[grid] = min(best.get(grid, plan), plan, key=lambda each: each.predicted_seconds)
-        rows = [choice_of(self._with_true_bytes(plan), self.problem.global_batch_size) for plan in best.values()]
-        return sorted(rows, key=lambda choice: (choice.step_seconds, choice.num_stages))
-
-    def _with_true_bytes(self, plan: Plan) -> Plan:
-        """Returns a plan with the memory of its instructions if it does not fit by its depths, which say more."""
-        return plan if is_within(plan, self.planner.limits) else self.planner.predict_whole(plan, is_quick=True)
+        for grid, plan in best.items():
+            if not is_within(plan, self.planner.limits):  # by its depths, which say more than its instructions
+                best[grid] = self.planner.predict_whole(plan, is_quick=True)
+        return sorted(best.values(), key=lambda plan: (plan.predicted_seconds, plan.num_stages))
 
     def _try_grids(self) -> None:
         """Simulates regular grids that may be near the best, or the stages on the ranks that they are to have."""
