@@ -11,7 +11,7 @@ from autovaruna.planner.evaluator import Evaluator
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import SPLIT_SCHEDULE
-from autovaruna.planner.rank_memory import Option, choices_of
+from autovaruna.planner.rank_memory import choices_of
 from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, stages_per_rank, variants
 
 BETTER = 0.9995
@@ -114,59 +114,29 @@ def move_choices(trials: Evaluator) -> Move:
     def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         plan = trials.plans[start]
         if planner.acts_of(start) * plan.num_stages <= _MOST_OF_A_ROUND:
-            yield from _Changes(planner, replace(start, schedule=plan.schedule, choices=choices_of(plan.stages)))
+            yield from _changed_choices(
+                planner, replace(start, schedule=plan.schedule, choices=choices_of(plan.stages))
+            )
 
     return moved
 
 
-Options = Sequence[Option]
-
-
-class _Changes:
-    """What the stages of a candidate may hold, which says what they hold now."""
-
-    def __init__(self, planner: Planner, start: Candidate) -> None:
-        self.planner, self.start, self.constraints = planner, start, planner.problem.constraints
-        self.sized = planner.sized(start.num_micro_batches)
-        self.options = planner.fixed_options(start)
-        self.counts = [len(ranks) for ranks in start.ranks]
-        self.shares = [-(-start.num_micro_batches // count) for count in self.counts]
-        pairs = variants(planner.problem, len(self.counts), start.is_interleaved)
-        more = ["gpipe"] if self.constraints.schedule == "auto" else []
-        self.schedules = tuple(dict.fromkeys([*(schedule for _, schedule in pairs), *more]))
-
-    def __iter__(self) -> Iterator[Candidate]:
-        for stage in range(len(self.options)):
-            for option in self._options_of(stage):
-                yield self._with(self.start.schedule, [*self.options[:stage], option, *self.options[stage + 1 :]])
-        for schedule in self.schedules:
-            if self._may_run(schedule, self.options):
-                yield self._with(schedule, self.options)
-
-    def _with(self, schedule: str, options: Options) -> Candidate:
-        return replace(self.start, schedule=schedule, choices=choices_of(options))
-
-    def _may_run(self, schedule: str, options: Options) -> bool:
-        """Returns whether options are deep enough for a schedule, and defer only where it does."""
-        if schedule != SPLIT_SCHEDULE and any(option.deferred for option in options):
-            return False
-        shares = zip(options, self.shares, strict=True)
-        return schedule != "gpipe" or all(option.in_flight >= share for option, share in shares)
-
-    def _options_of(self, stage: int) -> Iterator[Option]:
-        now, share = self.options[stage], self.shares[stage]
-        near = {now.in_flight + change for change in (-1, 0, 1)} | set(spread(1, share, _RATIO))
-        depths = sorted(near & set(range(1, share + 1)), reverse=True)
-        if self._has_fixed_depths:
-            depths = [now.in_flight]
-        for again, depth, deferred in product(self.sized.recompute_choices, depths, self._deferrals(stage)):
-            yield now._replace(needs_recompute=again, in_flight=depth, deferred=deferred)
-
-    def _deferrals(self, stage: int) -> list[int]:
-        """Returns how many backwards of a stage may leave weight gradients for later; 0 if it is not split."""
-        most = self.planner.most_deferred(self.start, stage, self.counts)
-        return [0, *spread(1, max(most, self.shares[stage]), _RATIO)] if most else [0]
-
-    @property
-    def _has_fixed_depths(self) -> bool:
-        return bool(self.constraints.in_flight) or self.start.schedule == "gpipe"
+def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
+    """Yields a candidate that says what its stages hold with other choices of one stage, or another schedule."""
+    constraints, counts, chosen = planner.problem.constraints, [len(ranks) for ranks in start.ranks], start.choices
+    shares = [-(-start.num_micro_batches // count) for count in counts]
+    has_fixed_depths = constraints.in_flight or start.schedule == "gpipe"
+    recompute = planner.sized(start.num_micro_batches).recompute_choices
+    for stage, ((_, now, _), share) in enumerate(zip(chosen, shares, strict=True)):
+        near = {now - 1, now, now + 1, *spread(1, share, _RATIO)} & set(range(1, share + 1))
+        depths = [now] if has_fixed_depths else sorted(near, reverse=True)
+        most = planner.most_deferred(start, stage, counts)
+        deferrals = [0, *spread(1, max(most, share), _RATIO)] if most else [0]
+        for each in product(recompute, depths, deferrals):
+            yield replace(start, choices=(*chosen[:stage], each, *chosen[stage + 1 :]))
+    is_full = all(depth >= share for (_, depth, _), share in zip(chosen, shares, strict=True))
+    known = [schedule for _, schedule in variants(planner.problem, len(counts), start.is_interleaved)]
+    for schedule in dict.fromkeys([*known, "gpipe"] if constraints.schedule == "auto" else known):
+        defers_only_if_split = schedule == SPLIT_SCHEDULE or not any(deferred for _, _, deferred in chosen)
+        if defers_only_if_split and (schedule != "gpipe" or is_full):
+            yield replace(start, schedule=schedule)
