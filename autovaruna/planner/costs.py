@@ -84,7 +84,7 @@ class SizedProblem:
     tables: RangeTables
     num_micro_batches: int
     is_split: bool = False
-    peaks: dict[tuple[int, bool, int, int, int, bool], Peak] = field(default_factory=dict, init=False)
+    peaks: dict[tuple[int, bool, int, int, int], Peak] = field(default_factory=dict, init=False)
     made_stages: dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan] = field(
         default_factory=dict, init=False
     )
