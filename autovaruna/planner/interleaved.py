@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import NamedTuple
 
-import numpy as np
-
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cuts import cut_evenly
+from autovaruna.planner.cuts import even_starts
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import Ranks
 from autovaruna.planner.problem import forced_stages
@@ -99,19 +97,18 @@ def varied(shapes: Iterable[Shape]) -> list[Shape]:
 
 
 def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
-    """Yields a shape with cuts that are ever more even, with some that suit the memory of few ranks, or of few all."""
-    sized = planner.sized(shape.num_micro_batches)
-    work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
+    """Yields a shape with even cuts, with some that suit the memory of few ranks, or of few cuts with all."""
+    sized, segments, count = (
+        planner.sized(shape.num_micro_batches),
+        planner.tables.num_segments,
+        shape.num_micro_batches,
+    )
     ranks = tuple(shape.groups[group] for group in shape.pattern)
-    speeds, count = planner.problem.cluster.speeds, shape.num_micro_batches
-    loads = [max(share_of(count, len(g), k) / speeds[rank] for k, rank in enumerate(g)) for g in shape.groups]
-    for starts in cut_evenly(work, loads, shape.pattern):
-        yield Candidate(starts, ranks, count)
+    yield Candidate(even_starts(planner.tables.prefix(sized.step_seconds), len(ranks)), ranks, count)
     if planner.problem.cluster.num_ranks <= MAX_UNITS:
-        suited = cut_for_ranks(planner, shape.num_micro_batches, ranks)
+        suited = cut_for_ranks(planner, count, ranks)
         if suited:
             yield suited
-    segments, num_cuts = planner.tables.num_segments, len(ranks) - 1
-    if math.comb(segments - 1, num_cuts) <= _FEW_CUTS:
-        for inner in combinations(range(1, segments), num_cuts):
-            yield Candidate((0, *inner), ranks, shape.num_micro_batches)
+    if math.comb(segments - 1, len(ranks) - 1) <= _FEW_CUTS:
+        for inner in combinations(range(1, segments), len(ranks) - 1):
+            yield Candidate((0, *inner), ranks, count)
