@@ -23,6 +23,8 @@ from autovaruna.schedule.pipeline import share_of, textbook_depth
 
 _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
+_FEW_RANKS = 4
+"""Of which every split into groups is tried in tiny problems."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
 _MOST_PLANS = 2**15
@@ -89,17 +91,22 @@ def even_seconds(planner: Planner, grid: Grid) -> float:
     return (share * part + fill) / max(planner.problem.cluster.speeds)
 
 
-def even_groups(planner: Planner) -> Iterator[tuple[float, Ranks, int]]:
-    """Yields about the seconds, groups of equally many ranks, and M; of tiny problems in every order, with every M."""
+def groups_of(planner: Planner) -> Iterator[tuple[float, Ranks, int]]:
+    """Yields about the seconds, groups of equally many ranks, and M.
+
+    Of tiny problems they come in every order, with every M, and of few ranks in unequal groups, too.
+    """
     problem = planner.problem
     num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
     counts, most = (micro_batch_counts(problem), _MOST_ORDERS) if planner.is_tiny else (even_counts(problem), 0)
     orders = rank_orders(problem, most) if planner.is_tiny else rank_orders(problem)[:1]
-    for order, count, number in product(orders, counts, range(2, num_ranks + 1)):
-        replicas = min(forced or num_ranks // number, count)
-        if replicas * number <= num_ranks:
-            work = count * float(planner.sized(count).step_seconds.sum()) / max(problem.cluster.speeds)
-            yield work / (replicas * number), in_a_row(problem, order, [replicas] * number), count
+    unequal = list(_splits(num_ranks)) if planner.is_tiny and not forced and num_ranks <= _FEW_RANKS else []
+    for order, count in product(orders, counts):
+        even = [(min(forced or num_ranks // number, count),) * number for number in range(2, num_ranks + 1)]
+        for replicas in dict.fromkeys([*even, *unequal]):
+            if len(replicas) > 1 and sum(replicas) <= num_ranks and max(replicas) <= count:
+                work = count * float(planner.sized(count).step_seconds.sum()) / max(problem.cluster.speeds)
+                yield work / sum(replicas), in_a_row(problem, order, replicas), count
 
 
 def cut_grids(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, combinations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import SPLIT_SCHEDULE
-from autovaruna.planner.rank_memory import choices_of
+from autovaruna.planner.rank_memory import Choices, choices_of
 from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, stages_per_rank, variants
 
 BETTER = 0.9995
@@ -23,6 +23,8 @@ _MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
+_MOST_PAIRS = 2560
+"""Ways to change what two stages hold, of which all are tried."""
 _MOST_OF_A_ROUND = 200_000
 """Acts of one change of what each stage holds: what takes more is not changed."""
 
@@ -122,17 +124,21 @@ def move_choices(trials: Evaluator) -> Move:
 
 
 def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-    """Yields a candidate that says what its stages hold with other choices of one stage, or another schedule."""
+    """Yields a candidate that says what its stages hold with other choices of one stage, or another schedule.
+
+    Where they are few, also with other choices of two stages: neither may be of use alone.
+    """
     constraints, counts, chosen = planner.problem.constraints, [len(ranks) for ranks in start.ranks], start.choices
     shares = [-(-start.num_micro_batches // count) for count in counts]
     has_fixed_depths = constraints.in_flight or start.schedule == "gpipe"
-    recompute = planner.sized(start.num_micro_batches).recompute_choices
+    recompute, options = planner.sized(start.num_micro_batches).recompute_choices, list[list[Choices]]()
     for stage, ((_, now, _), share) in enumerate(zip(chosen, shares, strict=True)):
         near = {now - 1, now, now + 1, *spread(1, share, _RATIO)} & set(range(1, share + 1))
         depths = [now] if has_fixed_depths else sorted(near, reverse=True)
         most = planner.most_deferred(start, stage, counts)
         deferrals = [0, *spread(1, max(most, share), _RATIO)] if most else [0]
-        for each in product(recompute, depths, deferrals):
+        options.append(list(product(recompute, depths, deferrals)))
+        for each in options[-1]:
             yield replace(start, choices=(*chosen[:stage], each, *chosen[stage + 1 :]))
     is_full = all(depth >= share for (_, depth, _), share in zip(chosen, shares, strict=True))
     known = [schedule for _, schedule in variants(planner.problem, len(counts), start.is_interleaved)]
@@ -140,3 +146,8 @@ def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         defers_only_if_split = schedule == SPLIT_SCHEDULE or not any(deferred for _, _, deferred in chosen)
         if defers_only_if_split and (schedule != "gpipe" or is_full):
             yield replace(start, schedule=schedule)
+    pairs = list(combinations(range(len(options)), 2))
+    if sum(len(options[s]) * len(options[t]) for s, t in pairs) <= _MOST_PAIRS:
+        for s, t in pairs:
+            for one, other in product(options[s], options[t]):
+                yield replace(start, choices=(*chosen[:s], one, *chosen[s + 1 : t], other, *chosen[t + 1 :]))

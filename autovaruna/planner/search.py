@@ -23,9 +23,9 @@ from autovaruna.planner.grids import (
     Grid,
     cut_for_ranks,
     cut_grids,
-    even_groups,
     even_seconds,
     grids_of,
+    groups_of,
     unequal_replicas,
 )
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
@@ -231,7 +231,7 @@ class _Search:
             groups = [(trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in plans]
             shapes += shapes_on(planner, self.most_each, groups[:_MOST_GROUPS])
         if forced or planner.is_tiny:
-            shapes += shapes_on(planner, self.most_each, even_groups(planner))
+            shapes += shapes_on(planner, self.most_each, groups_of(planner))
         shapes = self._by_bound(shapes)
         begun = planner.num_acts
         for shape in shapes:
