@@ -17,7 +17,6 @@ SHORT = 1_000
 """Acts of what is quick to simulate: fitted by its instructions with every rule for depths, the rest with the best."""
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
-_REACHED = 0.9999
 _LOOSER = (math.inf, *(1.35 - 0.02 * step for step in range(18)))
 """By its depths, a plan that fits by its instructions may need so many times its limits."""
 _NEAR = 1.02
@@ -66,19 +65,19 @@ class Evaluator:
         found, limit = self._seen.get(key, (math.inf, -math.inf))
         if found < math.inf or below <= limit:
             return found
-        plan = self._fixed(candidate, below) if candidate.choices else self._fastest(*key, below)
+        if candidate.choices:
+            self.planner.count_candidate()
+            built = self.planner.put_together(candidate, self.planner.fixed_options(candidate))
+            plan = self.planner.predict(built, below)
+            plan = plan if plan and self._fits(plan) else None
+        else:
+            plan = self._fastest(*key, below)
         found = plan.predicted_seconds if plan else math.inf
         self._seen[key] = found, below
         if plan and (candidate not in self.plans or found < self.plans[candidate].predicted_seconds):
             self.plans[candidate] = plan
             self.best = plan if found < self.least_seconds else self.best
         return found
-
-    def _fixed(self, candidate: Candidate, below: float) -> Plan | None:
-        """Returns the plan of a candidate that says what its stages hold, None if it is too slow or does not fit."""
-        self.planner.count_candidate()
-        plan = self.planner.predict(self.planner.put_together(candidate, self.planner.fixed_options(candidate)), below)
-        return plan if plan and self._fits(plan) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Returns whether a plan fits, by its depths, or where these need more by its instructions."""
@@ -97,7 +96,7 @@ class Evaluator:
             key = (*recomputed, any(stage.deferred for stage in plan.stages))
             if key not in bounds:
                 bounds[key] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
-            if bounds[key] >= min(below, (best.predicted_seconds if best else math.inf) * _REACHED):
+            if bounds[key] >= below:
                 continue
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):

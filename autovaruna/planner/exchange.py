@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from autovaruna.graph.records import Size
 from autovaruna.planner.problem import Problem
@@ -19,7 +19,8 @@ _MOST_LOOKED_AT = 3
 """Of the replicas of a stage, of the ranks that pass samples of a replica, and of ranks: these, and the last."""
 
 
-class _Made(NamedTuple):
+@dataclass(frozen=True)
+class _Made:
     """Micro-batches that a rank runs of samples from the same owners: their places among the rank's, and number."""
 
     rank: int

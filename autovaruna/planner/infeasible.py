@@ -75,9 +75,9 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
     )
     limits, found = problem.cluster.memory_bytes, list(_splits(sized))
     if not found:
-        stages = len(next(_rank_choices(problem, tables)))
+        forced = len(next(_rank_choices(problem, tables)))
         return PlanError(
-            f"no plan: the model cannot be split into {stages} stages, it has {tables.num_segments} places to cut"
+            f"no plan: the model cannot be split into {forced} stages, it has {tables.num_segments} places to cut"
         )
     found.sort(key=lambda split: (split.missing_bytes(limits), sum(split.lacking(limits).values())))
     split = next((each for each in found if _would_do(sized, each.lacking(limits))), found[0])

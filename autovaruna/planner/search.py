@@ -31,6 +31,7 @@ from autovaruna.planner.grids import (
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, shapes_on, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
+from autovaruna.planner.placement import Ranks
 from autovaruna.planner.prediction import least_acts
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import Proof
@@ -269,8 +270,17 @@ class _Search:
         """Changes the best plans of each number of stages by moves: the simulated optimum is not that of a formula."""
         trials, planner, begun = self.trials, self.planner, set[Hashable]()
         moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(trials))
-        first, end = trials.best_of_each(_kind, _NEAR), planner.num_acts + BUDGET * _SHARE_OF_MOVES
-        kind, near = (_place, _NEAR_OF_TINY) if planner.is_tiny else (_finer_kind, _NEAR_OF_A_FORMULA)
+        end, near = (
+            planner.num_acts + BUDGET * _SHARE_OF_MOVES,
+            _NEAR_OF_TINY if planner.is_tiny else _NEAR_OF_A_FORMULA,
+        )
+        first = trials.best_of_each(
+            lambda each: (len(each.starts), each.is_interleaved, _is_regular(each.ranks)), _NEAR
+        )
+
+        def kind(each: Candidate) -> Hashable:
+            return each.num_micro_batches, each.ranks, each.starts if planner.is_tiny else ()
+
         for done in range(_MOST_STARTS):
             self.progress("improving plans", done / _MOST_STARTS)
             starts = [*first, *trials.best_of_each(kind, near)]
@@ -321,16 +331,5 @@ class _Search:
         return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
 
 
-def _kind(candidate: Candidate) -> tuple[int, bool, bool]:
-    """Returns what moves seldom change: the number of stages, and whether these are regular."""
-    return len(candidate.starts), candidate.is_interleaved, len(set(map(len, candidate.ranks))) == 1
-
-
-def _finer_kind(candidate: Candidate) -> tuple[Hashable, ...]:
-    """Returns what few moves change: the ranks of the stages, and the number of micro-batches."""
-    return candidate.num_micro_batches, candidate.is_interleaved, candidate.ranks
-
-
-def _place(candidate: Candidate) -> tuple[Hashable, ...]:
-    """Returns all but what the stages hold."""
-    return *_finer_kind(candidate), candidate.starts
+def _is_regular(ranks: Ranks) -> bool:
+    return len(set(map(len, ranks))) == 1
