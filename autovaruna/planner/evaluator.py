@@ -170,9 +170,8 @@ class Evaluator:
         """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
         if len(candidates) < 2 or not self.is_long(candidates[0]):
             return candidates
-        plans = [(candidate, self.planner.build(candidate)) for candidate in candidates]
-        bounds = {candidate: self.planner.bound(plan) for candidate, plan in plans if plan}
-        return [min(bounds, key=bounds.__getitem__)] if bounds else []
+        bounds = {each: self.planner.bound(plan) for each in candidates if (plan := self.planner.build(each))}
+        return sorted(bounds, key=bounds.__getitem__)[:1]
 
     def best_of_each(self, kind: Callable[[Candidate], Hashable], near: float) -> list[Candidate]:
         """Returns the best of each kind that is not slower than `near` times the best, the fastest first."""

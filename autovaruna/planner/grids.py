@@ -134,14 +134,18 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
     problem, segments = planner.problem, planner.tables.num_segments
     orders, wanted = rank_orders(problem, _MOST_ORDERS), {grid.num_stages: grid for grid in grids}
     replicas, count = grids[0][1:]
+    work = planner.tables.prefix(planner.sized(count).step_seconds)
     width = 0 if min(wanted) <= _WIDEST else math.ceil(segments * _WIDEST / min(wanted))
     found: dict[Grid, list[tuple[float, Candidate]]] = {grid: [] for grid in grids}
     for order in orders:
-        evens = {grid: _even_stages(planner, grid, order) for grid in grids}
-        for grid, some in evens.items():
+        evens = list[Candidate]()
+        for grid in grids:
+            places = layouts(problem, order, [replicas] * grid.num_stages)
+            some = [Candidate(even_starts(work, grid.num_stages), ranks, count) for ranks in places]
             found[grid] += [(0.0, candidate) for candidate in some]
+            evens.append(some[0])
         is_quick = max(wanted) * segments**2 <= _CELLS
-        if not is_quick and all(planner.build(some[0]) for some in evens.values()):
+        if not is_quick and all(map(planner.build, evens)):
             continue
         for chain in ReplicaSearch(planner.sized(count), order, [replicas], max(wanted), width).chains():
             if len(chain.starts) in wanted:
@@ -155,12 +159,6 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
             suited = cut_for_ranks(planner, count, in_a_row(problem, orders[0], [replicas] * grid.num_stages))
             own += [(math.inf, suited)] if suited else []
         yield grid, list(dict.fromkeys(candidate for _, candidate in sorted(own, key=lambda each: each[0])))
-
-
-def _even_stages(planner: Planner, grid: Grid, order: Sequence[int]) -> list[Candidate]:
-    work = planner.tables.prefix(planner.sized(grid.num_micro_batches).step_seconds)
-    starts, replicas = even_starts(work, grid.num_stages), [grid.num_replicas] * grid.num_stages
-    return [Candidate(starts, ranks, grid.num_micro_batches) for ranks in layouts(planner.problem, order, replicas)]
 
 
 def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Candidate]:

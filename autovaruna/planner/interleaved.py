@@ -19,11 +19,9 @@ from autovaruna.schedule.pipeline import share_of
 Pattern = tuple[int, ...]
 
 EVERY = 4
-"""Up to so many rounds every number is worth a try, there and back too; of more, even numbers in turn are enough."""
+"""Up to so many rounds every number is tried, there and back too; in so many groups some may have a stage more."""
 _FEW_CUTS = 6
 """If there are no more ways to cut the segments, each is tried."""
-_FEW_GROUPS = 4
-"""Of no more groups than these some may have a stage more than others."""
 _FEW_STAGES_IN_ANY_ORDER = 6
 """So many may come in every order, of which there are 31 at most."""
 
@@ -37,7 +35,7 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, *, has_any_or
     """
     rounds = [each for each in range(2, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)]
     in_turn = {num_groups * each for each in rounds} | {num_groups + 1}
-    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= _FEW_GROUPS else set()
+    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= EVERY else set()
     for length in [num_stages] if num_stages else sorted(in_turn):
         if num_groups < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))

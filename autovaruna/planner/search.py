@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -31,7 +32,6 @@ from autovaruna.planner.grids import (
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, shapes_on, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
-from autovaruna.planner.placement import Ranks
 from autovaruna.planner.prediction import least_acts
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import Proof
@@ -117,14 +117,11 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
     try:
         plan = make(problem)
     except PlanError:
-        try:
+        with suppress(PlanError):
             return make(with_shares)
-        except PlanError as error:
-            _log.debug("nor is there a plan with shared state: %s", error)
         raise
     pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
-    is_short = any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
-    if not is_short:
+    if not any(stage.needs_recompute for stage in plan.stages) and all(held <= _FULL * limit for held, limit in pairs):
         return plan
     shared = make(with_shares)
     return shared if shared.predicted_seconds <= _WORTH_SHARING * plan.predicted_seconds else plan
@@ -275,7 +272,7 @@ class _Search:
             _NEAR_OF_TINY if planner.is_tiny else _NEAR_OF_A_FORMULA,
         )
         first = trials.best_of_each(
-            lambda each: (len(each.starts), each.is_interleaved, _is_regular(each.ranks)), _NEAR
+            lambda each: (len(each.starts), each.is_interleaved, len(set(map(len, each.ranks)))), _NEAR
         )
 
         def kind(each: Candidate) -> Hashable:
@@ -329,7 +326,3 @@ class _Search:
         singles = (each for each in self.trials.plans.values() if not each.is_shared)
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
         return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
-
-
-def _is_regular(ranks: Ranks) -> bool:
-    return len(set(map(len, ranks))) == 1
