@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, product
@@ -23,8 +24,8 @@ _MOST_PLACES = 128
 """If cuts may be at no more places than this, all together, each is tried at all of them."""
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
-_MOST_PAIRS = 2560
-"""Ways to change what two stages hold, of which all are tried."""
+_MOST_TOGETHER = 2560
+"""Ways to change a little what all stages hold, or two of them, of which all are tried."""
 _MOST_OF_A_ROUND = 200_000
 """Acts of one change of what each stage holds: what takes more is not changed."""
 
@@ -126,7 +127,7 @@ def move_choices(trials: Evaluator) -> Move:
 def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
     """Yields a candidate that says what its stages hold with other choices of one stage, or another schedule.
 
-    Where they are few, also with other choices of two stages: neither may be of use alone.
+    Where they are few, also with depths and deferrals near those of all stages, or of two: one alone may be of no use.
     """
     constraints, counts, chosen = planner.problem.constraints, [len(ranks) for ranks in start.ranks], start.choices
     shares = [-(-start.num_micro_batches // count) for count in counts]
@@ -146,8 +147,14 @@ def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         defers_only_if_split = schedule == SPLIT_SCHEDULE or not any(deferred for _, _, deferred in chosen)
         if defers_only_if_split and (schedule != "gpipe" or is_full):
             yield replace(start, schedule=schedule)
-    pairs = list(combinations(range(len(options)), 2))
-    if sum(len(options[s]) * len(options[t]) for s, t in pairs) <= _MOST_PAIRS:
-        for s, t in pairs:
-            for one, other in product(options[s], options[t]):
-                yield replace(start, choices=(*chosen[:s], one, *chosen[s + 1 : t], other, *chosen[t + 1 :]))
+    near_now = [
+        [each for each in some if each[0] == now[0] and abs(each[1] - now[1]) <= 1 and abs(each[2] - now[2]) <= 2]
+        for some, now in zip(options, chosen, strict=True)
+    ]
+    every = tuple(range(len(chosen)))
+    together = [every] if math.prod(map(len, near_now)) <= _MOST_TOGETHER else list(combinations(every, 2))
+    if sum(math.prod(len(near_now[stage]) for stage in stages) for stages in together) <= _MOST_TOGETHER:
+        for stages in together:
+            for some in product(*[near_now[stage] for stage in stages]):
+                changed = dict(zip(stages, some, strict=True))
+                yield replace(start, choices=tuple(changed.get(stage, chosen[stage]) for stage in every))

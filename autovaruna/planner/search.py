@@ -56,12 +56,10 @@ _MOST_STARTS, _SHARE_OF_A_START = 24, 0.07
 """Moves begin from so many plans, and may take so much of the budget from each."""
 _MOST_OF_A_ROW = 60_000
 """Acts that the simulation of a choice may take that is far from the best, and only a row of the table."""
-_NEAR, _NEAR_OF_A_FORMULA, _NEAR_OF_GROUPS = 1.06, 1.1, 2.0
+_NEAR, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY, _NEAR_OF_GROUPS = 1.06, 1.1, 1.25, 2.0
 """What takes no more than so many times the least seconds is looked at: by a simulation, a formula, on its groups."""
-_NEAR_OF_TINY = 1.25
-_MOST_GROUPS = 200
-_COUNTS, _CELLS = 2, 10**6
-"""Unequal replicas are for so many M of the best grids, or with few cells of the dynamic program for every M."""
+_MOST_GROUPS, _COUNTS, _CELLS = 200, 2, 10**6
+"""Several stages a rank are on so many groups; unequal replicas for 2 M, with few cells of the program for every M."""
 _WORTH_SHARING = 0.98
 """State is shared for steps that take no more than this share: each replica has all gradients otherwise."""
 _FULL = 0.5
