@@ -114,10 +114,7 @@ class Evaluator:
         return best
 
     def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
-        """Returns a faster plan that saves less memory, if one fits: stages do not hold all at the same time.
-
-        It is the one whose depths need most.
-        """
+        """Returns a faster plan whose depths need most of those that fit: stages do not hold all at the same time."""
         limits, below = self.planner.limits, min(below, self.least_seconds * _NEAR)
         tried: tuple[Choices, ...] = ()
         for factor in _LOOSER:

@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 BUDGET = 3_600_000
 """Acts of the simulator that a search may take beside the grids: a count, so that it ends alike on every machine."""
-_SHARE_OF_BOUNDS, _SHARE_OF_SHAPES, _SHARE_OF_MOVES = 0.14, 0.28, 0.56
-"""Of the budget: to bound and simulate several stages a rank, to change the best plans; the rest is for fine cuts."""
+_SHARE_OF_BOUNDS, _SHARE_OF_SHAPES, _SHARE_OF_MOVES, _SHARE_OF_FINE = 0.14, 0.28, 0.56, 0.01
+"""Of the budget: to bound and simulate several stages a rank, to change the best plans, and two at finer cuts."""
 _MOST_STARTS, _SHARE_OF_A_START = 24, 0.07
 """Moves begin from so many plans, and may take so much of the budget from each."""
 _MOST_OF_A_ROW = 60_000
@@ -311,8 +311,10 @@ class _Search:
         tables = RangeTables(problem.graph, zoomed_positions(problem, cuts, self.tables.num_segments))
         fine = Evaluator(Planner(problem, tables))
         start = replace(candidate, starts=tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts))
-        if fine.attempt(start) < math.inf:
-            improve(fine, start, BUDGET * (1 - _SHARE_OF_BOUNDS - _SHARE_OF_SHAPES - _SHARE_OF_MOVES), (move_cuts,))
+        suited = None if candidate.is_interleaved else cut_for_ranks(fine.planner, start.num_micro_batches, start.ranks)
+        for each in (start, suited) if suited else (start,):
+            if fine.attempt(each) < math.inf:
+                improve(fine, each, BUDGET * _SHARE_OF_FINE, (move_cuts, move_choices(fine)))
         if fine.best is None or fine.best.predicted_seconds >= plan.predicted_seconds:
             return plan
         whole = fine.planner.predict_whole(fine.best)
