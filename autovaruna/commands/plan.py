@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,7 +24,6 @@ from autovaruna.errors import ConfigError
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import progress_bar, status_bar
 from autovaruna.planner.deployment import Deployment, deployment_of, save
-from autovaruna.planner.grids import Choice
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, short_enough
 from autovaruna.planner.problem import Problem
@@ -151,9 +151,9 @@ class Planning:
         return self.plan_and_choices[0]
 
     @cached_property
-    def plan_and_choices(self) -> tuple[Plan, list[Choice]]:
+    def plan_and_choices(self) -> tuple[Plan, list[Plan]]:
         """The plan, and the best plan of every regular grid, fastest first."""
-        choices: dict[bool, list[Choice]] = {}
+        choices: dict[bool, list[Plan]] = {}
 
         def make(problem: Problem) -> Plan:
             has_table = bool(getattr(self.options, "table", False))
@@ -268,24 +268,24 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         show(f"drew {options.plot}")
 
 
-def choices_table(choices: Sequence[Choice]) -> Table:
+def choices_table(choices: Sequence[Plan]) -> Table:
     """Returns choices as a table, in their order."""
     table = Table(title="choices, fastest first", box=box.SIMPLE_HEAD)
     sizes = ("stages", "replicas", "micro-batch", "micro-batches")
     for name in (*sizes, "schedule", "step", "samples/s", "memory", "recompute"):
         table.add_column(name, justify="right")
-    for choice in choices:
-        stages = choice.plan.stages
+    for plan in choices:
+        num_samples, step = plan.micro_batch_size * plan.num_micro_batches, plan.predicted_seconds
         table.add_row(
-            str(choice.num_stages),
-            str(choice.num_replicas),
-            str(choice.micro_batch_size),
-            str(choice.plan.num_micro_batches),
-            choice.plan.schedule,
-            seconds(choice.step_seconds),
-            f"{choice.samples_per_second:.4g}",
-            readable(choice.memory_bytes),
-            f"{sum(stage.needs_recompute for stage in stages)} of {len(stages)}",
+            str(plan.num_stages),
+            str(len(plan.stages[0].ranks)),
+            str(math.ceil(plan.micro_batch_size - 1e-9)),
+            str(plan.num_micro_batches),
+            plan.schedule,
+            seconds(step),
+            f"{num_samples / step if step else math.inf:.4g}",
+            readable(max(plan.rank_bytes())),
+            f"{sum(stage.needs_recompute for stage in plan.stages)} of {plan.num_stages}",
         )
     return table
 

@@ -10,7 +10,8 @@ from itertools import pairwise, product
 import numpy as np
 
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.prediction import Edges, Exchange, Predictor, least_seconds, pipeline_of, policy_of
+from autovaruna.planner.exchange import Exchange
+from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
@@ -71,9 +72,9 @@ class Planner:
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     @property
-    def spent_seconds(self) -> float:
-        """What simulations took so far, counted, not measured, so that it is the same everywhere."""
-        return self.predictor.spent_seconds
+    def num_acts(self) -> float:
+        """What the search took so far, in acts of the simulator: a count, so that it is the same everywhere."""
+        return self.predictor.num_acts
 
     @property
     def is_tiny(self) -> bool:
@@ -81,13 +82,13 @@ class Planner:
         return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
 
     def count_candidate(self) -> float:
-        """Counts a candidate that is looked at, and returns `spent_seconds`."""
+        """Counts a candidate that is looked at, and returns `num_acts`."""
         self.predictor.num_acts += _ACTS_OF_A_CANDIDATE
-        return self.spent_seconds
+        return self.num_acts
 
-    def step_costs(self, candidate: Candidate) -> float:
-        """Returns what the simulation of a candidate takes at least, counted as `spent_seconds` is."""
-        return least_seconds([len(ranks) for ranks in candidate.ranks], candidate.num_micro_batches)
+    def acts_of(self, candidate: Candidate) -> float:
+        """Returns the acts that the simulation of a candidate takes at least."""
+        return least_acts([len(ranks) for ranks in candidate.ranks], candidate.num_micro_batches)
 
     def build(self, candidate: Candidate, limits: Sequence[float] = ()) -> Plan | None:
         """Returns the plan of a candidate without a prediction, None if it does not fit (the cluster, or limits)."""

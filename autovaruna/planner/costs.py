@@ -48,6 +48,20 @@ class AllReduces:
         return latency, 2 * (num_ranks - 1) / num_ranks / bandwidth
 
 
+class Waits(NamedTuple):
+    """Seconds by block p, one entry more for the end of the graph.
+
+    Attributes:
+        before: of a stage that starts at p, before its first forward.
+        after: of a stage that starts at p, after its last backward, until the step ends.
+        messages: what of `before` and `after` together is messages to and from the stage that starts at p.
+    """
+
+    before: Array
+    after: Array
+    messages: Array
+
+
 class RangeSeconds(NamedTuple):
     """Seconds of a range on a rank of speed 1: of one micro-batch, of the two parts of its backward, of the step."""
 
@@ -70,7 +84,7 @@ class SizedProblem:
     tables: RangeTables
     num_micro_batches: int
     is_split: bool = False
-    peaks: dict[tuple[int, bool, int, int, int, bool], Peak] = field(default_factory=dict, init=False)
+    peaks: dict[tuple[int, bool, int, int, int], Peak] = field(default_factory=dict, init=False)
     made_stages: dict[tuple[int, int, tuple[int, ...], bool, int, int, float], StagePlan] = field(
         default_factory=dict, init=False
     )
@@ -115,18 +129,29 @@ class SizedProblem:
         return np.asarray(self.costs.forward_seconds + self.backward_seconds, dtype=np.float64)
 
     @cached_property
+    def waits(self) -> Waits:
+        """The least waits of stages for others, on the fastest ranks and links, with one stage a rank."""
+        problem, costs, cluster = self.problem, self.costs, self.problem.cluster
+        flow, back, speed = problem.flow, problem.gradient_flow, max(cluster.speeds)
+        latency, bandwidth = _fastest_link(cluster)
+        there = latency + flow.neighbour_bytes(self.micro_batch_size) / bandwidth
+        again = latency + back.neighbour_bytes(self.micro_batch_size) / bandwidth
+        before = np.append(flow.fill_seconds(costs.forward_seconds / speed), 0.0)
+        after = np.append(back.fill_seconds(self.backward_seconds / speed), 0.0)
+        return Waits(
+            before=np.where(before > 0, before + there + cluster.overhead_seconds, 0.0),
+            after=np.where(after > 0, after + again + cluster.overhead_seconds, 0.0),
+            messages=np.where(before > 0, there, 0.0) + np.where(after > 0, again, 0.0),
+        )
+
+    @cached_property
     def work(self) -> Array:
         """Forward and backward seconds of each range on a rank of speed 1, without recompute."""
         return _forbid_empty(self.tables.add_up(self.step_seconds))
 
     @cached_property
-    def urgent_work(self) -> Array:
-        """The part of `work` that comes before gradients can leave."""
-        return _forbid_empty(self.tables.add_up(self.urgent_seconds)) if self.is_split else self.work
-
-    @cached_property
     def recomputed_work(self) -> Array:
-        """The same with recompute."""
+        """`work` with recompute."""
         return _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds))
 
     @cached_property
@@ -244,3 +269,11 @@ class SizedProblem:
 def _forbid_empty(table: Array) -> Array:
     n = table.shape[0]
     return np.where(np.arange(n)[:, None] < np.arange(n)[None, :], table, np.inf)
+
+
+def _fastest_link(cluster: Cluster) -> tuple[float, float]:
+    """Returns the least latency between two ranks, and the greatest bytes a second."""
+    hosts = set(cluster.hosts)
+    links = [cluster.local_link] if len(hosts) < cluster.num_ranks or len(hosts) == 1 else []
+    links += [cluster.remote_link] if len(hosts) > 1 else []
+    return min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links)

@@ -30,7 +30,16 @@ from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
 
+FORMAT_VERSION = 1
 _ROUNDING = 1e-6
+_PREDICTED = (
+    "bound_seconds",
+    "single_bound_seconds",
+    "is_measured",
+    "bound_proof",
+    "overhead_seconds",
+    "rank_memory_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,8 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     if saved.num_ranks != now.num_ranks:
         told.append(f"the number of ranks changed ({saved.num_ranks} -> {now.num_ranks})")
     elif saved.hosts != now.hosts:
-        told.append(f"the ranks of each host changed ({_listed(saved.hosts)} -> {_listed(now.hosts)})")
+        pair = (" + ".join(map(str, hosts)) for hosts in (saved.hosts, now.hosts))
+        told.append(f"the ranks of each host changed ({' -> '.join(pair)})")
     if saved.device != now.device:
         told.append(f"the device changed ({saved.device} -> {now.device})")
     limits = zip_longest(saved.memory_bytes, now.memory_bytes, fillvalue=0.0)
@@ -89,10 +99,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return " + ".join(str(number) for number in numbers)
 
 
 def _bytes(limits: tuple[float, ...]) -> str:
@@ -169,9 +175,6 @@ def plan_from(deployment: Deployment, graph: Graph) -> Plan:
     if complaint:
         raise DeploymentError(f"it does not fit into memory: {complaint}")
     return plan
-
-
-FORMAT_VERSION = 1
 
 
 class _LinkRecord(msgspec.Struct):
@@ -296,16 +299,6 @@ def _file(deployment: Deployment) -> _DeploymentFile:
             host_of=plan.host_of,
         ),
     )
-
-
-_PREDICTED = (
-    "bound_seconds",
-    "single_bound_seconds",
-    "is_measured",
-    "bound_proof",
-    "overhead_seconds",
-    "rank_memory_bytes",
-)
 
 
 def _stage(stage: StagePlan, cut: str) -> _Stage:

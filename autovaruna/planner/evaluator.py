@@ -7,24 +7,22 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.prediction import SECONDS_OF_AN_ACT
-from autovaruna.planner.rank_memory import choices_of, is_within
+from autovaruna.planner.rank_memory import Choices, choices_of, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
-_LONG_SECONDS, _LONG_INTERLEAVED_SECONDS = 0.05, 0.02
-SHORT_SECONDS = 0.004
-"""What is quick to simulate is fitted by its instructions with every rule for depths, the rest with the best one."""
+_LONG, _LONG_INTERLEAVED = 12_500, 5_000
+"""Acts of a simulation that is long: with fewer depths and schedules, and fitted by its depths alone."""
+SHORT = 1_000
+"""Acts of what is quick to simulate: fitted by its instructions with every rule for depths, the rest with the best."""
 _LONG_INTERLEAVED_VARIANTS = 2
 """The two orders made for several stages a rank: which one is better depends on recompute."""
-_REACHED = 0.9999
-_LOOSE = 1.35
-"""By its depths, a plan that fits by its instructions may need so many times its limits; seldom more."""
-_HALVINGS = 5
+_LOOSER = (math.inf, *(1.35 - 0.02 * step for step in range(18)))
+"""By its depths, a plan that fits by its instructions may need so many times its limits."""
 _NEAR = 1.02
 """Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
-Way = tuple[str, str]
+Variant = tuple[str, str]
 """A rule for depths, and a schedule."""
 
 Progress = Callable[[str, float], None]
@@ -35,76 +33,62 @@ class Evaluator:
     """What was simulated.
 
     Attributes:
-        below: what any plan must be faster than.
         best: the fastest plan so far.
         plans: of each candidate that fits and was as fast as it had to be, its best plan.
-        is_loose: whether plans are tried that fit by their instructions, though not by their depths.
-        was_cut_short: whether something was left out since its simulation is long, or time was up.
+        was_cut_short: whether something was left out since its simulation is long, or the budget was spent.
     """
 
-    def __init__(self, planner: Planner, below: float = math.inf) -> None:
-        self.planner, self.below, self._loose = planner, below, [_LOOSE * limit for limit in planner.limits]
+    def __init__(self, planner: Planner) -> None:
+        self.planner, self._loose = planner, [_LOOSER[1] * limit for limit in planner.limits]
         self.best: Plan | None = None
         self.plans: dict[Candidate, Plan] = {}
-        self._seen: dict[tuple[Candidate, Sequence[Way], bool], tuple[float, float]] = {}
-        self._ways: dict[Candidate, Way] = {}
-        self.was_cut_short = self.is_loose = False
+        self._seen: dict[tuple[Candidate, Sequence[Variant]], tuple[float, float]] = {}
+        self._best_variants: dict[Candidate, Variant] = {}
+        self.was_cut_short = False
 
     @property
     def least_seconds(self) -> float:
-        """The seconds of the best plan; if there is none, what it must be faster than."""
-        return self.best.predicted_seconds if self.best else self.below
+        """The seconds of the best plan, infinite if there is none."""
+        return self.best.predicted_seconds if self.best else math.inf
 
-    def loosen(self) -> None:
-        """Has plans tried, from now on, that fit by their instructions, though not by their depths."""
-        self.is_loose = True
-        self._seen.clear()
-
-    def attempt(
-        self, candidate: Candidate, below: float = math.inf, like: Candidate | None = None, *, is_quick: bool = False
-    ) -> float:
+    def attempt(self, candidate: Candidate, below: float = math.inf, like: Candidate | None = None) -> float:
         """Simulates a candidate by every schedule; returns its least seconds, infinite if they are not below `below`.
 
         One that says what its stages hold is simulated by its own schedule alone.
 
         Args:
             like: one of `plans`: its schedule and its rule for depths are enough, unless the problem is tiny.
-            is_quick: whether it is enough what fits by its depths, as it is where simulations are long.
         """
-        has_every_way = candidate.choices or self.planner.is_tiny
-        ways = (self._ways[like],) if like in self._ways and not has_every_way else ()
-        key = candidate, ways, is_quick or self.is_long(candidate)
+        has_every_variant = candidate.choices or self.planner.is_tiny
+        variants = (self._best_variants[like],) if like in self._best_variants and not has_every_variant else ()
+        key = candidate, variants
         found, limit = self._seen.get(key, (math.inf, -math.inf))
         if found < math.inf or below <= limit:
             return found
-        plan = self._fixed(candidate, below) if candidate.choices else self._fastest(*key, below)
+        if candidate.choices:
+            self.planner.count_candidate()
+            built = self.planner.put_together(candidate, self.planner.fixed_options(candidate))
+            plan = self.planner.predict(built, below)
+            plan = plan if plan and self._fits(plan) else None
+        else:
+            plan = self._fastest(*key, below)
         found = plan.predicted_seconds if plan else math.inf
         self._seen[key] = found, below
-        if plan and found < self.seconds_of(candidate):
+        if plan and (candidate not in self.plans or found < self.plans[candidate].predicted_seconds):
             self.plans[candidate] = plan
             self.best = plan if found < self.least_seconds else self.best
         return found
-
-    def _fixed(self, candidate: Candidate, below: float) -> Plan | None:
-        """Returns the plan of a candidate that says what its stages hold, None if it is too slow or does not fit."""
-        self.planner.count_candidate()
-        plan = self.planner.predict(self.planner.put_together(candidate, self.planner.fixed_options(candidate)), below)
-        return plan if plan and self._fits(plan) else None
 
     def _fits(self, plan: Plan) -> bool:
         """Returns whether a plan fits, by its depths, or where these need more by its instructions."""
         limits = self.planner.limits
         return is_within(plan, limits) or is_within(self.planner.predict_whole(plan, is_quick=True), limits)
 
-    def seconds_of(self, candidate: Candidate) -> float:
-        """Returns the least seconds of a candidate so far, infinite if it has none."""
-        return self.plans[candidate].predicted_seconds if candidate in self.plans else math.inf
-
-    def _fastest(self, candidate: Candidate, ways: Sequence[Way], is_quick: bool, below: float) -> Plan | None:
-        """Returns the fastest plan of a candidate in some ways, or in all; None if none fits or is fast enough."""
+    def _fastest(self, candidate: Candidate, variants: Sequence[Variant], below: float) -> Plan | None:
+        """Returns the fastest plan of a candidate in some variants, or in all; None if none fits or is fast enough."""
         best, bounds = None, dict[tuple[bool, ...], float]()
-        variant, built = None, list[tuple[Candidate, Plan]]()
-        for each, plan in self._plans(candidate, ways or self._variants(candidate)):
+        best_variant, built = None, list[tuple[Candidate, Plan]]()
+        for each, plan in self._plans(candidate, variants or self._variants(candidate)):
             if any(plan == other for _, other in built):
                 continue  # With few micro-batches, or little memory, variants are alike.
             built.append((each, plan))
@@ -112,53 +96,44 @@ class Evaluator:
             key = (*recomputed, any(stage.deferred for stage in plan.stages))
             if key not in bounds:
                 bounds[key] = self.planner.bound(plan)  # It knows nothing of depths and schedules.
-            if bounds[key] >= min(below, (best.predicted_seconds if best else math.inf) * _REACHED):
+            if bounds[key] >= below:
                 continue
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
-                best, below, variant = predicted, predicted.predicted_seconds, each
-        if self.planner.step_costs(candidate) > SHORT_SECONDS:
-            known = (variant.depth, variant.schedule) if variant else self._ways.get(candidate)
+                best, below, best_variant = predicted, predicted.predicted_seconds, each
+        if self.planner.acts_of(candidate) > SHORT:
+            known = self._best_variants.get(candidate)
+            known = (best_variant.depth, best_variant.schedule) if best_variant else known
             built = [each for each in built if known in (None, (each[0].depth, each[0].schedule))][:1]
-        for each, plan in () if is_quick else built:
+        for each, plan in () if self.is_long(candidate) else built:
             found = self._with_all_memory(each, plan, below)
             if found:
-                best, below, variant = found, found.predicted_seconds, each
-        if variant and best:
-            self._ways[candidate] = variant.depth, variant.schedule
+                best, below, best_variant = found, found.predicted_seconds, each
+        if best_variant:
+            self._best_variants[candidate] = best_variant.depth, best_variant.schedule
         return best
 
     def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
-        """Returns a faster plan that saves less memory, if one fits: stages do not hold all at the same time.
-
-        It is found by halving what its depths may need.
-        """
-        below = min(below, self.least_seconds * _NEAR)
-        free = self.planner.build(candidate, (math.inf,) * plan.num_ranks)
-        if free is None or self.planner.bound(free) >= below:
-            return None
-        if choices_of(free.stages) == choices_of(plan.stages) and is_within(plan, self.planner.limits):
-            return None
-        whole, best = self.planner.predict_whole(free, is_quick=True), None
-        if is_within(whole, self.planner.limits):
-            return replace(free, predicted_seconds=whole.predicted_seconds) if whole.predicted_seconds < below else None
-        low, high = 1.0, _LOOSE
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            built = self.planner.build(candidate, [middle * limit for limit in self.planner.limits])
-            if built is None:
-                low = middle
+        """Returns a faster plan whose depths need most of those that fit: stages do not hold all at the same time."""
+        limits, below = self.planner.limits, min(below, self.least_seconds * _NEAR)
+        tried: tuple[Choices, ...] = ()
+        for factor in _LOOSER:
+            built = self.planner.build(candidate, [factor * limit for limit in limits])
+            if built is None or self.planner.bound(built) >= below:
+                return None
+            choices = choices_of(built.stages)
+            if choices == choices_of(plan.stages) and is_within(plan, limits):
+                return None
+            if choices == tried:
                 continue
+            tried = choices
             whole = self.planner.predict_whole(built, is_quick=True)
-            if not is_within(whole, self.planner.limits):
-                high = middle
-                continue
-            low = middle
-            if whole.predicted_seconds < below:
-                below, best = whole.predicted_seconds, replace(built, predicted_seconds=whole.predicted_seconds)
-        return best
+            if is_within(whole, limits):
+                seconds = whole.predicted_seconds
+                return replace(built, predicted_seconds=seconds) if seconds < below else None
+        return None
 
-    def _variants(self, candidate: Candidate) -> list[Way]:
+    def _variants(self, candidate: Candidate) -> list[Variant]:
         """Returns the depths and schedules to simulate; fewer where that takes long."""
         every = variants(self.planner.problem, len(candidate.starts), candidate.is_interleaved)
         if not self.is_long(candidate):
@@ -168,12 +143,12 @@ class Evaluator:
             return every[:_LONG_INTERLEAVED_VARIANTS]
         return [each for each in every if each[0] == every[0][0]]
 
-    def _plans(self, candidate: Candidate, ways: Sequence[Way]) -> Iterator[tuple[Candidate, Plan]]:
-        """Yields a candidate in some ways, with its plan; plans may be alike."""
+    def _plans(self, candidate: Candidate, choices: Sequence[Variant]) -> Iterator[tuple[Candidate, Plan]]:
+        """Yields a candidate in some variants, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        loose = self._loose if self.is_loose or candidate.is_interleaved else []
+        loose = [] if self.is_long(candidate) and not candidate.is_interleaved else self._loose
         built: dict[tuple[str, bool, bool], Plan | None] = {}
-        for depth, schedule in ways:
+        for depth, schedule in choices:
             variant = replace(candidate, depth=depth, schedule=schedule)
             key = depth, schedule == "gpipe", schedule == "zero_bubble"
             if key not in built:
@@ -185,23 +160,21 @@ class Evaluator:
     def is_long(self, candidate: Candidate) -> bool:
         """Returns whether a simulation of the candidate takes long."""
         replicas = min(len(ranks) for ranks in candidate.ranks)
-        limit = _LONG_INTERLEAVED_SECONDS if candidate.is_interleaved else _LONG_SECONDS
-        num_acts = 2 * candidate.num_micro_batches / replicas * len(candidate.starts)
-        return num_acts * SECONDS_OF_AN_ACT > limit
+        limit = _LONG_INTERLEAVED if candidate.is_interleaved else _LONG
+        return 2 * candidate.num_micro_batches / replicas * len(candidate.starts) > limit
 
     def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
         """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""
         if len(candidates) < 2 or not self.is_long(candidates[0]):
             return candidates
-        plans = [(candidate, self.planner.build(candidate)) for candidate in candidates]
-        bounds = {candidate: self.planner.bound(plan) for candidate, plan in plans if plan}
-        return [min(bounds, key=bounds.__getitem__)] if bounds else []
+        bounds = {each: self.planner.bound(plan) for each in candidates if (plan := self.planner.build(each))}
+        return sorted(bounds, key=bounds.__getitem__)[:1]
 
-    def best_of_each(self, kind: Callable[[Candidate], Hashable], most: int, near: float) -> list[Candidate]:
-        """Returns the best of each kind, the fastest first: `most` at most, none slower than `near` times the best."""
+    def best_of_each(self, kind: Callable[[Candidate], Hashable], near: float) -> list[Candidate]:
+        """Returns the best of each kind that is not slower than `near` times the best, the fastest first."""
         ordered = sorted(self.plans, key=lambda each: self.plans[each].predicted_seconds)
         first: dict[Hashable, Candidate] = {}
         for candidate in ordered:
             if self.plans[candidate].predicted_seconds <= near * self.least_seconds:
                 first.setdefault(kind(candidate), candidate)
-        return list(first.values())[:most]
+        return list(first.values())

@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autovaruna.graph.records import Value
 from autovaruna.planner.cost_table import Array
@@ -36,14 +35,6 @@ class Flow:
             for user in value.consumers:
                 found.setdefault(user, []).append(value.producer)
         return dict(sorted(found.items()))
-
-    @cached_property
-    def is_apart(self) -> NDArray[np.bool_]:
-        """Which blocks make and use none of the values."""
-        found = np.ones(self.num_blocks, dtype=np.bool_)
-        for value in self.values:
-            found[[value.producer, *value.consumers]] = False
-        return found
 
     def fill_seconds(self, block_seconds: Array) -> Array:
         """Returns, for each block p, the least seconds of other stages that a stage starting at p waits for.

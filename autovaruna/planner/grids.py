@@ -17,8 +17,6 @@ from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.cuts import even_starts, partition_chain
 from autovaruna.planner.placement import Ranks, in_a_row, is_uniform, layouts, rank_orders
 from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
-from autovaruna.planner.range_bounds import waits_of
-from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import MAX_UNITS, micro_batch_counts, stage_limit
 from autovaruna.planner.stage_memory import OptionsWithin
 from autovaruna.schedule.pipeline import share_of, textbook_depth
@@ -26,7 +24,7 @@ from autovaruna.schedule.pipeline import share_of, textbook_depth
 _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
 _FEW_RANKS = 4
-"""Of which every split into groups is tried, where there are few segments too."""
+"""Of which every split into groups is tried in tiny problems."""
 _MOST_ORDERS = 24
 """Of uneven ranks every order is tried if there are no more than these."""
 _MOST_PLANS = 2**15
@@ -43,31 +41,6 @@ class Grid(NamedTuple):
     num_stages: int
     num_replicas: int
     num_micro_batches: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The best plan of a regular grid; `micro_batch_size` is its greatest."""
-
-    num_stages: int
-    num_replicas: int
-    micro_batch_size: int
-    plan: Plan
-    samples_per_second: float
-    memory_bytes: float
-
-    @property
-    def step_seconds(self) -> float:
-        """The predicted step."""
-        return self.plan.predicted_seconds
-
-
-def choice_of(plan: Plan, global_batch_size: int) -> Choice:
-    """Returns the row of a plan with equally many replicas."""
-    size, rate = math.ceil(plan.micro_batch_size - 1e-9), math.inf
-    if plan.predicted_seconds > 0:
-        rate = global_batch_size / plan.predicted_seconds
-    return Choice(plan.num_stages, len(plan.stages[0].ranks), size, plan, rate, max(plan.rank_bytes()))
 
 
 def grids_of(problem: Problem, num_segments: int) -> list[Grid]:
@@ -118,21 +91,22 @@ def even_seconds(planner: Planner, grid: Grid) -> float:
     return (share * part + fill) / max(planner.problem.cluster.speeds)
 
 
-def groups_of_few(planner: Planner, counts: Sequence[int], *, may_differ: bool) -> Iterator[tuple[float, Ranks, int]]:
-    """Yields ranks for each of several stages, in every order, with M, and about what a step takes.
+def groups_of(planner: Planner) -> Iterator[tuple[float, Ranks, int]]:
+    """Yields about the seconds, groups of equally many ranks, and M.
 
-    If they may differ, few ranks are parted unequally, too.
+    Of tiny problems they come in every order, with every M, and of few ranks in unequal groups, too.
     """
     problem = planner.problem
     num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
-    for order, count in product(rank_orders(problem, _MOST_ORDERS), counts):
-        each = {(min(forced or num_ranks // number, count),) * number for number in range(2, num_ranks + 1)}
-        is_free = may_differ and not forced and num_ranks <= _FEW_RANKS
-        every = each | set(_splits(num_ranks)) if is_free else each
-        for replicas in sorted(every):
+    counts, most = (micro_batch_counts(problem), _MOST_ORDERS) if planner.is_tiny else (even_counts(problem), 0)
+    orders = rank_orders(problem, most) if planner.is_tiny else rank_orders(problem)[:1]
+    unequal = list(_splits(num_ranks)) if planner.is_tiny and not forced and num_ranks <= _FEW_RANKS else []
+    for order, count in product(orders, counts):
+        even = [(min(forced or num_ranks // number, count),) * number for number in range(2, num_ranks + 1)]
+        for replicas in dict.fromkeys([*even, *unequal]):
             if len(replicas) > 1 and sum(replicas) <= num_ranks and max(replicas) <= count:
                 work = count * float(planner.sized(count).step_seconds.sum()) / max(problem.cluster.speeds)
-                yield work / sum(replicas), in_a_row(problem, order, list(replicas)), count
+                yield work / sum(replicas), in_a_row(problem, order, replicas), count
 
 
 def cut_grids(
@@ -160,14 +134,18 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
     problem, segments = planner.problem, planner.tables.num_segments
     orders, wanted = rank_orders(problem, _MOST_ORDERS), {grid.num_stages: grid for grid in grids}
     replicas, count = grids[0][1:]
+    work = planner.tables.prefix(planner.sized(count).step_seconds)
     width = 0 if min(wanted) <= _WIDEST else math.ceil(segments * _WIDEST / min(wanted))
     found: dict[Grid, list[tuple[float, Candidate]]] = {grid: [] for grid in grids}
     for order in orders:
-        evens = {grid: _even_stages(planner, grid, order) for grid in grids}
-        for grid, some in evens.items():
+        evens = list[Candidate]()
+        for grid in grids:
+            places = layouts(problem, order, [replicas] * grid.num_stages)
+            some = [Candidate(even_starts(work, grid.num_stages), ranks, count) for ranks in places]
             found[grid] += [(0.0, candidate) for candidate in some]
+            evens.append(some[0])
         is_quick = max(wanted) * segments**2 <= _CELLS
-        if not is_quick and all(planner.build(some[0]) for some in evens.values()):
+        if not is_quick and all(map(planner.build, evens)):
             continue
         for chain in ReplicaSearch(planner.sized(count), order, [replicas], max(wanted), width).chains():
             if len(chain.starts) in wanted:
@@ -181,12 +159,6 @@ def _cut_run(planner: Planner, grids: Sequence[Grid]) -> Iterator[tuple[Grid, li
             suited = cut_for_ranks(planner, count, in_a_row(problem, orders[0], [replicas] * grid.num_stages))
             own += [(math.inf, suited)] if suited else []
         yield grid, list(dict.fromkeys(candidate for _, candidate in sorted(own, key=lambda each: each[0])))
-
-
-def _even_stages(planner: Planner, grid: Grid, order: Sequence[int]) -> list[Candidate]:
-    work = planner.tables.prefix(planner.sized(grid.num_micro_batches).step_seconds)
-    starts, replicas = even_starts(work, grid.num_stages), [grid.num_replicas] * grid.num_stages
-    return [Candidate(starts, ranks, grid.num_micro_batches) for ranks in layouts(planner.problem, order, replicas)]
 
 
 def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Candidate]:
@@ -238,7 +210,7 @@ def cut_for_ranks(planner: Planner, count: int, stage_ranks: Ranks) -> Candidate
     """Returns the best cuts for some ranks; a rank with several stages gives each its share of time and memory."""
     sized, cluster = planner.sized(count), planner.problem.cluster
     counts = [len(ranks) for ranks in stage_ranks]
-    each = waits_of(sized)
+    each = sized.waits
     waits = (each.before + each.after)[sized.tables.positions, None]
     costs = []
     for stage, ranks in enumerate(stage_ranks):
@@ -282,7 +254,7 @@ class ReplicaSearch:
         self.width = min(width or n, n)
         self.speeds = np.array([cluster.speeds[rank] for rank in order])
         self.limits = np.array([cluster.memory_bytes[rank] for rank in order])
-        waits, starts = waits_of(sized), sized.tables.positions
+        waits, starts = sized.waits, sized.tables.positions
         self.before, self.after = (each[starts[:n], None] for each in (waits.before, waits.after))
         self._waited_for = waits.messages[starts, None]
         self.optimizer = self._windows(sized.optimizer_seconds)

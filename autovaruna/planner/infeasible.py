@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,11 @@ from autovaruna.planner.range_tables import RangeTables
 from autovaruna.profiler.records import Cluster
 
 _FEWEST_BY = 3
+_FEW_RANKS = 16
+_FEW_BLOCKS = 1000
+_FEW_AMOUNTS = 8
+_ROUNDED_UP = 1.006
+"""Three digits of a number with this on top are no less than the number."""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -35,32 +42,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-_FEW_RANKS = 16
-_FEW_BLOCKS = 1000
-_FEW_AMOUNTS = 8
-_ROUNDED_UP = 1.006
-"""Three digits of a number with this on top are no less than the number."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shortage:
-    """The split that lacks least: of the rank that lacks most its stages, their blocks, what they need, what it has.
-
-    `needed_by` says what each rank needs that has less.
-    """
+class _Split(NamedTuple):
+    """A split over some ranks whose greatest lack of memory is least, and what each of them needs."""
 
     ranks: Ranks
     starts: tuple[int, ...]
-    rank: int
-    blocks: tuple[tuple[int, int], ...]
-    stages: tuple[int, ...]
-    needed_bytes: float
-    limit_bytes: float
-    needed_by: Mapping[int, float]
+    needed: dict[int, float]
 
-    @property
-    def missing_bytes(self) -> float:
-        return max(self.needed_bytes - self.limit_bytes, 0.0)
+    def lacking(self, limits: Sequence[float]) -> dict[int, float]:
+        """Returns what each rank needs that has less."""
+        return {rank: num_bytes for rank, num_bytes in self.needed.items() if num_bytes > limits[rank]}
+
+    def missing_bytes(self, limits: Sequence[float]) -> float:
+        """Returns what the rank lacks that lacks most."""
+        return max(0.0, *(num_bytes - limits[rank] for rank, num_bytes in self.needed.items()))
 
 
 def exceeds_all(sized: SizedProblem) -> bool:
@@ -78,29 +73,29 @@ def explain_infeasible(problem: Problem, tables: RangeTables, counts: Sequence[i
     by_block = (
         SizedProblem(problem, RangeTables(problem.graph, range(n + 1)), max(counts)) if n <= _FEW_BLOCKS else sized
     )
-    found = [shortage for ranks in _rank_choices(problem, tables) if (shortage := _shortage(sized, ranks))]
+    limits, found = problem.cluster.memory_bytes, list(_splits(sized))
     if not found:
-        stages = len(next(_rank_choices(problem, tables)))
+        forced = len(next(_rank_choices(problem, tables)))
         return PlanError(
-            f"no plan: the model cannot be split into {stages} stages, it has {tables.num_segments} places to cut"
+            f"no plan: the model cannot be split into {forced} stages, it has {tables.num_segments} places to cut"
         )
-    found.sort(key=lambda shortage: (shortage.missing_bytes, sum(shortage.needed_by.values())))
-    worst = next((each for each in found if _would_do(problem, tables, counts, each)), found[0])
+    found.sort(key=lambda split: (split.missing_bytes(limits), sum(split.lacking(limits).values())))
+    split = next((each for each in found if _would_do(sized, each.lacking(limits))), found[0])
+    rank = max(split.needed, key=lambda rank: split.needed[rank] - limits[rank])
+    stages = [s for s, each in enumerate(split.ranks) if rank in each]
     return PlanError(
-        f"no plan fits into memory: the best split into {len(worst.ranks)} stages of {max(counts)} micro-batches needs "
-        f"{readable(worst.needed_bytes)} for {_places(worst, problem)}, rank {worst.rank} has "
-        f"{readable(worst.limit_bytes)}: {readable(worst.missing_bytes)} are missing. {_largest_block(by_block)}. "
-        f"To make it fit: {'; or '.join(_advice(problem, by_block, worst))}"
+        f"no plan fits into memory: the best split into {len(split.ranks)} stages of {max(counts)} micro-batches needs "
+        f"{readable(split.needed[rank])} for {_places(split, stages, sized)}, rank {rank} has "
+        f"{readable(limits[rank])}: {readable(split.missing_bytes(limits))} are missing. {_largest_block(by_block)}. "
+        f"To make it fit: {'; or '.join(_advice(problem, by_block, split, rank, len(stages)))}"
     )
 
 
 def splits_that_fit(problem: Problem, tables: RangeTables, counts: Sequence[int]) -> Iterator[Candidate]:
     """Yields splits that fit, of as many micro-batches as may be: for a search that found none on ranks of its own."""
-    sized = SizedProblem(problem, tables, max(counts))
-    for ranks in _rank_choices(problem, tables):
-        found = _shortage(sized, ranks)
-        if found and not found.needed_by:
-            yield Candidate(found.starts, found.ranks, sized.num_micro_batches)
+    for split in _splits(SizedProblem(problem, tables, max(counts))):
+        if not split.lacking(problem.cluster.memory_bytes):
+            yield Candidate(split.starts, split.ranks, max(counts))
 
 
 def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
@@ -120,43 +115,42 @@ def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
             yield tuple(tuple(islice(in_turn, replicas)) for _ in range(stages))
 
 
-def _shortage(sized: SizedProblem, ranks: Ranks) -> _Shortage | None:
-    """Returns what the best split over some ranks lacks, None if the model cannot be split so often."""
+def _splits(sized: SizedProblem) -> Iterator[_Split]:
+    """Yields the best split over each choice of ranks that the model can be split over."""
     limits, tables = sized.problem.cluster.memory_bytes, sized.tables
-    held = {rank: tuple(s for s, each in enumerate(ranks) if rank in each) for each in ranks for rank in each}
-    costs = {count: _least_bytes(sized, count) for count in set(map(len, ranks))}
-    shares = [(len(each), min(limits[rank] / len(held[rank]) for rank in each)) for each in ranks]
-    most = max(share for _, share in shares)  # on top of all, since costs are no less than 0
-    missing = {each: costs[each[0]] - each[1] + most for each in set(shares)}
-    split = partition_chain([missing[each] for each in shares])
-    if split is None:
-        return None
-    ends = [*split.starts[1:], tables.num_segments]
-    loads = [float(costs[len(each)][i, j]) for each, i, j in zip(ranks, split.starts, ends, strict=True)]
-    needed = {rank: sum(loads[s] for s in stages) for rank, stages in held.items()}
-    rank = max(held, key=lambda rank: needed[rank] - limits[rank])
-    blocks = tuple((int(tables.positions[split.starts[s]]), int(tables.positions[ends[s]]) - 1) for s in held[rank])
-    short = {rank: num_bytes for rank, num_bytes in needed.items() if num_bytes > limits[rank]}
-    return _Shortage(ranks, split.starts, rank, blocks, held[rank], needed[rank], limits[rank], short)
+    for ranks in _rank_choices(sized.problem, tables):
+        num_held = Counter(rank for each in ranks for rank in each)
+        costs = {count: _least_bytes(sized, count) for count in set(map(len, ranks))}
+        shares = [(len(each), min(limits[rank] / num_held[rank] for rank in each)) for each in ranks]
+        most = max(share for _, share in shares)  # on top of all, since costs are no less than 0
+        missing = {each: costs[each[0]] - each[1] + most for each in set(shares)}
+        split = partition_chain([missing[each] for each in shares])
+        if split:
+            needed = dict.fromkeys(num_held, 0.0)
+            for each, *place in zip(ranks, split.starts, [*split.starts[1:], tables.num_segments], strict=True):
+                for rank in each:
+                    needed[rank] += float(costs[len(each)][tuple(place)])
+            yield _Split(ranks, split.starts, needed)
 
 
-def _would_do(problem: Problem, tables: RangeTables, counts: Sequence[int], shortage: _Shortage) -> bool:
-    """Returns whether a split is found when ranks have what it asks for: which ranks are tried hangs on what they have.
+def _would_do(sized: SizedProblem, needed: Mapping[int, float]) -> bool:
+    """Returns whether a split is found when ranks have what they need: which ranks are tried hangs on what they have.
 
     Those that are alike all get as much, and are tried as they are.
     """
-    cluster = problem.cluster
+    problem, cluster = sized.problem, sized.problem.cluster
     if len(set(cluster.memory_bytes)) == 1:
         return True
-    limits = tuple(max(has, shortage.needed_by.get(rank, 0.0)) for rank, has in enumerate(cluster.memory_bytes))
+    limits = tuple(max(has, needed.get(rank, 0.0)) for rank, has in enumerate(cluster.memory_bytes))
     wider = replace(problem, cluster=replace(cluster, memory_bytes=limits))
-    return any(True for _ in splits_that_fit(wider, tables, counts))
+    return any(True for _ in splits_that_fit(wider, sized.tables, [sized.num_micro_batches]))
 
 
-def _places(shortage: _Shortage, problem: Problem) -> str:
-    names = [(problem.graph.blocks[first].name, problem.graph.blocks[last].name) for first, last in shortage.blocks]
-    stages = [f"stage {s} ({a} to {b})" for s, (a, b) in zip(shortage.stages, names, strict=True)]
-    return " and ".join(stages)
+def _places(split: _Split, stages: Sequence[int], sized: SizedProblem) -> str:
+    ends, blocks = (*split.starts[1:], sized.tables.num_segments), sized.problem.graph.blocks
+    first_and_last = ((sized.tables.positions[split.starts[s]], sized.tables.positions[ends[s]] - 1) for s in stages)
+    pairs = zip(stages, first_and_last, strict=True)
+    return " and ".join(f"stage {s} ({blocks[first].name} to {blocks[last].name})" for s, (first, last) in pairs)
 
 
 def _least_bytes(sized: SizedProblem, num_replicas: int) -> Array:
@@ -191,19 +185,19 @@ def _largest_block(sized: SizedProblem) -> str:
     )
 
 
-def _advice(problem: Problem, sized: SizedProblem, worst: _Shortage) -> Iterator[str]:
+def _advice(problem: Problem, sized: SizedProblem, split: _Split, rank: int, num_held: int) -> Iterator[str]:
     constraints, limits = problem.constraints, problem.cluster.memory_bytes
-    yield to_give(problem.cluster, worst.needed_by or {worst.rank: worst.needed_bytes})
+    yield to_give(problem.cluster, split.lacking(limits) or {rank: split.needed[rank]})
     fits_alone = float(_bytes_of_segments(sized).max()) <= max(limits)
     if not fits_alone:
         yield "make its largest block smaller, since more ranks do not help a block that one rank must hold"
     is_forced = constraints.num_stages or constraints.cuts or constraints.stage_ranks
     if fits_alone and not is_forced:
         yield "use more ranks" + (", or drop num_replicas" if constraints.num_replicas else "")
-    if fits_alone and is_forced and len(worst.ranks) < len(limits):
+    if fits_alone and is_forced and len(split.ranks) < len(limits):
         yield "drop num_stages, num_replicas, stage_ranks and cuts, or ask for more stages"
-    if len(worst.stages) > 1:
-        yield f"give rank {worst.rank} fewer of the stages (stage_ranks)"
+    if num_held > 1:
+        yield f"give rank {rank} fewer of the stages (stage_ranks)"
     if constraints.recompute == "none" and problem.needs_gradient:
         yield "allow recompute"
     if constraints.in_flight > 1:

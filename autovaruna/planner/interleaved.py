@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, product
+from collections.abc import Iterable, Iterator
+from itertools import combinations
 from typing import NamedTuple
 
-import numpy as np
-
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cuts import cut_evenly
+from autovaruna.planner.cuts import even_starts
 from autovaruna.planner.grids import cut_for_ranks
-from autovaruna.planner.placement import Ranks, in_a_row, rank_orders
+from autovaruna.planner.placement import Ranks
+from autovaruna.planner.problem import forced_stages
 from autovaruna.planner.search_space import MAX_UNITS
 from autovaruna.schedule.pipeline import share_of
 
 Pattern = tuple[int, ...]
 
 EVERY = 4
-"""Up to so many rounds every number is worth a try, there and back too; of more, even numbers in turn are enough."""
+"""Up to so many rounds every number is tried, there and back too; in so many groups some may have a stage more."""
 _FEW_CUTS = 6
 """If there are no more ways to cut the segments, each is tried."""
-_FEW_GROUPS = 4
-"""Of no more groups than these some may have a stage more than others."""
 _FEW_STAGES_IN_ANY_ORDER = 6
 """So many may come in every order, of which there are 31 at most."""
 
@@ -38,7 +35,7 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, *, has_any_or
     """
     rounds = [each for each in range(2, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)]
     in_turn = {num_groups * each for each in rounds} | {num_groups + 1}
-    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= _FEW_GROUPS else set()
+    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= EVERY else set()
     for length in [num_stages] if num_stages else sorted(in_turn):
         if num_groups < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))
@@ -71,22 +68,16 @@ class Shape(NamedTuple):
     num_micro_batches: int
 
 
-def shapes_of_grids(
-    planner: Planner,
-    most_each: int,
-    grids: Iterable[tuple[float, Ranks, int]],
-    num_stages: int = 0,
-    *,
-    has_any_order: bool = False,
-) -> list[Shape]:
-    """Returns shapes on the ranks of plans with one stage a rank, given with their seconds and M; the best first."""
-    fastest, found = max(planner.problem.cluster.speeds), list[Shape]()
-    for seconds, groups, count in grids:
+def shapes_on(planner: Planner, most_each: int, known: Iterable[tuple[float, Ranks, int]]) -> list[Shape]:
+    """Returns shapes on groups of ranks, given with the seconds of one stage on each, and M; the best first."""
+    problem, found = planner.problem, list[Shape]()
+    fastest, forced = max(problem.cluster.speeds), forced_stages(problem)
+    for seconds, groups, count in known:
         sized, num_groups = planner.sized(count), len(groups)
         fill = float(sized.step_seconds.sum()) * (1 - 1 / num_groups) / fastest
         more = sized.overhead_seconds * share_of(count, len(groups[0]), 0)
-        known = patterns(num_groups, most_each, num_stages, has_any_order=has_any_order) if num_groups > 1 else ()
-        for pattern in dict.fromkeys(known):
+        every = patterns(num_groups, most_each, forced, has_any_order=planner.is_tiny) if num_groups > 1 else ()
+        for pattern in dict.fromkeys(every):
             each = len(pattern) / num_groups
             if len(pattern) <= planner.tables.num_segments:
                 found.append(Shape(seconds - fill * (1 - 1 / each) + more * (each - 1), groups, pattern, count))
@@ -103,32 +94,19 @@ def varied(shapes: Iterable[Shape]) -> list[Shape]:
     return [shape for _, shape in sorted(keyed, key=lambda each: (each[0], each[1].seconds))]
 
 
-def forced_shapes(planner: Planner, most_each: int, num_stages: int, counts: Sequence[int]) -> list[Shape]:
-    """Returns shapes of so many stages on groups of equally many ranks: for more stages than there are ranks."""
-    problem, num_ranks = planner.problem, planner.problem.cluster.num_ranks
-    forced, order = problem.constraints.num_replicas, rank_orders(problem)[0]
-    found = []
-    for number in range(num_ranks // max(forced, 1), 1, -1):
-        groups = in_a_row(problem, order, [forced or num_ranks // number] * number)
-        every = product(patterns(number, most_each, num_stages), counts)
-        found += [Shape(0.0, groups, pattern, count) for pattern, count in every]
-    return found
-
-
-def candidates_of(planner: Planner, shape: Shape, *, has_all_cuts: bool = False) -> Iterator[Candidate]:
-    """Yields a shape with cuts that are ever more even, for few ranks with some that suit their memory, or with all."""
-    sized = planner.sized(shape.num_micro_batches)
-    work = np.add.reduceat(sized.step_seconds, sized.tables.positions[:-1])
+def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
+    """Yields a shape with even cuts, with some that suit the memory of few ranks, or of few cuts with all."""
+    sized, segments, count = (
+        planner.sized(shape.num_micro_batches),
+        planner.tables.num_segments,
+        shape.num_micro_batches,
+    )
     ranks = tuple(shape.groups[group] for group in shape.pattern)
-    speeds, count = planner.problem.cluster.speeds, shape.num_micro_batches
-    loads = [max(share_of(count, len(g), k) / speeds[rank] for k, rank in enumerate(g)) for g in shape.groups]
-    for starts in cut_evenly(work, loads, shape.pattern):
-        yield Candidate(starts, ranks, count)
+    yield Candidate(even_starts(planner.tables.prefix(sized.step_seconds), len(ranks)), ranks, count)
     if planner.problem.cluster.num_ranks <= MAX_UNITS:
-        suited = cut_for_ranks(planner, shape.num_micro_batches, ranks)
+        suited = cut_for_ranks(planner, count, ranks)
         if suited:
             yield suited
-    segments, num_cuts = planner.tables.num_segments, len(ranks) - 1
-    if has_all_cuts and math.comb(segments - 1, num_cuts) <= _FEW_CUTS:
-        for inner in combinations(range(1, segments), num_cuts):
-            yield Candidate((0, *inner), ranks, shape.num_micro_batches)
+    if math.comb(segments - 1, len(ranks) - 1) <= _FEW_CUTS:
+        for inner in combinations(range(1, segments), len(ranks) - 1):
+            yield Candidate((0, *inner), ranks, count)

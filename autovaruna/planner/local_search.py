@@ -12,7 +12,7 @@ from autovaruna.planner.evaluator import Evaluator
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import SPLIT_SCHEDULE
-from autovaruna.planner.rank_memory import Option, choices_of
+from autovaruna.planner.rank_memory import Choices, choices_of
 from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, stages_per_rank, variants
 
 BETTER = 0.9995
@@ -25,9 +25,9 @@ _MOST_PLACES = 128
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
 _MOST_TOGETHER = 2560
-"""Ways of all stages together, with each schedule, of which all are tried."""
-_SHARE_OF_A_ROUND = 0.1
-"""What stages hold is left as it is if one change of each takes a greater share of the time."""
+"""Ways to change a little what all stages hold, or two of them, of which all are tried."""
+_MOST_OF_A_ROUND = 200_000
+"""Acts of one change of what each stage holds: what takes more is not changed."""
 
 Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 """Yields candidates that differ little from one."""
@@ -36,20 +36,20 @@ Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 def improve(
     trials: Evaluator,
     start: Candidate,
-    most_seconds: float,
+    most_acts: float,
     moves: Sequence[Move],
     is_news: Callable[[Candidate], bool] = lambda candidate: True,
 ) -> None:
-    """Changes a candidate until no move makes it better, or simulations took so many seconds by the planner's count.
+    """Changes a candidate until no move makes it better, or simulations took so many acts.
 
     Each kind of move is tried when those before it are of no use; after a success they begin anew. What is no news
-    has been changed before: a way that leads there ends there.
+    has been changed before: no more is tried from there.
     """
     planner, seconds, kind = trials.planner, trials.plans[start].predicted_seconds, 0
-    limit = planner.spent_seconds + most_seconds
+    limit = planner.num_acts + most_acts
     while kind < len(moves):
         for other in filter(is_news, moves[kind](planner, start)):
-            if planner.count_candidate() + planner.step_costs(other) > limit:
+            if planner.count_candidate() + planner.acts_of(other) > limit:
                 trials.was_cut_short = True
                 return
             found = trials.attempt(other, seconds * (BETTER if other.choices else _NEARLY), like=start)
@@ -111,99 +111,50 @@ def move_ranks(planner: Planner, start: Candidate) -> Iterator[Candidate]:
                 yield other
 
 
-def move_choices(trials: Evaluator, most_seconds: float) -> Move:
-    """Returns the move that has stages hold more or less: by depths, recompute and what they defer.
-
-    It yields nothing where its simulations would take more than a part of `most_seconds`.
-    """
+def move_choices(trials: Evaluator) -> Move:
+    """Returns the move that has stages hold more or less: by depths, recompute and what they defer."""
 
     def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
         plan = trials.plans[start]
-        if planner.step_costs(start) * plan.num_stages <= most_seconds * _SHARE_OF_A_ROUND:
-            yield from _Changes(planner, replace(start, schedule=plan.schedule, choices=choices_of(plan.stages)))
+        if planner.acts_of(start) * plan.num_stages <= _MOST_OF_A_ROUND:
+            yield from _changed_choices(
+                planner, replace(start, schedule=plan.schedule, choices=choices_of(plan.stages))
+            )
 
     return moved
 
 
-Options = Sequence[Option]
+def _changed_choices(planner: Planner, start: Candidate) -> Iterator[Candidate]:
+    """Yields a candidate that says what its stages hold with other choices of one stage, or another schedule.
 
-
-class _Changes:
-    """What the stages of a candidate may hold, which says what they hold now."""
-
-    def __init__(self, planner: Planner, start: Candidate) -> None:
-        self.planner, self.start, self.constraints = planner, start, planner.problem.constraints
-        self.sized = planner.sized(start.num_micro_batches)
-        self.options = planner.fixed_options(start)
-        self.counts = [len(ranks) for ranks in start.ranks]
-        self.shares = [-(-start.num_micro_batches // count) for count in self.counts]
-        pairs = variants(planner.problem, len(self.counts), start.is_interleaved)
-        more = ["gpipe"] if self.constraints.schedule == "auto" else []
-        self.schedules = tuple(dict.fromkeys([*(schedule for _, schedule in pairs), *more]))
-
-    def __iter__(self) -> Iterator[Candidate]:
-        for stage in range(len(self.options)):
-            for way in self._ways(stage):
-                yield self._with(self.start.schedule, [*self.options[:stage], way, *self.options[stage + 1 :]])
-        for schedule in self.schedules:
-            if self._may_run(schedule, self.options):
-                yield self._with(schedule, self.options)
-        yield from self._together()
-        yield from self._in_pairs()
-
-    def _with(self, schedule: str, options: Options) -> Candidate:
-        return replace(self.start, schedule=schedule, choices=choices_of(options))
-
-    def _together(self) -> Iterator[Candidate]:
-        """Yields all ways of all stages, if they are few: two may have to change of which neither is of use alone."""
-        ways = [list(self._ways(stage)) for stage in range(len(self.options))]
-        if math.prod(map(len, ways)) * len(self.schedules) <= _MOST_TOGETHER:
-            for chosen in product(*ways):
-                for each in self.schedules:
-                    if self._may_run(each, chosen):
-                        yield self._with(each, chosen)
-
-    def _in_pairs(self) -> Iterator[Candidate]:
-        """Yields ways of two stages together that are near to what they hold, if they are few."""
-        near = [list(self._near_ways(stage)) for stage in range(len(self.options))]
-        pairs = list(combinations(range(len(near)), 2))
-        if len(near) > 2 and sum(len(near[one]) * len(near[other]) for one, other in pairs) <= _MOST_TOGETHER:
-            for one, other in pairs:
-                for ways in product(near[one], near[other]):
-                    chosen = [*self.options]
-                    chosen[one], chosen[other] = ways
-                    if self._may_run(self.start.schedule, chosen):
-                        yield self._with(self.start.schedule, chosen)
-
-    def _near_ways(self, stage: int) -> Iterator[Option]:
-        now, share = self.options[stage], self.shares[stage]
-        most = self.planner.most_deferred(self.start, stage, self.counts)
-        depths = {now.in_flight} if self._has_fixed_depths else {now.in_flight + change for change in (-1, 0, 1)}
-        for depth in sorted(depths & set(range(1, share + 1)) | {now.in_flight}):
-            for deferred in sorted({min(max(now.deferred + change, 0), most) for change in (-2, -1, 0, 1, 2)}):
-                yield now._replace(in_flight=depth, deferred=deferred)
-
-    def _may_run(self, schedule: str, options: Options) -> bool:
-        """Returns whether options are deep enough for a schedule, and defer only where it does."""
-        if schedule != SPLIT_SCHEDULE and any(option.deferred for option in options):
-            return False
-        shares = zip(options, self.shares, strict=True)
-        return schedule != "gpipe" or all(option.in_flight >= share for option, share in shares)
-
-    def _ways(self, stage: int) -> Iterator[Option]:
-        now, share = self.options[stage], self.shares[stage]
-        near = {now.in_flight + change for change in (-1, 0, 1)} | set(spread(1, share, _RATIO))
-        depths = sorted(near & set(range(1, share + 1)), reverse=True)
-        if self._has_fixed_depths:
-            depths = [now.in_flight]
-        for again, depth, deferred in product(self.sized.recompute_choices, depths, self._deferrals(stage)):
-            yield now._replace(needs_recompute=again, in_flight=depth, deferred=deferred)
-
-    def _deferrals(self, stage: int) -> list[int]:
-        """Returns how many backwards of a stage may leave weight gradients for later; 0 if it is not split."""
-        most = self.planner.most_deferred(self.start, stage, self.counts)
-        return [0, *spread(1, max(most, self.shares[stage]), _RATIO)] if most else [0]
-
-    @property
-    def _has_fixed_depths(self) -> bool:
-        return bool(self.constraints.in_flight) or self.start.schedule == "gpipe"
+    Where they are few, also with depths and deferrals near those of all stages, or of two: one alone may be of no use.
+    """
+    constraints, counts, chosen = planner.problem.constraints, [len(ranks) for ranks in start.ranks], start.choices
+    shares = [-(-start.num_micro_batches // count) for count in counts]
+    has_fixed_depths = constraints.in_flight or start.schedule == "gpipe"
+    recompute, options = planner.sized(start.num_micro_batches).recompute_choices, list[list[Choices]]()
+    for stage, ((_, now, _), share) in enumerate(zip(chosen, shares, strict=True)):
+        near = {now - 1, now, now + 1, *spread(1, share, _RATIO)} & set(range(1, share + 1))
+        depths = [now] if has_fixed_depths else sorted(near, reverse=True)
+        most = planner.most_deferred(start, stage, counts)
+        deferrals = [0, *spread(1, max(most, share), _RATIO)] if most else [0]
+        options.append(list(product(recompute, depths, deferrals)))
+        for each in options[-1]:
+            yield replace(start, choices=(*chosen[:stage], each, *chosen[stage + 1 :]))
+    is_full = all(depth >= share for (_, depth, _), share in zip(chosen, shares, strict=True))
+    known = [schedule for _, schedule in variants(planner.problem, len(counts), start.is_interleaved)]
+    for schedule in dict.fromkeys([*known, "gpipe"] if constraints.schedule == "auto" else known):
+        defers_only_if_split = schedule == SPLIT_SCHEDULE or not any(deferred for _, _, deferred in chosen)
+        if defers_only_if_split and (schedule != "gpipe" or is_full):
+            yield replace(start, schedule=schedule)
+    near_now = [
+        [each for each in some if each[0] == now[0] and abs(each[1] - now[1]) <= 1 and abs(each[2] - now[2]) <= 2]
+        for some, now in zip(options, chosen, strict=True)
+    ]
+    every = tuple(range(len(chosen)))
+    together = [every] if math.prod(map(len, near_now)) <= _MOST_TOGETHER else list(combinations(every, 2))
+    if sum(math.prod(len(near_now[stage]) for stage in stages) for stages in together) <= _MOST_TOGETHER:
+        for stages in together:
+            for some in product(*[near_now[stage] for stage in stages]):
+                changed = dict(zip(stages, some, strict=True))
+                yield replace(start, choices=tuple(changed.get(stage, chosen[stage]) for stage in every))

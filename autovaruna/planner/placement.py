@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, combinations_with_replacement, permutations, product
 from math import factorial, prod
 
 from autovaruna.planner.problem import Problem
@@ -121,16 +121,36 @@ def _fastest_first(cluster: Cluster, ranks: Ranks) -> Ranks:
 
 
 def changed_ranks(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
-    """Yields assignments that differ little: two ranks change places, or one rank changes its stage."""
+    """Yields assignments that differ little: two stages or ranks change places, or one rank goes to another stage.
+
+    Idle ranks are one more stage; of a large cluster one rank of each class stands for all of a stage.
+    """
     constraints, cluster = problem.constraints, problem.cluster
     if constraints.stage_ranks:
         return
-    classes, idle = classes_of(cluster), sorted(set(range(cluster.num_ranks)) - {r for stage in ranks for r in stage})
+    classes, num_stages = classes_of(cluster), len(ranks)
+    used = {rank for stage in ranks for rank in stage}
+    groups = (*ranks, tuple(rank for rank in range(cluster.num_ranks) if rank not in used))
+    is_large = cluster.num_ranks > _FEW_RANKS
+    some = [tuple({classes[rank]: rank for rank in group}.values()) if is_large else group for group in groups]
     if len(set(classes)) > 1:
-        yield from _exchanges(ranks)
-        yield from _swaps(cluster, classes, ranks, idle)
-    if not constraints.num_replicas:
-        yield from _moves(classes, ranks, idle)
+        for s, t in combinations(range(num_stages) if num_stages <= _FEW_RANKS else (), 2):
+            if len(ranks[s]) == len(ranks[t]):  # stages that share a parameter want to share a host
+                yield tuple(ranks[{s: t, t: s}.get(k, k)] for k in range(num_stages))
+        pairs_of = combinations if is_large else combinations_with_replacement
+        for s, t in pairs_of(range(num_stages + 1), 2):
+            for one, other in product(some[s], some[t]) if s < num_stages else ():
+                if classes[one] != classes[other] and (s < t or one < other):
+                    yield _swapped(ranks, one, other)
+    for s, t in permutations((num_stages, *range(num_stages)), 2) if not constraints.num_replicas else ():
+        is_left = s == num_stages or len(groups[s]) > 1  # a stage keeps a rank
+        for rank in {classes[rank]: rank for rank in groups[s]}.values() if is_left else ():
+            moved = [tuple(each for each in group if each != rank) for group in groups]
+            yield tuple((*moved[k], rank) if k == t else moved[k] for k in range(num_stages))
+
+
+def _swapped(ranks: Ranks, one: int, other: int) -> Ranks:
+    return tuple(tuple({one: other, other: one}.get(rank, rank) for rank in stage) for stage in ranks)
 
 
 def fewer_replicas(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
@@ -140,51 +160,3 @@ def fewer_replicas(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
         most = counts.pop()
         for count in sorted({most // 2, most * 3 // 4, most - 1} - {0, most}):
             yield tuple(stage[:count] for stage in ranks)
-
-
-def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
-    """Yields each exchange of all ranks of two stages: those that share a parameter want to share a host."""
-    for s, t in combinations(range(len(ranks)) if len(ranks) <= _FEW_RANKS else (), 2):
-        if len(ranks[s]) == len(ranks[t]):
-            yield tuple(ranks[t] if k == s else ranks[s] if k == t else each for k, each in enumerate(ranks))
-
-
-def _swaps(cluster: Cluster, classes: Sequence[int], ranks: Ranks, idle: Sequence[int]) -> Iterator[Ranks]:
-    """Yields each exchange of two ranks of different classes; of a large cluster one for each pair of classes."""
-    places = [(s, i) for s, stage in enumerate(ranks) for i in range(len(stage))]
-    known: set[tuple[int, ...]] = set()
-    is_large = cluster.num_ranks > _FEW_RANKS
-    for (s, i), (t, j) in combinations(places, 2):
-        one, other = ranks[s][i], ranks[t][j]
-        kind = (s, t, classes[one], classes[other])
-        if classes[one] == classes[other] or (is_large and (s == t or kind in known)):
-            continue
-        known.add(kind)
-        yield _put(_put(ranks, s, i, other), t, j, one)
-    for s, i in places:
-        for rank in idle:
-            kind = (s, -1, classes[ranks[s][i]], classes[rank])
-            if classes[rank] != classes[ranks[s][i]] and kind not in known:
-                known.add(kind)
-                yield _put(ranks, s, i, rank)
-
-
-def _moves(classes: Sequence[int], ranks: Ranks, idle: Sequence[int]) -> Iterator[Ranks]:
-    """Yields each change of one rank's stage, and of an idle one to a stage; one of each class is enough."""
-    for t in range(len(ranks)):
-        for rank in {classes[rank]: rank for rank in idle}.values():
-            yield _add(ranks, t, rank)
-    for s, stage in enumerate(ranks):
-        for rank in {classes[rank]: rank for rank in stage}.values() if len(stage) > 1 else ():
-            without = tuple(tuple(r for r in each if r != rank) for each in ranks)
-            yield without
-            yield from (_add(without, t, rank) for t in range(len(ranks)) if t != s)
-
-
-def _put(ranks: Ranks, stage: int, replica: int, rank: int) -> Ranks:
-    changed = (*ranks[stage][:replica], rank, *ranks[stage][replica + 1 :])
-    return (*ranks[:stage], changed, *ranks[stage + 1 :])
-
-
-def _add(ranks: Ranks, stage: int, rank: int) -> Ranks:
-    return (*ranks[:stage], (*ranks[stage], rank), *ranks[stage + 1 :])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autovaruna.graph.records import Graph, Parameter, Size
 from autovaruna.planner.cost_table import Array
@@ -91,12 +89,6 @@ class RangeTables:
         received, sent = self._received(holders), self._sent(holders)
         self.received, self.sent = received.sized(sizes), sent.sized(sizes)
         self.gradients_received, self.gradients_sent = sent.sized(of_gradients), received.sized(of_gradients)
-
-    @cached_property
-    def ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The i and the j of every range that is not empty, row by row."""
-        rows, columns = np.triu_indices(self.num_segments + 1, 1)
-        return rows, columns
 
     def add_up(self, weights: Array) -> Array:
         """Returns the sums over ranges of one weight a block."""

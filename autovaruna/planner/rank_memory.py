@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -72,7 +73,7 @@ class Option(NamedTuple):
     """A stage while its recompute and depths are still open.
 
     The in-flight depth goes down to `least_in_flight`, what is deferred to 0. With `spares_recompute`
-    no stage recomputes if smaller depths are enough. A replica is short if it has one micro-batch less than others.
+    no stage recomputes if smaller depths are enough.
     """
 
     held: Holdings[float]
@@ -82,7 +83,6 @@ class Option(NamedTuple):
     needs_recompute: bool
     deferred: int = 0
     spares_recompute: bool = False
-    is_short: bool = False
 
 
 Choices = tuple[bool, int, int]
@@ -99,64 +99,44 @@ def is_within(plan: Plan, limits: Sequence[float]) -> bool:
     return all(needed <= limit for needed, limit in zip(plan.rank_bytes(), limits, strict=True))
 
 
-Share = tuple[int, bool]
-"""A stage of a rank, and whether the rank is a short replica of it."""
-
-
 def fit(sized: SizedProblem, options: Sequence[Option], limits: Sequence[float]) -> list[Option] | None:
     """Saves memory where a rank has less than its limit asks for; returns None if there is no way."""
     fitted = list(options)
-    for shared, limit in _tightest(sized, options, limits).items():
-        of_rank = [fitted[stage]._replace(is_short=True) if is_short else fitted[stage] for stage, is_short in shared]
-        found = _fit_rank(sized, of_rank, limit)
+    for stages, limit in _tightest(options, limits).items():
+        found = _fit_rank(sized, [fitted[stage] for stage in stages], limit)
         if found is None:
             return None
-        for (stage, _), option in zip(shared, found, strict=True):
-            fitted[stage] = option._replace(is_short=False)
+        for stage, option in zip(stages, found, strict=True):
+            fitted[stage] = option
     return fitted
 
 
-def _tightest(
-    sized: SizedProblem, options: Sequence[Option], limits: Sequence[float]
-) -> dict[tuple[Share, ...], float]:
-    """Returns the least limit of the ranks that hold the same stages, with as many micro-batches, by these stages."""
+def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[int, ...], float]:
+    """Returns the least limit of the ranks that hold the same stages, by these stages."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for stage, option in enumerate(options):
         groups.setdefault(option.ranks, []).append(stage)
-    tightest: dict[tuple[Share, ...], float] = {}
     if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
-        for ranks, stages in groups.items():
-            full = _num_full(sized, len(ranks))
-            limit = tightest[tuple((stage, False) for stage in stages)] = min(map(limits.__getitem__, ranks[:full]))
-            short_limit = min(map(limits.__getitem__, ranks[full:]), default=limit)
-            if short_limit < limit:
-                tightest[tuple((stage, True) for stage in stages)] = short_limit
-        return tightest
-    held: dict[int, list[Share]] = {}
+        return {tuple(stages): min(map(limits.__getitem__, ranks)) for ranks, stages in groups.items()}
+    held: dict[int, list[int]] = {}
     for stage, option in enumerate(options):
-        full = _num_full(sized, len(option.ranks))
-        for place, rank in enumerate(option.ranks):
-            held.setdefault(rank, []).append((stage, place >= full))
-    for rank, shared in held.items():
-        tightest[tuple(shared)] = min(tightest.get(tuple(shared), limits[rank]), limits[rank])
+        for rank in option.ranks:
+            held.setdefault(rank, []).append(stage)
+    tightest: dict[tuple[int, ...], float] = {}
+    for rank, stages in held.items():
+        tightest[tuple(stages)] = min(tightest.get(tuple(stages), math.inf), limits[rank])
     return tightest
-
-
-def _num_full(sized: SizedProblem, num_replicas: int) -> int:
-    """Returns how many replicas have the most micro-batches; they come first."""
-    return sized.num_micro_batches % num_replicas or num_replicas
 
 
 def peak_of(sized: SizedProblem, option: Option) -> Peak:
     """Returns the peak of a stage on one replica; a search asks for the same ones again and again."""
-    held, ranks, in_flight, _, needs_recompute, deferred, _, is_short = option
-    key = id(held), needs_recompute, deferred, in_flight, len(ranks), is_short
+    held, ranks, in_flight, _, needs_recompute, deferred, _ = option
+    key = id(held), needs_recompute, deferred, in_flight, len(ranks)
     peak = sized.peaks.get(key)
     if peak is None:
-        share = max(-(-sized.num_micro_batches // len(ranks)) - is_short, 1)
-        depth = min(in_flight, share) if is_short else in_flight
+        share = -(-sized.num_micro_batches // len(ranks))
         stage = sized.model.of_stage(held, needs_recompute, len(ranks))
-        peak = sized.peaks[key] = stage.peak(depth, share, sized.model.process_bytes, deferred)
+        peak = sized.peaks[key] = stage.peak(in_flight, share, sized.model.process_bytes, deferred)
     return peak
 
 

@@ -12,6 +12,7 @@ from autovaruna.config.files import Amount, Count
 from autovaruna.profiler.records import LinkCost
 
 UNKNOWN_LINK = LinkCost(1e-5, 1e10)
+_ROUNDING = 1e-9
 
 
 class Peak(NamedTuple):
@@ -202,9 +203,6 @@ def share_out(num_bytes: Mapping[str, float], holders: Mapping[str, Sequence[int
         owners[name] = min(holders[name], key=lambda rank: (owned[rank], rank))
         owned[owners[name]] += num_bytes[name]  # type: ignore[assignment]
     return {name: owner for name, owner in owners.items() if len(holders[name]) > 1}
-
-
-_ROUNDING = 1e-9
 
 
 class Simplicity(NamedTuple):

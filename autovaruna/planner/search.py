@@ -1,5 +1,7 @@
 """Searches the plans of a problem: every candidate is ranked by its simulated step time under the memory limit.
 
+    grids  ->  unequal replicas  ->  several stages a rank  ->  moves from the best  ->  the simplest  ->  its bound
+
 Also decides whether the replicas of a stage share the optimizer's state.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -16,25 +19,22 @@ import numpy as np
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.evaluator import SHORT_SECONDS, Evaluator, Progress
+from autovaruna.planner.evaluator import SHORT, Evaluator, Progress
 from autovaruna.planner.grids import (
-    Choice,
     Grid,
-    choice_of,
     cut_for_ranks,
     cut_grids,
-    even_counts,
     even_seconds,
     grids_of,
-    groups_of_few,
+    groups_of,
     unequal_replicas,
 )
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
-from autovaruna.planner.interleaved import Shape, candidates_of, forced_shapes, shapes_of_grids, varied
+from autovaruna.planner.interleaved import Shape, candidates_of, shapes_on, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
-from autovaruna.planner.prediction import least_seconds
+from autovaruna.planner.prediction import least_acts
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
-from autovaruna.planner.proof import WORTH, Proof
+from autovaruna.planner.proof import Proof
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import is_within
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
@@ -48,28 +48,22 @@ from autovaruna.planner.search_space import (
 
 _log = logging.getLogger(__name__)
 
-_QUICK_SECONDS, _SHARED_SECONDS, _IMPROVING_SECONDS = 2.0, 2.0, 8.0
-"""What simulations may take, by the count of `Planner.spent_seconds`, so that a search ends alike on every machine."""
-_STARTS, _MORE_STARTS = 4, 24
-"""From so many regular and other plans moves begin, and from so many in all where there is time left."""
-_MOST_OF_A_ROW = 0.25
-"""What the simulation of a choice may take that is far from the best, and only a row of the table."""
-_SHARE_OF_CHOICES = 0.1
-_NEAR = 1.06
-_BOUNDING_SECONDS = 2.0
-"""In which bounds say what to simulate of several stages a rank."""
-_FINE_SECONDS = 1.0
-"""For cuts between the segments of a large graph."""
-_COUNTS, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY = 2, 1.1, 1.25
-_MOST_GROUPS, _NEAR_OF_SHAPES = 200, 2.0
+BUDGET = 3_600_000
+"""Acts of the simulator that a search may take beside the grids: a count, so that it ends alike on every machine."""
+_SHARE_OF_BOUNDS, _SHARE_OF_SHAPES, _SHARE_OF_MOVES, _SHARE_OF_FINE = 0.14, 0.28, 0.56, 0.01
+"""Of the budget: to bound and simulate several stages a rank, to change the best plans, and two at finer cuts."""
+_MOST_STARTS, _SHARE_OF_A_START = 24, 0.07
+"""Moves begin from so many plans, and may take so much of the budget from each."""
+_MOST_OF_A_ROW = 60_000
+"""Acts that the simulation of a choice may take that is far from the best, and only a row of the table."""
+_NEAR, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY, _NEAR_OF_GROUPS = 1.06, 1.1, 1.25, 2.0
+"""What takes no more than so many times the least seconds is looked at: by a simulation, a formula, on its groups."""
+_MOST_GROUPS, _COUNTS, _CELLS = 200, 2, 10**6
+"""Several stages a rank are on so many groups; unequal replicas for 2 M, with few cells of the program for every M."""
 _WORTH_SHARING = 0.98
 """State is shared for steps that take no more than this share: each replica has all gradients otherwise."""
-_GAIN_OF_GRIDS = 0.99
-"""Where not even the best regular grid gains so much by shared state, no plan is looked for."""
 _FULL = 0.5
 """Of its memory, more than which a rank holds where less state might give another plan."""
-_CELLS = 10**6
-"""With few enough cells of the dynamic program every number of micro-batches is tried."""
 
 
 def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
@@ -83,7 +77,7 @@ def make_plan(problem: Problem, progress: Progress | None = None) -> Plan:
 
 def plan_and_choices(
     problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = True
-) -> tuple[Plan, list[Choice]]:
+) -> tuple[Plan, list[Plan]]:
     """Returns the plan, and beside it the best plan of every regular grid that fits, the fastest first.
 
     With `has_all_rows` grids are simulated, too, that are far from the best. Errors are those of `make_plan`.
@@ -106,16 +100,6 @@ def plan_and_choices(
     return plan, next(each.choices() for each in searches if each.found and each.found.stages == plan.stages)
 
 
-def least_grid_seconds(problem: Problem, below: float = math.inf) -> float:
-    """Returns the least seconds of the regular grids of a problem, infinite if none fits and takes less than `below`.
-
-    It is known much sooner than a plan, and soonest where there is none.
-    """
-    search = _Search(problem, below=below)
-    search.try_grids(1.0)
-    return search.trials.best.predicted_seconds if search.trials.best else math.inf
-
-
 def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Problem], Plan]) -> Plan:
     """Returns the plan of a problem whose replicas share the optimizer's state, or not; auto: where memory is short.
 
@@ -131,17 +115,11 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
     try:
         plan = make(problem)
     except PlanError:
-        try:
+        with suppress(PlanError):
             return make(with_shares)
-        except PlanError as error:
-            _log.debug("nor is there a plan with shared state: %s", error)
         raise
     pairs = zip(plan.rank_bytes(), problem.cluster.memory_bytes, strict=True)
-    is_short = any(stage.needs_recompute for stage in plan.stages) or any(held > _FULL * limit for held, limit in pairs)
-    if not is_short:
-        return plan
-    worth = _GAIN_OF_GRIDS * least_grid_seconds(problem)
-    if least_grid_seconds(with_shares, worth) > worth:
+    if not any(stage.needs_recompute for stage in plan.stages) and all(held <= _FULL * limit for held, limit in pairs):
         return plan
     shared = make(with_shares)
     return shared if shared.predicted_seconds <= _WORTH_SHARING * plan.predicted_seconds else plan
@@ -150,16 +128,14 @@ def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Proble
 class _Search:
     """One search: regular grids, several stages a rank, moves from the best of them, and the simplest of all."""
 
-    def __init__(
-        self, problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = False, below: float = math.inf
-    ) -> None:
+    def __init__(self, problem: Problem, progress: Progress | None = None, *, has_all_rows: bool = False) -> None:
         self.problem, self.has_all_rows = problem, has_all_rows
         self.progress = progress or (lambda what, share: None)
         self.counts = micro_batch_counts(problem)
         self.tables = RangeTables(problem.graph, cut_positions(problem))
         self.planner = Planner(problem, self.tables)
         self.most_each = stages_per_rank(problem)
-        self.trials = Evaluator(self.planner, below)
+        self.trials = Evaluator(self.planner)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.rows = set[Grid]()
         self.found: Plan | None = None
@@ -168,13 +144,12 @@ class _Search:
         """Returns the plan; raises PlanError if none fits."""
         if exceeds_all(self.planner.sized(max(self.counts))):
             raise explain_infeasible(self.problem, self.tables, self.counts)
-        self._try_all()
+        self._try_grids()
+        self._try_unequal_replicas()
+        self._try_several_stages_a_rank()
         if self.trials.best is None:  # Of some splits alone is known which ranks have the bytes for them.
             for candidate in splits_that_fit(self.problem, self.tables, self.counts):
                 self.trials.attempt(candidate)
-        if self.trials.best is None:
-            self.trials.loosen()
-            self._try_all()
         if self.trials.best is None:
             raise explain_infeasible(self.problem, self.tables, self.counts)
         self._improve()
@@ -184,12 +159,7 @@ class _Search:
         self.found = self._proven(self._with_finer_cuts(*self._simplest()))
         return self.found
 
-    def _try_all(self) -> None:
-        self.try_grids()
-        self._try_unequal_replicas()
-        self._try_several_stages_a_rank()
-
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[Plan]:
         """Returns the best plan of every regular grid, the fastest first."""
         best: dict[Grid, Plan] = {}
         for plan in self.trials.plans.values():
@@ -197,24 +167,21 @@ class _Search:
             is_regular = grid in self.rows and len({len(stage.ranks) for stage in plan.stages}) == 1
             if is_regular and not plan.is_shared:
                 best[grid] = min(best.get(grid, plan), plan, key=lambda each: each.predicted_seconds)
-        rows = [choice_of(self._with_true_bytes(plan), self.problem.global_batch_size) for plan in best.values()]
-        return sorted(rows, key=lambda choice: (choice.step_seconds, choice.num_stages))
+        for grid, plan in best.items():
+            if not is_within(plan, self.planner.limits):  # by its depths, which say more than its instructions
+                best[grid] = self.planner.predict_whole(plan, is_quick=True)
+        return sorted(best.values(), key=lambda plan: (plan.predicted_seconds, plan.num_stages))
 
-    def _with_true_bytes(self, plan: Plan) -> Plan:
-        """Returns a plan with the memory of its instructions if it does not fit by its depths, which say more."""
-        return plan if is_within(plan, self.planner.limits) else self.planner.predict_whole(plan, is_quick=True)
+    def _try_grids(self) -> None:
+        """Simulates regular grids that may be near the best, or the stages on the ranks that they are to have."""
+        if not self.problem.constraints.stage_ranks:
+            self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
+        for count in self.counts if self.problem.constraints.stage_ranks else ():
+            candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
+            if candidate:
+                self.trials.attempt(candidate)
 
-    def try_grids(self, near: float = _NEAR) -> None:
-        """Simulates regular grids that may be `near` the best, or the stages on the ranks that they are to have."""
-        if self.problem.constraints.stage_ranks:
-            for count in self.counts:
-                candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
-                if candidate:
-                    self.trials.attempt(candidate, self.trials.below)
-            return
-        self._simulate(grids_of(self.problem, self.tables.num_segments), near)
-
-    def _simulate(self, grids: Sequence[Grid], near: float, most_each: float = math.inf) -> None:
+    def _simulate(self, grids: Sequence[Grid], near: float, most_acts: float = math.inf) -> None:
         """Simulates regular grids, but those far slower than the best, and those that take too long to simulate."""
         trials, num_long = self.trials, 0
 
@@ -223,7 +190,7 @@ class _Search:
 
         for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
             self.progress("simulating grids", done / len(grids))
-            if candidates and self.planner.step_costs(candidates[0]) > most_each:
+            if candidates and self.planner.acts_of(candidates[0]) > most_acts:
                 num_long += 1
                 continue
             least = trials.least_seconds * near
@@ -240,7 +207,7 @@ class _Search:
         constraints, trials = self.problem.constraints, self.trials
         if constraints.num_replicas or constraints.stage_ranks or not (trials.best or self.planner.is_tiny):
             return
-        known = trials.best_of_each(lambda each: each.num_micro_batches, _COUNTS, _NEAR_OF_A_FORMULA)
+        known = trials.best_of_each(lambda each: each.num_micro_batches, _NEAR_OF_A_FORMULA)[:_COUNTS]
         cells = (self.problem.cluster.num_ranks * self.tables.num_segments) ** 2
         counts = list(dict.fromkeys([*(each.num_micro_batches for each in known), *self.counts]))
         for done, count in enumerate(counts[: max(len(known), _CELLS // cells)]):
@@ -254,96 +221,71 @@ class _Search:
         trials, planner, forced = self.trials, self.planner, forced_stages(self.problem)
         if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(trials.best):
             return
-        may_differ = trials.best is not None or forced > 0 or trials.is_loose  # tried last where nothing fits
-        few = groups_of_few(planner, self.counts, may_differ=may_differ) if self.planner.is_tiny else ()
-        if forced:
-            shapes = forced_shapes(planner, self.most_each, forced, even_counts(self.problem))
-        else:
-            grids = trials.best_of_each(
-                lambda each: (each.ranks, each.num_micro_batches), _MOST_GROUPS, _NEAR_OF_SHAPES
-            )
-            known = ((trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in grids)
-            shapes = shapes_of_grids(planner, self.most_each, known)
-        shapes += shapes_of_grids(planner, self.most_each, few, forced, has_any_order=True)
-        shapes = self._by_bound(shapes, planner.spent_seconds + _BOUNDING_SECONDS)
-        made = dict[tuple[int, bool], list[Candidate]]()
-        for is_quick, seconds in ((True, _QUICK_SECONDS), (False, _SHARED_SECONDS)):
-            self._simulate_shapes(shapes, made, seconds, is_quick=is_quick)
-
-    def _simulate_shapes(
-        self, shapes: Sequence[Shape], made: dict[tuple[int, bool], list[Candidate]], seconds: float, *, is_quick: bool
-    ) -> None:
-        """Simulates shapes for so many of `spent_seconds`: quickly, or those fully that were best before.
-
-        Their candidates are made when it is their turn: that takes longer than to simulate some.
-        """
-        trials, planner, near = self.trials, self.planner, _NEAR if is_quick else WORTH
-        end = planner.spent_seconds + seconds
-
-        def seconds_of(place: int) -> float:
-            candidates = (each for has_all in (False, True) for each in made.get((place, has_all), ()))
-            return min(map(trials.seconds_of, candidates), default=math.inf)
-
-        has_any, places = trials.best is not None, range(len(shapes))
-        for place in places if is_quick else sorted(places, key=seconds_of):
-            shape, left = shapes[place], (end - planner.spent_seconds) / seconds
-            self.progress("interleaving stages", 1.0 - min(max(left, 0.0), 1.0))
-            if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
-                continue
-            if planner.spent_seconds > end and trials.best:
+        shapes = list[Shape]()
+        if not forced:
+            plans = trials.best_of_each(lambda each: (each.ranks, each.num_micro_batches), _NEAR_OF_GROUPS)
+            groups = [(trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in plans]
+            shapes += shapes_on(planner, self.most_each, groups[:_MOST_GROUPS])
+        if forced or planner.is_tiny:
+            shapes += shapes_on(planner, self.most_each, groups_of(planner))
+        shapes = self._by_bound(shapes)
+        begun = planner.num_acts
+        for shape in shapes:
+            spent = (planner.num_acts - begun) / (BUDGET * _SHARE_OF_SHAPES)
+            self.progress("interleaving stages", min(spent, 1.0))
+            if spent > 1.0 and trials.best:
                 trials.was_cut_short = True
                 break
-            if (place, has_any) not in made:
-                made[place, has_any] = list(candidates_of(planner, shape, has_all_cuts=has_any))
-            for candidate in made[place, has_any]:
-                found = trials.attempt(candidate, trials.least_seconds * near, is_quick=is_quick)
+            if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
+                continue
+            for candidate in candidates_of(planner, shape):
+                found = trials.attempt(candidate, trials.least_seconds * _NEAR)
                 if found == math.inf and trials.is_long(candidate):
                     break
-                for move in (move_groups, move_cuts) if trials.best is None and trials.is_loose else ():
-                    for other in move(planner, candidate):
-                        trials.attempt(other)
 
-    def _by_bound(self, shapes: Sequence[Shape], end: float) -> list[Shape]:
-        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula, until `end`.
+    def _by_bound(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Returns shapes with what no schedule of their first cuts beats, which says more than a formula.
 
         The best of each number of groups and stages come first, then the next best of each.
         """
-        bounded, free = list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
+        planner, bounded, free = self.planner, list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
+        end = planner.num_acts + BUDGET * _SHARE_OF_BOUNDS
         for shape in shapes:
-            if self.planner.count_candidate() > end and bounded and self.trials.best:
+            if planner.count_candidate() > end and bounded and self.trials.best:
                 break
-            counts = [len(shape.groups[group]) for group in shape.pattern]
-            is_slow = least_seconds(counts, shape.num_micro_batches) > SHORT_SECONDS
-            every = candidates_of(self.planner, shape, has_all_cuts=self.planner.is_tiny)
-            some = list(islice(every, 1 if is_slow else None))  # The first cuts have to stand for all.
+            acts = least_acts([len(shape.groups[group]) for group in shape.pattern], shape.num_micro_batches)
+            some = list(islice(candidates_of(planner, shape), 1 if acts > SHORT else None))
             # What fits by its depths alone may recompute for no need.
-            tight = [plan for each in some if is_slow and (plan := self.planner.build(each))]
-            plans = tight or [plan for each in some if (plan := self.planner.build(each, free))]
-            bounded.append(shape._replace(seconds=min(map(self.planner.bound, plans), default=math.inf)))
+            tight = [plan for each in some if acts > SHORT and (plan := planner.build(each))]
+            plans = tight or [plan for each in some if (plan := planner.build(each, free))]
+            bounded.append(shape._replace(seconds=min(map(planner.bound, plans), default=math.inf)))
         return varied(bounded)
 
     def _improve(self) -> None:
         """Changes the best plans of each number of stages by moves: the simulated optimum is not that of a formula."""
-        moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(self.trials, _IMPROVING_SECONDS))
-        every = self.trials.best_of_each(_kind, len(self.trials.plans), _NEAR)
-        regular = [each for each in every if _kind(each)[1:] == (False, True)][:_STARTS]
-        starts = regular + [each for each in every if each not in regular][:_STARTS]
-        end, begun = self.planner.spent_seconds + _IMPROVING_SECONDS, set[Hashable]()
-        kind, near = (_place, _NEAR_OF_TINY) if self.planner.is_tiny else (_finer_kind, _NEAR_OF_A_FORMULA)
+        trials, planner, begun = self.trials, self.planner, set[Hashable]()
+        moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(trials))
+        end, near = (
+            planner.num_acts + BUDGET * _SHARE_OF_MOVES,
+            _NEAR_OF_TINY if planner.is_tiny else _NEAR_OF_A_FORMULA,
+        )
+        first = trials.best_of_each(
+            lambda each: (len(each.starts), each.is_interleaved, len(set(map(len, each.ranks)))), _NEAR
+        )
 
-        def is_news(other: Candidate) -> bool:
-            return kind(other) not in begun
+        def kind(each: Candidate) -> Hashable:
+            return each.num_micro_batches, each.ranks, each.starts if planner.is_tiny else ()
 
-        for done in range(_MORE_STARTS):
-            self.progress("improving plans", done / _MORE_STARTS)
-            others = self.trials.best_of_each(kind, len(self.trials.plans), near)
-            candidate = next((each for each in [*starts, *others] if kind(each) not in begun), None)
-            left = end - self.planner.spent_seconds
-            if candidate is None or left <= 0:
+        for done in range(_MOST_STARTS):
+            self.progress("improving plans", done / _MOST_STARTS)
+            starts = [*first, *trials.best_of_each(kind, near)]
+            candidate = next((each for each in starts if kind(each) not in begun), None)
+            most = min(BUDGET * _SHARE_OF_A_START, end - planner.num_acts)
+            if candidate is None or most <= 0:
                 break
-            if self.planner.step_costs(candidate) <= SHORT_SECONDS:  # or moves lead away before it is tried
-                improve(self.trials, candidate, left * _SHARE_OF_CHOICES, moves[-1:])
-            improve(self.trials, candidate, min(_IMPROVING_SECONDS / len(starts), left), moves, is_news)
+            if planner.acts_of(candidate) <= SHORT:  # or moves lead away before it is tried
+                improve(trials, candidate, most, moves[-1:])
+            improve(trials, candidate, most, moves, lambda other: kind(other) not in begun)
             begun.add(kind(candidate))
 
     def _simplest(self) -> tuple[Candidate, Plan]:
@@ -361,55 +303,26 @@ class _Search:
         raise explain_infeasible(self.problem, self.tables, self.counts)
 
     def _with_finer_cuts(self, candidate: Candidate, plan: Plan) -> Plan:
-        """Lets the cuts of a plan move between the segments of a large graph, and again from where they came to."""
-        if self.tables.num_segments == len(self.problem.graph.blocks) or self.problem.constraints.has_fixed_places:
+        """Lets the cuts of a plan move to any block near them, where the segments of a large graph have several."""
+        problem = self.problem
+        if self.tables.num_segments == len(problem.graph.blocks) or problem.constraints.has_fixed_places:
             return plan
         cuts = [int(self.tables.positions[start]) for start in candidate.starts]
-        spent = 0.0
-        while spent < _FINE_SECONDS:
-            fine, starts = self._near(candidate, cuts)
-            spent += fine.planner.spent_seconds
-            best = fine.best
-            if best is None or best.predicted_seconds >= plan.predicted_seconds:
-                break
-            whole = fine.planner.predict_whole(best)
-            if not is_within(whole, self.planner.limits):
-                break
-            plan, cuts = replace(whole, given_up=plan.given_up), starts
-        return plan
-
-    def _near(self, candidate: Candidate, cuts: Sequence[int]) -> tuple[Evaluator, list[int]]:
-        """Simulates plans with cuts at any block near those of a candidate; returns them, and the cuts of the best."""
-        tables = RangeTables(self.problem.graph, zoomed_positions(self.problem, cuts, self.tables.num_segments))
-        fine = Evaluator(Planner(self.problem, tables))
+        tables = RangeTables(problem.graph, zoomed_positions(problem, cuts, self.tables.num_segments))
+        fine = Evaluator(Planner(problem, tables))
         start = replace(candidate, starts=tuple(int(np.searchsorted(tables.positions, cut)) for cut in cuts))
-        fine.attempt(start)
-        if not candidate.is_interleaved and (cut := cut_for_ranks(fine.planner, start.num_micro_batches, start.ranks)):
-            fine.attempt(cut)
-        for best in fine.best_of_each(lambda each: each, 2, _NEAR):
-            improve(fine, best, _FINE_SECONDS / 4, (move_cuts, move_choices(fine, _FINE_SECONDS / 4)))
-        found = next(iter(fine.best_of_each(lambda each: each, 1, math.inf)), start)
-        return fine, [int(tables.positions[place]) for place in found.starts]
+        suited = None if candidate.is_interleaved else cut_for_ranks(fine.planner, start.num_micro_batches, start.ranks)
+        for each in (start, suited) if suited else (start,):
+            if fine.attempt(each) < math.inf:
+                improve(fine, each, BUDGET * _SHARE_OF_FINE, (move_cuts, move_choices(fine)))
+        if fine.best is None or fine.best.predicted_seconds >= plan.predicted_seconds:
+            return plan
+        whole = fine.planner.predict_whole(fine.best)
+        return replace(whole, given_up=plan.given_up) if is_within(whole, self.planner.limits) else plan
 
     def _proven(self, plan: Plan) -> Plan:
         self.progress("proving how good the plan is", 1.0)
         plan = self.planner.with_block_bytes(plan)
         singles = (each for each in self.trials.plans.values() if not each.is_shared)
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
-        single = self.trials.best if self.most_each == 1 else single
         return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
-
-
-def _kind(candidate: Candidate) -> tuple[int, bool, bool]:
-    """Returns what moves seldom change: the number of stages, and whether these are regular."""
-    return len(candidate.starts), candidate.is_interleaved, len(set(map(len, candidate.ranks))) == 1
-
-
-def _finer_kind(candidate: Candidate) -> tuple[int, bool, tuple[tuple[int, ...], ...]]:
-    """Returns what few moves change: the ranks of the stages, and the number of micro-batches."""
-    return candidate.num_micro_batches, candidate.is_interleaved, candidate.ranks
-
-
-def _place(candidate: Candidate) -> tuple[Hashable, ...]:
-    """Returns all but what the stages hold."""
-    return *_finer_kind(candidate), candidate.starts

@@ -22,6 +22,10 @@ from autovaruna.planner.prediction import policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem, forced_stages, micro_batch_range, most_stages_per_rank
 from autovaruna.planner.records import Plan
 
+_log = logging.getLogger(__name__)
+
+PREFER_MARGIN = 0.05
+"""By which share of its step a plan that cuts elsewhere must be better than one that cuts at cut points."""
 MAX_SEGMENTS = 400
 """Matrices over ranges have the square of this many entries."""
 MAX_SEGMENTS_OF_MANY_RANKS = 1000
@@ -29,7 +33,6 @@ _MAX_COUNTS = 32
 MAX_UNITS = 12
 """With more ranks than this, not every replica count is tried for every stage."""
 _MAX_STAGES = 2048
-FEWEST_GROUPS = 2
 _OF_SHARED_RANKS = ("interleaved", "deepest_first", "1f1b", "varuna")
 
 
@@ -122,7 +125,7 @@ def stages_per_rank(problem: Problem) -> int:
     constraints = problem.constraints
     num_groups = problem.cluster.num_ranks // max(constraints.num_replicas, 1)
     has_own = 0 < forced_stages(problem) <= num_groups and constraints.max_stages_per_rank <= 1
-    if constraints.stage_ranks or num_groups < FEWEST_GROUPS or has_own:
+    if constraints.stage_ranks or num_groups < 2 or has_own:
         return 1
     return most_stages_per_rank(problem)
 
@@ -192,12 +195,6 @@ def stage_blocks(starts: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...
     """Returns the blocks of each stage, given the first block of each (the first one is 0)."""
     ends = [*starts[1:], num_blocks]
     return tuple(tuple(range(i, j)) for i, j in zip(starts, ends, strict=True))
-
-
-PREFER_MARGIN = 0.05
-"""By which share of its step a plan that cuts elsewhere must be better than one that cuts at cut points."""
-
-_log = logging.getLogger(__name__)
 
 
 def plan_with_cut_points(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:

@@ -119,15 +119,6 @@ def _depth_in(room: Array, each: Array) -> Array:
         return np.where(each > 0, room / each, np.where(room >= 0, np.inf, 0.0))
 
 
-def deepest(held: StageBytes[Array], limit: float, least_share: float) -> Array:
-    """Returns the greatest depth at which a peak may be within a limit; a replica has `least_share` or more."""
-    some, whole = (np.floor(_depth_in(limit - part, held.each)) for part in (held.once, held.first))
-    some = np.maximum(some, 0.0)
-    whole = np.minimum(whole, some + 1.0)
-    depth = np.maximum(some, np.where(whole >= least_share, whole, 0.0))
-    return np.where(held.least <= limit, depth, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Holdings(Generic[Bytes]):
     """What a stage holds, in bytes; the last ten are for one micro-batch.
@@ -318,58 +309,6 @@ class MemoryModel:
 
 # Times of the simulator are rounded to 2**-40 s; a bound stays below by more than all roundings together.
 ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class RecomputeOption:
-    """A way to run every range.
-
-    Attributes:
-        work: seconds of one micro-batch; `again` the recompute's part of it.
-        trip: seconds between a forward and its backward.
-        depth: the greatest in-flight depth; 0: no room.
-        is_full: whether all micro-batches have to be in flight.
-    """
-
-    work: Array
-    again: Array
-    trip: Array
-    depth: Array
-    is_full: bool
-
-    @property
-    def _round_trip(self) -> Array:
-        return np.asarray(self.work - self.again + np.maximum(self.trip, self.again))
-
-    def busy_share(self, spare: Array) -> Array:
-        """Returns the most micro-batches whose work fits into the spare seconds, however long they are in flight."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.floor(np.where(self.work > 0, spare / self.work + ROUNDING, np.inf))
-        return np.asarray(np.where(np.isfinite(self.work), np.maximum(share, 0.0), 0.0))
-
-    def greatest_share(self, spare: Array) -> Array:
-        """Returns the most micro-batches that one replica finishes in the spare seconds, 0 if none."""
-        share = self.busy_share(spare)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            round_trip = self._round_trip
-            rounds = np.floor(np.where(round_trip > 0, spare / round_trip + ROUNDING, np.inf))
-            within = np.where(self.depth > 0, self.depth * np.maximum(rounds, 0), 0.0)
-            both = np.floor((spare - 2 * self.trip + 2 * self.again) / self.work + ROUNDING) + self.depth - 1
-        if self.is_full:
-            within = self.depth
-        else:
-            within = np.minimum(within, np.where(self.depth > 0, np.maximum(self.depth, both), 0.0))
-        return np.asarray(np.where(np.isfinite(self.work), np.minimum(share, within), 0.0))
-
-    def work_seconds(self, share: int, busy: Array) -> Array:
-        """Returns the least seconds from the first forward to the last backward of a replica that is `busy` so long."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rounds = np.where(self.depth > 0, np.ceil(share / self.depth), np.inf)
-        seconds = np.maximum(busy, np.maximum(rounds, 1.0) * self._round_trip)
-        with np.errstate(invalid="ignore"):
-            both = (share + 1 - self.depth) * self.work - 2 * self.again + 2 * self.trip
-        seconds = np.where(self.depth < share, np.maximum(seconds, both), seconds)
-        return np.where(self.depth >= (share if self.is_full else 1), seconds, np.inf)
 
 
 RecomputeOptions = Sequence[tuple[Array, StageBytes[Array]]]

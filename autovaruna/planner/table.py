@@ -24,8 +24,6 @@ _COLUMNS = (
     ("memory", "right"),
     ("recompute", "left"),
 )
-
-
 _LEAST_SHOWN = 0.001
 
 

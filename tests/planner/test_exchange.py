@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.graph.records import Output, Size
-from autovaruna.planner.prediction import Exchange
+from autovaruna.planner.exchange import Exchange
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost

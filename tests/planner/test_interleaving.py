@@ -1,15 +1,12 @@
-"""Several stages a rank: chosen where they pay, within memory, of even cuts."""
+"""Several stages a rank: chosen where they pay, within memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from autovaruna.planner.cuts import cut_evenly
 from autovaruna.planner.deployment import Fingerprint, memory_complaint
-from autovaruna.planner.interleaved import patterns
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
@@ -48,7 +45,9 @@ def test_they_shorten_a_step_of_few_micro_batches(num_ranks: int, rounds: int, g
     plan, one = make_plan(problem), make_plan(single(problem))
     assert stages_per_rank(one) == 1 < stages_per_rank(plan) <= 4
     assert one.predicted_seconds > gain * plan.predicted_seconds
-    assert plan.bound_seconds <= plan.predicted_seconds and "with one stage a rank no plan takes" in plan.bound_proof
+    assert (
+        plan.bound_seconds <= plan.predicted_seconds and "with one stage a rank no plan takes less" in plan.bound_proof
+    )
     assert (
         sum(len(row) for row in RankOrders(plan, problem.graph).planned) == 2 * plan.num_stages * plan.num_micro_batches
     )
@@ -68,18 +67,6 @@ def test_a_setting_limits_them() -> None:
 def test_tiny_stages_and_slow_links_are_not_worth_it() -> None:
     for more in ({"overhead": 0.05}, {"link": LinkCost(0.1, 1e9)}):
         assert stages_per_rank(make_plan(equal_blocks(16, 4, 4, **more))) == 1  # type: ignore[arg-type]
-
-
-def test_what_groups_have_gets_ever_more_even() -> None:
-    """Cutting all stages anew at once overshot: with layers of some large blocks, cuts got less even."""
-    work = np.tile([0.05, 3.0, 0.4, 1.0, 0.05, 4.0, 0.1, 4.0, 0.05], 24)
-    for num_groups in (4, 8):
-        for pattern in patterns(num_groups, 4):
-            uneven = []
-            for starts in cut_evenly(work, [1.0] * num_groups, pattern):
-                held = np.bincount(pattern, np.add.reduceat(work, list(starts)))
-                uneven.append(held.max() / held.mean())
-            assert uneven[-1] == min(uneven) < 1.07, (num_groups, pattern, uneven)
 
 
 def test_the_stages_of_a_rank_share_its_process() -> None:
