@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
 from autovaruna.checkpoint.save import Way
-from autovaruna.checkpoint.snapshot import HasPosition
 from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
+from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError
 from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
 from autovaruna.graph.facts import tensors_in
@@ -35,8 +35,8 @@ from autovaruna.interception.scaler import look_in_callers
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.environment import promise
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
 from autovaruna.session.borders import refuse_several

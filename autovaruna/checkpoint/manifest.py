@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +24,9 @@ from autovaruna.config.files import Whole, parse, read_record, shown
 from autovaruna.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+INDEX = "model.safetensors.index.json"
+STATE = "state.json"
+PER_RANK = ("optimizer_state", "generators")  # what ``state.json`` has from every rank
 FORMAT_VERSION = 1
 CHUNK_BYTES = 8 << 20
 ROW_WORDS = 32_749
@@ -160,3 +163,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _own_checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def joined_documents(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns ``state.json`` from the ranks' shares."""
+    state: dict[str, Any] = {}
+    for share in shares:
+        for key, content in share.items():
+            if key in PER_RANK:
+                state.setdefault(key, {}).update(content)
+            else:
+                state[key] = content
+    return state

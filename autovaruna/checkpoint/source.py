@@ -18,8 +18,7 @@ import torch
 
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.folder import Saved
-from autovaruna.checkpoint.host_memory import INDEX, STATE
-from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
+from autovaruna.checkpoint.manifest import INDEX, MANIFEST, STATE, NotDamagedError, read_manifest
 from autovaruna.checkpoint.state import decode
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record

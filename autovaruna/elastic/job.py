@@ -24,10 +24,10 @@ from typing import IO
 
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.options import LaunchOptions
+from autovaruna.elastic.progress import VARIABLE as PLACE
+from autovaruna.elastic.progress import JobPlace
 from autovaruna.elastic.rank_script import STARTED
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.progress import VARIABLE as PLACE
-from autovaruna.runtime.progress import JobPlace
 
 Grid = Sequence[Sequence[int]]
 

@@ -28,29 +28,25 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import (
+from autovaruna.checkpoint.remote_file import TOKEN, Pointer
+from autovaruna.config.files import copy_synced, read_record, write_whole
+from autovaruna.elastic import ahead
+from autovaruna.elastic.progress import FULL, Progress, attempt_folder, folders_in, note_full, read_predicted, read_work
+from autovaruna.elastic.rank_part import (
     COPIED,
     HOLD,
     LEAVE,
-    MOST_BYTES,
     PINNED,
     RECORD,
-    TOKEN,
-    Pointer,
     RankPart,
-    Server,
     clear_slot,
-    connect,
-    copy_synced,
     read_part,
     slots_of,
     write_record,
 )
-from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
-from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.progress import FULL, Progress, attempt_folder, folders_in, note_full, read_predicted, read_work
+from autovaruna.runtime.token_server import MOST_BYTES, Server, connect
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0

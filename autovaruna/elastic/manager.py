@@ -21,16 +21,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from autovaruna.elastic.ahead import deployment_name
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
+from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.notices import EventLog, Notices, take_over
 from autovaruna.elastic.options import LaunchOptions
+from autovaruna.elastic.progress import HELD, JobPlace
 from autovaruna.elastic.run import LEFT, JobRun, Outcome
-from autovaruna.elastic.snapshots import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import JobWatch
-from autovaruna.planner.ahead import deployment_name
-from autovaruna.runtime.progress import HELD, JobPlace
 
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import Server, connect
 from autovaruna.config.files import at_home, read_record, write_whole
 from autovaruna.elastic.job import show
 from autovaruna.errors import ConfigError
+from autovaruna.runtime.token_server import Server, connect
 
 _FOLDER = "~/.autovaruna/jobs"
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import LOST_OTHERS, Grid, MpiJob
+from autovaruna.elastic.job_state import Checkpoints
 from autovaruna.elastic.link import answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.snapshots import Checkpoints
+from autovaruna.elastic.progress import HELD, JobPlace
 from autovaruna.elastic.watch import JobWatch
-from autovaruna.runtime.progress import HELD, JobPlace
 
 LEFT = 75  # what a rank, or the job, ends with that can be started again from what it has saved
 _LEAVE_SECONDS = 120.0

@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
+from autovaruna.elastic.progress import HELD, JobPlace, Reporter
+from autovaruna.elastic.snapshot import HasPosition, Snapshots
 from autovaruna.errors import ConfigError
-from autovaruna.interception.optimizer import OptimizerProxy
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.interception.signals import has_heard, heard_names
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.progress import HELD, JobPlace, Reporter
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)

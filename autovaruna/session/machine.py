@@ -20,8 +20,9 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.environment import get_world, local_rank_in
-from autovaruna.runtime.transport.base import Layout, Pair
-from autovaruna.runtime.transport.torch_channel import neighbours
+from autovaruna.runtime.torch_channel import neighbours
+from autovaruna.runtime.transport.base import Pair
+from autovaruna.runtime.transport.layout import Layout
 from autovaruna.runtime.world import GradientSums, World
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,13 @@ from rich.console import Console
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
+from autovaruna.elastic import ahead
+from autovaruna.elastic.progress import job_place
 from autovaruna.errors import AutoVarunaError, ConfigError, DeploymentError
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
-from autovaruna.planner import ahead
 from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
@@ -44,8 +45,7 @@ from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizer import sharing_of
-from autovaruna.runtime.progress import job_place
-from autovaruna.runtime.trace import EventTrace
+from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import gather_on_all, on_all
 from autovaruna.schedule.simulator import replay

@@ -21,7 +21,7 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
-from autovaruna.interception.optimizer import OptimizerProxy
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.log import phase
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
@@ -29,7 +29,7 @@ from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS, OWN_PART, CutOptimizer, step_over_own_part
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.transport.torch_channel import open_channel
+from autovaruna.runtime.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session import calls

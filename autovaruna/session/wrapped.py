@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from autovaruna.checkpoint.state import ModelInTraining
 from autovaruna.config.settings import Settings, log_settings
+from autovaruna.elastic.progress import job_place
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.guards import Guards
 from autovaruna.interception.exits import ERRORS_IN_FEW_LINES
 from autovaruna.interception.installed import Installed
 from autovaruna.interception.modules import DirectCalls
-from autovaruna.interception.optimizer import OptimizerProxy
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.interception.scaler import SCALERS
 from autovaruna.interception.signals import LISTENING
 from autovaruna.log import configure, show_all_frames
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import get_world, is_alone
 from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer
-from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import World
 from autovaruna.session.borders import Morphing, Stopping

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autovaruna.checkpoint.host_memory import Pointer, RankPart, connect, open_bytes, write_record
+from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.keeper import processes_with
 from autovaruna.elastic.link import Link
+from autovaruna.elastic.rank_part import RankPart, write_record
 from autovaruna.elastic.standby import LOCK
 from autovaruna.errors import CheckpointError
+from autovaruna.runtime.token_server import connect
 from tests.elastic.keepers import TOKEN, keeper
 from tests.hosts.emulation import wait_for
 

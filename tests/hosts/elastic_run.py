@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from autovaruna.runtime.progress import Progress
+from autovaruna.elastic.progress import Progress
 from tests.hosts.emulation import Command, Hosts, wait_for
 
 SCRIPT = Path(__file__).with_name("elastic_train.py")

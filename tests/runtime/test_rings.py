@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport import processes
-from autovaruna.runtime.transport.base import DONE, Arrival, Layout, TensorTransfer
-from autovaruna.runtime.transport.processes import (
+from autovaruna.runtime.transport import rings
+from autovaruna.runtime.transport.base import DONE, Arrival, TensorTransfer
+from autovaruna.runtime.transport.layout import Layout
+from autovaruna.runtime.transport.rings import (
     MAX_BYTES,
     NUM_BYTES,
     NUM_SLOTS,
@@ -266,8 +267,8 @@ def test_both_ends_have_a_ring_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (processes, "_path", lambda file: "/proc/self/nothing"),
-        (processes, "_path", lambda file: __file__),  # something else lies there
+        (rings, "_path", lambda file: "/proc/self/nothing"),
+        (rings, "_path", lambda file: __file__),  # something else lies there
         (platform, "machine", lambda: "aarch64"),
         (ctypes, "CDLL", lambda *_, **__: object()),
         (os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError("no space"))),

@@ -1,6 +1,6 @@
 """Plans for fewer ranks than there are, before any is lost: a job that starts again then need not search.
 
-A rank of a job with a manager writes down what its plan was made from. ``python -m autovaruna.planner.ahead FILE``
+A rank of a job with a manager writes down what its plan was made from. ``python -m autovaruna.elastic.ahead FILE``
 reads that, needs no torch, has the lowest priority, and saves the plans where the next run of the job looks for them.
 """
 

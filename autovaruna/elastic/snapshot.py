@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RankPart, clear_slot, slots_of, write_record
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, ModelInTraining, compose, config_files
+from autovaruna.elastic.progress import JobPlace, Reporter, folders_in, note_full
+from autovaruna.elastic.rank_part import COPIED, HOLD, LEAVE, RankPart, clear_slot, slots_of, write_record
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.progress import JobPlace, Reporter, folders_in, note_full
 
 _SHARE = 0.01  # of a step's seconds that snapshots may take
 _FIRST_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them

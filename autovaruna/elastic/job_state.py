@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import PINNED, Pointer, RankPart, small_files
+from autovaruna.checkpoint.remote_file import Pointer
 from autovaruna.config.files import read_record
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
+from autovaruna.elastic.rank_part import PINNED, RankPart, small_files
 
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0

@@ -31,7 +31,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer, flat
+from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer
+from autovaruna.runtime.transport.layout import flat
 from autovaruna.runtime.world import World, on_all
 
 logger = logging.getLogger(__name__)
