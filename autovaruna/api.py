@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
-from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
@@ -373,7 +373,7 @@ class AutoVaruna(nn.Module):
         """
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
-        self._persistence.save(dir, content, Way(keep, tempdir, shard, background))
+        self._persistence.save(dir, content, SaveOptions(keep, tempdir, shard, background))
         self._wrapped.stopping.number_from(step, self._wrapped.num_steps)
 
     def wait_checkpoint(self) -> None:

@@ -165,13 +165,26 @@ def _own_checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def joined_documents(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns ``state.json`` from the ranks' shares."""
+@dataclass(frozen=True)
+class WrittenPart:
+    """What a rank has written of a checkpoint."""
+
+    files: Mapping[str, FileRecord]
+    weights: Mapping[str, str]  # the file of each weight among them, by name
+    num_weight_bytes: int
+    documents: Mapping[str, Any]  # its part of ``state.json``
+
+
+def index_and_state(parts: Sequence[WrittenPart]) -> dict[str, str]:
+    """Returns the texts of the index, as Hugging Face's tools expect it, and of ``state.json``, by file."""
+    weights = {name: file for part in parts for name, file in part.weights.items()}
+    total = {"total_size": sum(part.num_weight_bytes for part in parts)}
     state: dict[str, Any] = {}
-    for share in shares:
-        for key, content in share.items():
+    for part in parts:
+        for key, content in part.documents.items():
             if key in PER_RANK:
                 state.setdefault(key, {}).update(content)
             else:
                 state[key] = content
-    return state
+    index = {"metadata": total, "weight_map": dict(sorted(weights.items()))}
+    return {name: json.dumps(each, indent=1, allow_nan=False) for name, each in ((INDEX, index), (STATE, state))}

@@ -100,8 +100,9 @@ class RankState:
     """What one rank writes."""
 
     files: Mapping[str, Rows]  # the bytes of its files, by name
-    documents: Mapping[str, Json]  # its share of ``state.json``
+    documents: Mapping[str, Json]  # its part of ``state.json``
     weights: Mapping[str, str]  # the file of each of the model's tensors among them, by name
+    num_weight_bytes: int
 
 
 def compose(subject: ModelInTraining, content: Content, is_shared: bool) -> RankState:
@@ -129,7 +130,7 @@ def compose(subject: ModelInTraining, content: Content, is_shared: bool) -> Rank
     file = f"model-{place:05d}-of-{len(writing):05d}.safetensors"
     files = {file: weights, f"state-{rank + 1:05d}-of-{subject.world.num_ranks:05d}.safetensors": others}
     rows = {name: lay_out(its_tensors) for name, its_tensors in files.items() if its_tensors}
-    return RankState(rows, documents, dict.fromkeys(weights, file))
+    return RankState(rows, documents, dict.fromkeys(weights, file), sum(each.nbytes for each in weights.values()))
 
 
 def writers(subject: ModelInTraining, tensors: Mapping[str, Tensor], is_shared: bool) -> dict[str, int]:

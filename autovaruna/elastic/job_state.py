@@ -134,7 +134,7 @@ class Checkpoints:
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
         """Has hosts write a state that they have pinned; returns the checkpoint's folder."""
         from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
-        from autovaruna.checkpoint.save import WrittenPart, commit
+        from autovaruna.checkpoint.save import commit
 
         chosen = [held[0] for _, held in sorted(state.held.items())]
         with ExitStack() as locks:
@@ -145,6 +145,5 @@ class Checkpoints:
                 asked.append(links[host].ask("save", places=places, partial=os.fspath(partial)))
             for answer in asked:
                 answer.result(_WRITE_SECONDS)
-            reports = [WrittenPart(held.part.files, held.part.documents) for held in chosen]
             texts = {name: text.encode() for held in chosen for name, text in held.part.extra_files.items()}
-            return commit(partial, state.step, reports, texts, _NUM_KEPT)
+            return commit(partial, state.step, [held.part for held in chosen], texts, _NUM_KEPT)

@@ -10,11 +10,10 @@ import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from autovaruna.checkpoint.manifest import INDEX, MANIFEST, STATE, FileRecord, Manifest, joined_documents
+from autovaruna.checkpoint.manifest import MANIFEST, Manifest, WrittenPart, index_and_state
 from autovaruna.config.files import read_record
 
 LEAVE, HOLD, COPIED = "leave", "hold", "copied"
@@ -26,15 +25,12 @@ _SLOTS = ("slot-0", "slot-1")
 
 
 @dataclass(frozen=True)
-class RankPart:
+class RankPart(WrittenPart):
     """What a rank has written of a snapshot."""
 
     step: int
     rank: int
     num_ranks: int
-    files: Mapping[str, FileRecord]
-    weights: Mapping[str, str]  # the file of each weight among them, by name
-    documents: Mapping[str, Any]  # its share of ``state.json``
     extra_files: Mapping[str, str]  # texts of files that are the same whatever the ranks are; rank 0's alone
 
     def is_intact(self, slot: Path) -> bool:
@@ -79,11 +75,6 @@ def slots_of(rank_folder: Path) -> list[Path]:
 
 def small_files(parts: Sequence[RankPart]) -> dict[str, str]:
     """Returns the texts of the files that make the parts of all ranks a checkpoint."""
-    weights = {name: file for part in parts for name, file in part.weights.items()}
     records = {name: record for part in parts for name, record in part.files.items()}
-    return {
-        INDEX: json.dumps({"metadata": {}, "weight_map": dict(sorted(weights.items()))}),
-        STATE: json.dumps(joined_documents([part.documents for part in parts])),
-        MANIFEST: Manifest(parts[0].step, records).to_json(),
-        **{name: text for part in parts for name, text in part.extra_files.items()},
-    }
+    manifest = {MANIFEST: Manifest(parts[0].step, records).to_json()}
+    return index_and_state(parts) | manifest | {name: text for part in parts for name, text in part.extra_files.items()}

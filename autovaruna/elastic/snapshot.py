@@ -130,8 +130,8 @@ class Snapshots:
         if self._texts is None:
             found = config_files(subject.model) if world.rank == 0 else {}
             self._texts = {name: data.decode() for name, data in found.items()}
-        whose = content.step, world.rank, world.num_ranks
-        write_record(slot, RankPart(*whose, files, part.weights, part.documents, self._texts))
+        written = files, part.weights, part.num_weight_bytes, part.documents
+        write_record(slot, RankPart(*written, content.step, world.rank, world.num_ranks, self._texts))
 
     def wait_for_copy(self) -> None:
         """Returns when the latest snapshot is on another host, too, or the host does not answer for long."""

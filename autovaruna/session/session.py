@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.source import words_of_newest
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
@@ -189,7 +189,7 @@ class Session:
             stopping.is_agreed = stopping.own
         if has_stepped and stopping.is_agreed:
             try:
-                self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
+                self._persistence.save(folder, Content(step, scaler=self._scaler), SaveOptions())
             except CheckpointError as error:
                 raise CheckpointError(f"{error} {words_of_newest(folder)}.") from error
             stopping.end(step)

@@ -54,7 +54,7 @@ def part_in(slot: Path, rank: int = 1, step: int = 3, text: bytes = b"weights") 
     """Writes a part and returns what it is."""
     slot.mkdir(parents=True)
     record = write_file(slot / "weights", [np.frombuffer(text, np.uint8)], is_new=True)
-    part = RankPart(step, rank, 2, {"weights": record}, {}, {}, {})
+    part = RankPart({"weights": record}, {}, 0, {}, step, rank, 2, {})
     write_record(slot, part)
     return part
 
