@@ -171,7 +171,7 @@ class Saver:
             raise cannot_write(root, error) from error
 
     def poll(self) -> None:
-        """Ends a checkpoint in the background that all ranks have written, or one could not. Collective while `is_busy`.
+        """Ends the checkpoint in the background if all ranks are done, or one failed. Collective while `is_busy`.
 
         Raises CheckpointError if it failed, on this rank or another.
         """

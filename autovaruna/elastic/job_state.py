@@ -25,7 +25,7 @@ _NUM_KEPT = 2  # checkpoints that stay in the folder
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPart:
     """A part that a host has, and where it is in the job's folder there."""
 
     host: str
@@ -38,7 +38,7 @@ class State:
     """A state that is whole; `held` has the parts of each rank, those of its host first."""
 
     step: int
-    held: Mapping[int, Sequence[Held]]
+    held: Mapping[int, Sequence[HeldPart]]
 
     @property
     def hosts(self) -> list[str]:
@@ -49,11 +49,11 @@ class State:
 def find_state(links: Sequence[Link], within: str = "") -> State | None:
     """Returns the newest state of which every part is on a host that answers, intact; None: there is none."""
     asked = {link.host: link.ask("inventory", within=within) for link in links}
-    found: dict[tuple[int, int, int], dict[int, list[Held]]] = {}
+    found: dict[tuple[int, int, int], dict[int, list[HeldPart]]] = {}
     for host, entries in answers(asked, _INVENTORY_SECONDS).items():
         for entry in entries:
             part = read_record(entry["part"], RankPart)
-            held = Held(host, entry["place"], part)
+            held = HeldPart(host, entry["place"], part)
             places = found.setdefault((part.step, entry["attempt"], part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
@@ -123,9 +123,9 @@ class Checkpoints:
             if state.step != self._step:
                 path = self._write(state, {link.host: link for link in links}, self._folder)
                 self._step = state.step
-                self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
+                self._log.record("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
         except Exception as error:
-            self._log.note("checkpoint", f"no checkpoint could be written: {error}")
+            self._log.record("checkpoint", f"no checkpoint could be written: {error}")
             return str(error)
         finally:
             answers({link.host: link.ask("unpin") for link in links}, _HOLD_SECONDS)

@@ -10,7 +10,6 @@ A keeper whose manager does not speak to it any more ends the ranks of its host,
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -31,7 +30,16 @@ from typing import Any
 from autovaruna.checkpoint.remote_file import TOKEN, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
 from autovaruna.elastic import ahead
-from autovaruna.elastic.progress import FULL, Progress, attempt_folder, folders_in, note_full, read_predicted, read_work
+from autovaruna.elastic.host_processes import acquire_lock, end_all, is_alive, memory_kills, processes_with, state_of
+from autovaruna.elastic.progress import (
+    FULL,
+    Progress,
+    attempt_folder,
+    folders_in,
+    read_predicted,
+    read_work,
+    record_full,
+)
 from autovaruna.elastic.rank_part import (
     COPIED,
     HOLD,
@@ -76,9 +84,7 @@ class Keeper:
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
-        self._gone: dict[str, float] = {}
-        self._taken: dict[Path, Path] = {}
-        threading.Thread(target=self._look_on, daemon=True).start()
+        self._copies: dict[Path, Path] = {}
 
     # what the manager asks for
 
@@ -92,23 +98,21 @@ class Keeper:
             (self.folder / name).unlink(missing_ok=True)
         self._first_kills = memory_kills()
         self._copied = None
-        self._gone = {}
-        self._taken.clear()
+        self._copies.clear()
         self._attempt = attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
     def ping(self) -> dict[str, Any]:
-        """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone."""
+        """Returns how far the ranks of this host are: of each what it reports, and its state."""
         found = {}
         predicted: dict[str, float] = {}
         for folder in self._rank_folders():
             progress = Progress.read(folder)
             if progress is not None:
                 rank = _number_of(folder)
-                gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
-                more = {"state": state_of(progress.process), "gone_seconds": gone}
-                found[str(rank)] = {**asdict(progress), **more, "work": read_work(folder)}
+                state = {"state": state_of(progress.process), "work": read_work(folder)}
+                found[str(rank)] = {**asdict(progress), **state}
                 predicted = predicted or read_predicted(folder)
         attempt = self._attempt
         return {
@@ -241,15 +245,6 @@ class Keeper:
             Path(self._file).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _look_on(self) -> None:
-        """Notes when each rank's process is gone: the first one is why others follow."""
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            for folder in self._rank_folders():
-                progress = Progress.read(folder) if folder.name not in self._gone else None
-                if progress is not None and not is_alive(progress.process):
-                    self._gone[folder.name] = time.monotonic()
-
     # copies on another host
 
     def _copy_on(self, attempt: Attempt) -> None:
@@ -262,7 +257,7 @@ class Keeper:
                         self._copy_newest(attempt, connection)
                         time.sleep(_LOOK_SECONDS)
             except (OSError, EOFError, ValueError) as error:  # the other host is gone, or slow: the manager knows
-                note_full(self.folder, error)
+                record_full(self.folder, error)
                 time.sleep(10 * _LOOK_SECONDS)
 
     def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
@@ -281,7 +276,7 @@ class Keeper:
         ranks = {folder: Progress.read(folder) for folder in self._rank_folders()}
         return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
-    def _take(self, connection: Connection, request: Mapping[str, Any]) -> None:
+    def _receive_part(self, connection: Connection, request: Mapping[str, Any]) -> None:
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._place_of_copy(folder)
@@ -296,14 +291,14 @@ class Keeper:
         if not part.is_intact(slot):
             raise ValueError("it was changed on its way")
         write_record(slot, part)
-        self._taken[folder] = slot
+        self._copies[folder] = slot
         connection.send_bytes(b"taken")
 
     def _place_of_copy(self, folder: Path) -> Path:
         """Returns the place of a rank's copies that has the older one."""
         slots = slots_of(folder)
-        if folder in self._taken:
-            return slots[1 - slots.index(self._taken[folder])]
+        if folder in self._copies:
+            return slots[1 - slots.index(self._copies[folder])]
         return min(slots, key=lambda each: -1 if (its := read_part(each)) is None else its.step)
 
     # other keepers and ranks
@@ -311,9 +306,9 @@ class Keeper:
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         if "part" in request:
             try:
-                self._take(connection, request)
+                self._receive_part(connection, request)
             except OSError as error:
-                note_full(self.folder, error)
+                record_full(self.folder, error)
                 raise
             return
         with open(self._inside(request["read"]), "rb") as file:
@@ -351,56 +346,6 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
                 connection.send_bytes(file.read(min(MOST_BYTES, record.size - begin)))
     if connection.recv_bytes(MOST_BYTES) != b"taken":
         raise OSError("the copy was not taken")
-
-
-# processes of the job on this host
-
-
-def processes_with(words: bytes) -> list[int]:
-    """Returns the processes of this host, but not this one, whose variables or command line hold some words."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with suppress(OSError):
-                if words in (entry / "environ").read_bytes() or words in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
-
-
-def end_all(words: bytes) -> int:
-    """Kills the processes whose variables or command line hold some words; returns how many there were.
-
-    They have gone when it returns, but for such as the system cannot end.
-    """
-    num_ended = 0
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (left := list(filter(is_alive, processes_with(words)))) and time.monotonic() < deadline:
-        num_ended += len(left)
-        for process in left:
-            with suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.02)
-    return num_ended
-
-
-def state_of(process: int) -> str:
-    """Returns the state of a process as the system names it: ``T`` is stopped, ``Z`` has ended; empty: it has gone."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def memory_kills() -> int:
-    """Returns how many processes the kernel has ended because memory was short, as far as it says so."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
-    return 0
-
-
-def is_alive(process: int) -> bool:
-    """Says whether a process is there and has not ended."""
-    return state_of(process) not in ("", "Z")
 
 
 class StandardStreams:
@@ -454,9 +399,9 @@ class StandardStreams:
 
 
 def _take_over(lock: Path) -> int | None:
-    """Takes a lock as `_take_lock`, also from a keeper whose manager has not spoken to it for a while: it is killed."""
+    """Acquires a lock, also from a keeper whose manager has not spoken to it for a while: that one is killed."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (file := _take_lock(lock)) is None and time.monotonic() < deadline:
+    while (file := acquire_lock(lock)) is None and time.monotonic() < deadline:
         with suppress(OSError, ValueError):
             holder, is_alone = int(lock.read_text()), time.time() - lock.stat().st_mtime > _ALONE_SECONDS
             if is_alone and b"autovaruna.elastic.keeper" in Path(f"/proc/{holder}/cmdline").read_bytes():
@@ -464,17 +409,6 @@ def _take_over(lock: Path) -> int | None:
         time.sleep(_LOOK_SECONDS)
     if file is not None:
         os.pwrite(file, f"{os.getpid():10}".encode(), 0)  # as long as before: memory may be full by now
-    return file
-
-
-def _take_lock(lock: Path) -> int | None:
-    """Takes a lock that goes with this process, and returns its open file; None: another process has it."""
-    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        return None
     return file
 
 
@@ -487,7 +421,7 @@ def _remove_abandoned(folder: Path) -> None:
             is_old = time.time() - status.st_mtime > _STARTING_SECONDS
             if other == folder or other.is_symlink() or other.stat().st_uid != os.getuid() or not is_old:
                 continue
-            if not processes_with(os.fsencode(other)) and (lock := _take_lock(other / LOCK)) is not None:
+            if not processes_with(os.fsencode(other)) and (lock := acquire_lock(other / LOCK)) is not None:
                 shutil.rmtree(other, ignore_errors=True)
                 os.close(lock)
 

@@ -127,7 +127,7 @@ class Link:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(ValueError, KeyError, TypeError):  # a shell may greet
-                self._take(json.loads(line))
+                self._receive(json.loads(line))
         self._process.wait()
         self._fail()
 
@@ -145,7 +145,7 @@ class Link:
                     self.cut()
             time.sleep(max(0.0, _BEAT_SECONDS - (time.monotonic() - begin)))
 
-    def _take(self, found: dict[str, Any]) -> None:
+    def _receive(self, found: dict[str, Any]) -> None:
         if "port" in found:
             self._name, self.attempt = found["host"], found["attempt"]
             self.port = found["port"]

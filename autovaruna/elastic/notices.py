@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from autovaruna.config.files import at_home, read_record, write_whole
-from autovaruna.elastic.job import show
+from autovaruna.elastic.job_output import show
 from autovaruna.errors import ConfigError
 from autovaruna.runtime.token_server import Server, connect
 
@@ -34,8 +34,8 @@ class EventLog:
     def __init__(self, path: str | None) -> None:
         self._path = path
 
-    def note(self, what: str, text: str, *, is_shown: bool = True, **details: Any) -> None:
-        """Notes an event: its kind, in one word; what happened, for a person; and details, for programs."""
+    def record(self, what: str, text: str, *, is_shown: bool = True, **details: Any) -> None:
+        """Records an event: its kind, in one word; what happened, for a person; and details, for programs."""
         if is_shown:
             show(sys.stderr, f"autovaruna: {text}\n")
         if self._path is not None:

@@ -71,7 +71,7 @@ def attempt_folder(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt:05d}"
 
 
-def note_full(folder: Path, error: BaseException) -> None:
+def record_full(folder: Path, error: BaseException) -> None:
     """Notes in a job's folder that this host has no room, if that is what an error says."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         (folder / FULL).touch()  # an empty file needs none
@@ -102,7 +102,7 @@ class Progress:
     calls: int = 0
     is_inside: bool = False
     steps: int = 0
-    hears_end: bool = False
+    is_asked_to_end: bool = False
     work_seconds: float = 0.0
     is_kept: bool = False
     snapshots: tuple[int, int] = (-1, -1)
@@ -154,7 +154,7 @@ class Reporter:
     def write(self) -> None:
         self._memory[: _FORMAT.size] = self.progress.pack()
 
-    def note_snapshot(self, place: int, step: int) -> None:
+    def record_snapshot(self, place: int, step: int) -> None:
         """Shows the step of what a place for snapshots holds; -1: nothing whole."""
         first, second = self.progress.snapshots
         self.progress.snapshots = (step, second) if place == 0 else (first, step)
@@ -166,13 +166,13 @@ class Reporter:
             self._has_predicted = True
             write_whole(self._folder / _PREDICTED, json.dumps(dict(seconds())), is_synced=False)
 
-    def begin_call(self, steps: int, hears_end: bool, work_seconds: float) -> None:
+    def begin_call(self, steps: int, is_asked_to_end: bool, work_seconds: float) -> None:
         progress = self.progress
         place = _FORMAT.size + progress.calls % _NUM_KEPT * _WORK.size
         work = progress.calls, work_seconds - progress.work_seconds
         self._memory[place : place + _WORK.size] = _WORK.pack(*work)
         progress.calls, progress.is_inside = progress.calls + 1, True
-        progress.steps, progress.hears_end, progress.work_seconds = steps, hears_end, work_seconds
+        progress.steps, progress.is_asked_to_end, progress.work_seconds = steps, is_asked_to_end, work_seconds
         self.write()
 
     def end_call(self) -> None:

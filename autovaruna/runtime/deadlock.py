@@ -118,8 +118,8 @@ class DeadlockDetector:
     known: dict[bytes, bytes] = field(default_factory=dict)
     mismatch_since: float | None = None
 
-    def take(self, rank: int, notice: Notice) -> None:
-        """Takes a notice of a rank and answers if it can."""
+    def record(self, rank: int, notice: Notice) -> None:
+        """Records a notice of a rank, and answers if it can."""
         if self.failure is not None:
             return
         self.reports.pop(rank, None)
@@ -130,14 +130,14 @@ class DeadlockDetector:
             self.ended[rank] = notice
         elif notice.words and rank not in self.ended:
             self.reports[rank] = notice
-        self._settle()
+        self._answer()
 
     def tick(self) -> None:
         """Ends the grace of ranks that did not come after others had disagreed."""
         if self.mismatch_since is not None and time.monotonic() - self.mismatch_since > GRACE_SECONDS:
             self.fail(self._mismatch_text())
 
-    def _settle(self) -> None:
+    def _answer(self) -> None:
         if len(self.ended) == self.num_ranks:
             self.answer_all(Farewell())
         elif self.joined and self.ended:

@@ -108,7 +108,7 @@ class RankWatch:
         self.raise_failure()
         own = pack(value)
         self.counts[_JOINED] += 1
-        self.tell(Join(label, own))
+        self.send_notice(Join(label, own))
         answer = self._await_answer(f"in {label!r}", give_up)
         self._let_notices_leave()
         if isinstance(answer, Failure):
@@ -128,7 +128,7 @@ class RankWatch:
         """
         self.raise_failure()
         self._is_leaving = True
-        self.tell(Leave(dict(self.counts)))
+        self.send_notice(Leave(dict(self.counts)))
         answer = self._await_answer("for the other ranks to end")
         self._let_notices_leave()
         assert isinstance(answer, Farewell), answer
@@ -172,7 +172,7 @@ class RankWatch:
                 give_up()
             self.transport.rest(now - started)
         if long_wait is not None and not self._is_leaving:
-            self.tell(WaitReport("", (), {}))
+            self.send_notice(WaitReport("", (), {}))
 
     def raise_failure(self) -> None:
         """Raises what has been found, if anything."""
@@ -181,7 +181,7 @@ class RankWatch:
 
     def listen(self) -> None:
         """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
-        for source, data in self.transport.take_notices():
+        for source, data in self.transport.poll_notices():
             news = decoded(data)
             if isinstance(news, Places):
                 self.places = news.text
@@ -189,17 +189,17 @@ class RankWatch:
                 assert self._detector is not None
                 self.transport.send_notice(encoded(Places(self._detector.places(source))), source)
             elif self._detector is None or isinstance(news, Failure):
-                self._take_answer(news)
+                self._record_answer(news)
             else:
-                self._detector.take(source, news)
+                self._detector.record(source, news)
         if self._detector is not None:
             self._detector.tick()
 
-    def tell(self, notice: Notice) -> None:
+    def send_notice(self, notice: Notice) -> None:
         if self._detector is None:
             self.transport.send_notice(encoded(notice), 0)
         else:
-            self._detector.take(0, notice)
+            self._detector.record(0, notice)
 
     def ask(self) -> None:
         """Asks where the others are; the answer comes to `places`, on rank 0 at once."""
@@ -219,9 +219,9 @@ class RankWatch:
         data = encoded(answer)
         for rank in range(1, len(self.transport.hosts)):
             self.transport.send_notice(data, rank)
-        self._take_answer(answer)
+        self._record_answer(answer)
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _record_answer(self, answer: Answer) -> None:
         """Takes the answer to this rank's notice, or that no rank can go on."""
         if isinstance(answer, Failure) and answer.is_final:
             self._failure = self._failure or answer
@@ -249,15 +249,15 @@ class LongWait:
     def __init__(self, watch: RankWatch, waiting: Waiting) -> None:
         self._watch = watch
         self._words, needs = waiting()
-        self._told_at = 0.0
+        self._logged_at = 0.0
         self._asked_at: float | None = None
-        watch.tell(WaitReport(self._words, needs, dict(watch.counts)))
+        watch.send_notice(WaitReport(self._words, needs, dict(watch.counts)))
 
     def go_on(self, waited: float) -> None:
         """Asks where the others are, tells the log, and ends the wait, each at its time in seconds; never blocks."""
         watch, stalls = self._watch, self._watch.stalls
         limit = stalls.limit_seconds and max(stalls.limit_seconds, REPORT_SECONDS)
-        asks_at = max(stalls.first_seconds, 2 * self._told_at)
+        asks_at = max(stalls.first_seconds, 2 * self._logged_at)
         if self._asked_at is None and waited > (min(asks_at, limit) if limit else asks_at):
             self._asked_at = waited
             watch.ask()
@@ -265,7 +265,7 @@ class LongWait:
             return
         places = watch.places or "rank 0 does not say where the others are: it computes for long, or is stopped"
         text = f"rank {watch.transport.rank} has waited {waited:.0f} s {self._words}: {places}."
-        self._asked_at, self._told_at = None, waited
+        self._asked_at, self._logged_at = None, waited
         if not limit or waited < limit:
             logger.warning("%s", text)
         else:

@@ -134,7 +134,7 @@ class Morphing:
 
     def tell_end(self) -> None:
         """Tells the host's keeper that this rank ends because it was asked to."""
-        self._reporter.progress.hears_end = True
+        self._reporter.progress.is_asked_to_end = True
         self._reporter.write()
 
     def end_call(self) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
-from autovaruna.elastic.keeper import processes_with
+from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.rank_part import RankPart, write_record
 from autovaruna.elastic.standby import LOCK

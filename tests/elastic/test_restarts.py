@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic.keeper import processes_with
+from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts
 from autovaruna.elastic.run import Outcome
 from tests.mpi.launch import QUIET, ROOT, find_mpirun
@@ -46,14 +46,14 @@ def test_a_job_is_given_up_if_its_script_fails_in_vain_or_it_ends_too_often(
 ) -> None:
     """Faults during recoveries are not the script's; neither are hosts on which no rank can be started."""
     restarts = Restarts(most)
-    *earlier, last = [restarts.note(outcome, step) for outcome, step in runs]
+    *earlier, last = [restarts.record(outcome, step) for outcome, step in runs]
     assert not any(earlier) and last.startswith(why) and bool(last) == bool(why)
 
 
 def test_starts_again_that_come_no_further_are_spaced_out() -> None:
     restarts, found = Restarts(100), []
     for step in (7, 7, 7, 7, 7, 7, 8, 8):
-        restarts.note(NOBODY, step)
+        restarts.record(NOBODY, step)
         found.append(restarts.delay_seconds)
     assert found == [0, 0, 0, 1, 2, 4, 0, 0]
 
@@ -127,7 +127,7 @@ def test_what_a_signal_means_is_for_the_script_to_say(tmp_path: Path, number: si
         read_until(job, "up")
         job.send_signal(number)
         said, _ = job.communicate(timeout=30)
-    assert job.returncode == status and "is gone" not in said, said
+    assert job.returncode == status and "has lost other ranks" not in said, said
 
 
 TRAINS = """

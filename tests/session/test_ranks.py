@@ -237,9 +237,9 @@ class Lazy(RankThread):
     def send_notice(self, data: bytes, destination: int) -> None:
         self._hold(lambda: ThreadTransport.send_notice(self, data, destination))
 
-    def take_notices(self) -> Iterator[tuple[int, bytes]]:
+    def poll_notices(self) -> Iterator[tuple[int, bytes]]:
         self.advance()
-        yield from super().take_notices()
+        yield from super().poll_notices()
 
     def are_notices_out(self) -> bool:
         self.advance()

@@ -18,7 +18,8 @@ import pytest
 
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
-from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun
+from autovaruna.elastic.job import MpiJob, find_mpirun
+from autovaruna.elastic.job_output import JobOutput
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import list_hosts, read_options, read_variables
 from autovaruna.errors import ConfigError
@@ -163,7 +164,7 @@ def test_events_that_nobody_reads_any_more_do_not_end_the_job(monkeypatch: pytes
     with os.fdopen(writer, "w") as stream:
         for target in (stream, None):
             monkeypatch.setattr(sys, "stderr", target)
-            EventLog("events").note("start", "start on 2 ranks")
+            EventLog("events").record("start", "start on 2 ranks")
     assert len(Path("events").read_text().splitlines()) == 2
 
 

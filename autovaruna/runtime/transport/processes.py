@@ -74,7 +74,7 @@ class ProcessTransport(Transport):
     def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[TensorTransfer]:
         """Starts to send tensors; those beside one that is too large for a ring go its way.
 
-        A rank posts the receive of such a list ahead, past lists that are brought: a part of it in the ring could not
+        A rank posts the receive of such a list ahead, past lists that are borrowed: a part of it in the ring could not
         be told from theirs, which have the same key and come first.
         """
         if not _is_large(tensors, channel):
@@ -93,11 +93,11 @@ class ProcessTransport(Transport):
         self._rings_to |= senders
         self._rings_from |= receivers
 
-    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
+    def can_borrow(self, source: int, layouts: Sequence[Layout]) -> bool:
         return source in self._rings_from and all(layout.num_bytes <= MAX_BYTES for layout in layouts)
 
-    def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
-        return partial(self._rings_from[source].bring, key=TENSOR_CHANNEL << _TAG_BITS | tag)
+    def borrower(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
+        return partial(self._rings_from[source].borrow, key=TENSOR_CHANNEL << _TAG_BITS | tag)
 
     def advance(self) -> None:
         for sender in self._rings_to.values():

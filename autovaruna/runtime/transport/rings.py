@@ -188,7 +188,7 @@ class RingReceiver:
             self._posted[key].append(arrival)
         return arrival
 
-    def bring(self, layout: Layout, key: int) -> Tensor | None:
+    def borrow(self, layout: Layout, key: int) -> Tensor | None:
         """Returns the next message under a key, which nobody has posted a receive for; None: it is not here yet.
 
         Raises:

@@ -210,7 +210,7 @@ class SocketTransport(ProcessTransport):
             peer.push()
         return all(peer.is_quiet for peer in self._peers.values())
 
-    def take_notices(self) -> Iterator[tuple[int, bytearray]]:
+    def poll_notices(self) -> Iterator[tuple[int, bytearray]]:
         for source, peer in self._peers.items():
             peer.push()
             peer.pull()

@@ -76,7 +76,7 @@ class ThreadTransport(Transport):
     def send_notice(self, data: bytes, destination: int) -> None:
         self._mailboxes.notices[destination].append((self.rank, data))
 
-    def take_notices(self) -> Iterator[tuple[int, bytes]]:
+    def poll_notices(self) -> Iterator[tuple[int, bytes]]:
         notices = self._mailboxes.notices[self.rank]
         while notices:
             yield notices.popleft()
