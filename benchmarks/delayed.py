@@ -15,10 +15,7 @@ from autovaruna.runtime.world import World
 class Delayed(Pending):
     """A message that comes a while after it was sent."""
 
-    def __init__(
-        self, world: World, pending: Pending, tensors: Sequence[Tensor], sent: Tensor, latency_seconds: float
-    ) -> None:
-        self.tensors = list(tensors)
+    def __init__(self, world: World, pending: Pending, sent: Tensor, latency_seconds: float) -> None:
         self._world = world
         self._pending = pending
         self._sent = sent
@@ -51,9 +48,9 @@ def delay_messages(world: World, latency_seconds: float) -> None:
 
     def receive_delayed(buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
         sent = _stamp(0.0)
-        return Delayed(world, receive([sent, *buffers], source, tag), buffers, sent, latency_seconds)
+        return Delayed(world, receive([sent, *buffers], source, tag), sent, latency_seconds)
 
-    world.transport.can_borrow = lambda *_: False  # type: ignore[method-assign]
+    world.can_borrow = lambda *_: False  # type: ignore[method-assign]
     world.send = send_stamped  # type: ignore[method-assign]
     world.receive = receive_delayed  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from autovaruna.errors import RankError
 from autovaruna.runtime.transport.base import DONE, Pending
 from autovaruna.runtime.transport.layout import Layout, distinct
-from autovaruna.runtime.world import Message, World
+from autovaruna.runtime.world import World
 
 Layouts = tuple[Layout | None, ...]
 
@@ -98,8 +98,8 @@ class Receiver(Protocol):
     def receives(self) -> tuple[Parcel, ...]: ...
 
 
-_Posted = tuple[Layouts, Message | None, int]
-"""A receive that is posted and not taken: its layouts, the message, if it has tensors, and the bytes of its memory."""
+_Posted = tuple[Layouts, list[Tensor], Pending, int]
+"""A receive that is posted and not taken: its layouts, their memory, the message, and its bytes."""
 
 
 class Mail:
@@ -112,13 +112,14 @@ class Mail:
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._world, self._device = world, device
+        self._world, self._device, self._carrier = world, device, world.carrier
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
         self.due = 0
         self._program: Sequence[Receiver] = ()
         self._position = self._next = 0
         self._layouts: dict[MessageKind, Layouts] = {}
+        self._borrowed: dict[MessageKind, tuple[Layout, ...]] = {}
         self._local: defaultdict[Stream, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Stream, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Stream, deque[MessageKind]] = defaultdict(deque)
@@ -127,10 +128,16 @@ class Mail:
         """Forgets the layouts of a graph's messages, on all ranks at the same call; they are sent again."""
         for kind in [each for each in self._layouts if each.graph.startswith(graph)]:
             del self._layouts[kind]
+            self._borrowed.pop(kind, None)
 
     def follow(self, program: Sequence[Receiver]) -> None:
         """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
         self._program, self._next = program, 0
+        if self._carrier is not self._world.carrier:  # another model has opened one, which moves what came by itself
+            self._carrier, can_borrow = self._world.carrier, self._world.can_borrow
+            self._borrowed = {
+                kind: each for kind, each in self._borrowed.items() if can_borrow(kind.route.source, each)
+            }
         self.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
 
     def go_to(self, position: int, ahead: int = AHEAD) -> None:
@@ -168,10 +175,10 @@ class Mail:
     def expect(self, kind: MessageKind) -> None:
         """Posts the receive of the next message on a route once its layouts are known; never blocks.
 
-        Messages are taken in the order in which they are expected.
+        Messages are taken in the order in which they are expected. Those that come by themselves need no post.
         """
         route = kind.route
-        if route.source == self._world.rank:
+        if route.source == self._world.rank or kind in self._borrowed:
             return
         expected = self._expected[route]
         if not expected and (layouts := self._layouts.get(kind)) is not None:
@@ -185,18 +192,20 @@ class Mail:
         route = kind.route
         if route.source == self._world.rank:
             return self._local[route].popleft()
-        if not self._posted[route]:
+        if kind not in self._borrowed and not self._posted[route]:
             if not self._expected[route]:
                 self.expect(kind)
             if kind not in self._layouts:
                 self._learn(kind)
             self._post_known(route)
-        layouts, message, num_bytes = self._posted[route].popleft()
-        if message is None:
-            return unpacked(layouts, ())
-        self._await(message)
+        if (blanks := self._borrowed.get(kind)) is not None:
+            borrowed = self._world.borrow(blanks, route.source, route.tag)
+            self._await(borrowed)
+            return unpacked(self._layouts[kind], borrowed.tensors)
+        layouts, buffers, pending, num_bytes = self._posted[route].popleft()
+        self._await(pending)
         self.num_posted_bytes -= num_bytes
-        return unpacked(layouts, message.tensors)
+        return unpacked(layouts, buffers)
 
     def _await(self, pending: Pending) -> None:
         """Waits for a message; posts small receives of more instructions meanwhile."""
@@ -214,19 +223,25 @@ class Mail:
         """Posts the receives of a route up to the first message whose layouts are not known."""
         expected = self._expected[route]
         while expected and (layouts := self._layouts.get(expected[0])) is not None:
-            expected.popleft()
-            self._post(route, layouts)
+            if expected.popleft() not in self._borrowed:
+                self._post(route, layouts)
 
     def _learn(self, kind: MessageKind) -> None:
-        """Receives the layouts of a kind of messages."""
+        """Receives the layouts of a kind of messages, and finds how they come."""
         route = kind.route
-        self._layouts[kind] = self._world.receive_object(route.source, route.tag)
+        layouts: Layouts = self._world.receive_object(route.source, route.tag)
+        self._layouts[kind] = layouts
+        blanks = tuple(layout.travelling for layout in layouts if layout is not None)
+        if blanks and self._world.can_borrow(route.source, blanks):
+            self._borrowed[kind] = blanks
 
     def _post(self, route: Stream, layouts: Layouts) -> None:
-        travelling = [layout.travelling for layout in layouts if layout is not None]
-        message, num_bytes = None, 0
-        if travelling:
-            message = self._world.receive_new(travelling, route.source, route.tag, self._device)
-            num_bytes = sum(buffer.nbytes for buffer in message.tensors)
+        buffers, num_bytes = [], 0
+        for layout in layouts:
+            if layout is not None:
+                buffer = layout.buffer(self._device)
+                buffers.append(buffer)
+                num_bytes += buffer.nbytes
+        pending = self._world.receive(buffers, route.source, route.tag) if buffers else DONE
         self.num_posted_bytes += num_bytes
-        self._posted[route].append((layouts, message, num_bytes))
+        self._posted[route].append((layouts, buffers, pending, num_bytes))

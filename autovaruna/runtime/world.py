@@ -44,9 +44,9 @@ Ranks = tuple[int, ...]
 
 
 class Message(Pending):
-    """A list of tensors on the way: done when all its parts are. Then `finish` runs. `tensors` are those received."""
+    """A list of tensors on the way: done when all its parts are. Then `finish` runs."""
 
-    __slots__ = ("_count", "_event", "_finish", "_parts", "_world", "tensors")
+    __slots__ = ("_count", "_event", "_finish", "_parts", "_world")
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class Message(Pending):
     ) -> None:
         self._world, self._parts, self._event, self._count = world, parts, event, count
         self._finish = finish
-        self.tensors: list[Tensor] = []
         if any(part.needs_calls for part in parts):
             world.lagging.append(self)
 
@@ -93,13 +92,14 @@ class Message(Pending):
 
 
 class BorrowedMessage(Message):
-    """A message whose tensors lie where they have arrived; `borrow` gives the next one, if it is here."""
+    """A message that makes its own `tensors`; `borrow` gives the next one, if it is here."""
 
-    __slots__ = ("_borrow", "_layouts")
+    __slots__ = ("_borrow", "_layouts", "tensors")
 
     def __init__(self, world: World, borrow: Borrow, layouts: Sequence[Layout], event: Event, count: int) -> None:
         self._world, self._event, self._count = world, event, count
-        self._borrow, self._layouts, self.tensors = borrow, layouts, []
+        self._borrow, self._layouts = borrow, layouts
+        self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
         tensors = self.tensors
@@ -216,28 +216,16 @@ class World:
         self._sends.append(message)
         return message
 
-    def receive_new(self, layouts: Sequence[Layout], source: int, tag: int, device: torch.device) -> Message:
-        """Posts the receive of a message into new memory, or memory of the transport where it arrives, if there is such."""
-        is_carried = self.carrier is not None and self.carrier.receives_from(source)
-        if is_carried or not self.transport.can_borrow(source, layouts):
-            return self.receive([layout.buffer(device) for layout in layouts], source, tag)
-        event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
-        count = counts[event] = counts[event] + len(layouts)
-        return BorrowedMessage(self, self.transport.borrower(source, tag), layouts, event, count)
-
-    def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Message:
+    def receive(self, buffers: Sequence[Tensor], source: int, tag: int) -> Pending:
         """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent."""
         carrier = self.carrier
         if carrier is not None and carrier.receives_from(source):
             landing = [_on_device(buffer, carrier.device) for buffer in buffers]
             parts = [carrier.post_receive(part, source, tag) for each in landing for part in split(each)]
-            message = self._received(parts, source, CARRIER_CHANNEL, tag, _filling(buffers, landing))
-        else:
-            landing = [buffer if buffer.is_cpu else empty_on_host(buffer) for buffer in buffers]
-            parts = self.transport.post_receives(landing, source, TENSOR_CHANNEL, tag)
-            message = self._received(parts, source, TENSOR_CHANNEL, tag, _filling(buffers, landing))
-        message.tensors = list(buffers)
-        return message
+            return self._received(parts, source, CARRIER_CHANNEL, tag, _filling(buffers, landing))
+        landing = [buffer if buffer.is_cpu else empty_on_host(buffer) for buffer in buffers]
+        parts = self.transport.post_receives(landing, source, TENSOR_CHANNEL, tag)
+        return self._received(parts, source, TENSOR_CHANNEL, tag, _filling(buffers, landing))
 
     def _received(
         self, parts: list[TensorTransfer], source: int, channel: int, tag: int, finish: Callable[[], None] | None = None
@@ -246,6 +234,17 @@ class World:
         message = Message(self, parts, event, self.watch.count(event, len(parts)), finish)
         self.coming.add(message)
         return message
+
+    def can_borrow(self, source: int, layouts: Sequence[Layout]) -> bool:
+        """Says whether tensors of `source` come by themselves, so that `borrow` is called in place of `receive`."""
+        is_carried = self.carrier is not None and self.carrier.receives_from(source)
+        return not is_carried and self.transport.can_borrow(source, layouts)
+
+    def borrow(self, layouts: Sequence[Layout], source: int, tag: int) -> BorrowedMessage:
+        """Waits for the next message of `source`, without memory posted for it; where `can_borrow` says so."""
+        event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
+        count = counts[event] = counts[event] + len(layouts)
+        return BorrowedMessage(self, self.transport.borrower(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send a value that can be packed; never blocks. Its tags are apart from those of tensors."""

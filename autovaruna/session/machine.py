@@ -292,14 +292,17 @@ def rounds_of(pairs: list[Pair]) -> list[list[Pair]]:
 
 def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
     """Returns the median seconds of half a message there and back, the way of `Mail`; the lower rank begins."""
-    outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    layouts = [Layout((num_bytes,), (1,), torch.uint8)]
+    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    blanks = [Layout((num_bytes,), (1,), torch.uint8)]
 
     def there() -> None:
         world.send([outgoing], peer, LINK_TAG).wait()
 
     def back() -> None:
-        world.receive_new(layouts, peer, LINK_TAG, device).wait()
+        if world.can_borrow(peer, blanks):
+            world.borrow(blanks, peer, LINK_TAG).wait()
+        else:
+            world.receive([incoming], peer, LINK_TAG).wait()
 
     acts = (there, back) if world.rank < peer else (back, there)
     return _median_seconds(acts, num_times, device) / 2
