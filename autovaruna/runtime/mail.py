@@ -119,7 +119,7 @@ class Mail:
         self._program: Sequence[Receiver] = ()
         self._position = self._next = 0
         self._layouts: dict[MessageKind, Layouts] = {}
-        self._borrowed: dict[MessageKind, tuple[Layout, ...]] = {}
+        self._brought: dict[MessageKind, tuple[Layout, ...]] = {}
         self._local: defaultdict[Stream, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Stream, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Stream, deque[MessageKind]] = defaultdict(deque)
@@ -128,16 +128,14 @@ class Mail:
         """Forgets the layouts of a graph's messages, on all ranks at the same call; they are sent again."""
         for kind in [each for each in self._layouts if each.graph.startswith(graph)]:
             del self._layouts[kind]
-            self._borrowed.pop(kind, None)
+            self._brought.pop(kind, None)
 
     def follow(self, program: Sequence[Receiver]) -> None:
         """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
         self._program, self._next = program, 0
         if self._carrier is not self._world.carrier:  # another model has opened one, which moves what came by itself
-            self._carrier, can_borrow = self._world.carrier, self._world.can_borrow
-            self._borrowed = {
-                kind: each for kind, each in self._borrowed.items() if can_borrow(kind.route.source, each)
-            }
+            self._carrier, brings = self._world.carrier, self._world.brings
+            self._brought = {kind: each for kind, each in self._brought.items() if brings(kind.route.source, each)}
         self.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
 
     def go_to(self, position: int, ahead: int = AHEAD) -> None:
@@ -178,7 +176,7 @@ class Mail:
         Messages are taken in the order in which they are expected. Those that come by themselves need no post.
         """
         route = kind.route
-        if route.source == self._world.rank or kind in self._borrowed:
+        if route.source == self._world.rank or kind in self._brought:
             return
         expected = self._expected[route]
         if not expected and (layouts := self._layouts.get(kind)) is not None:
@@ -192,16 +190,16 @@ class Mail:
         route = kind.route
         if route.source == self._world.rank:
             return self._local[route].popleft()
-        if kind not in self._borrowed and not self._posted[route]:
+        if kind not in self._brought and not self._posted[route]:
             if not self._expected[route]:
                 self.expect(kind)
             if kind not in self._layouts:
                 self._learn(kind)
             self._post_known(route)
-        if (blanks := self._borrowed.get(kind)) is not None:
-            borrowed = self._world.borrow(blanks, route.source, route.tag)
-            self._await(borrowed)
-            return unpacked(self._layouts[kind], borrowed.tensors)
+        if (blanks := self._brought.get(kind)) is not None:
+            brought = self._world.bring(blanks, route.source, route.tag)
+            self._await(brought)
+            return unpacked(self._layouts[kind], brought.tensors)
         layouts, buffers, pending, num_bytes = self._posted[route].popleft()
         self._await(pending)
         self.num_posted_bytes -= num_bytes
@@ -223,7 +221,7 @@ class Mail:
         """Posts the receives of a route up to the first message whose layouts are not known."""
         expected = self._expected[route]
         while expected and (layouts := self._layouts.get(expected[0])) is not None:
-            if expected.popleft() not in self._borrowed:
+            if expected.popleft() not in self._brought:
                 self._post(route, layouts)
 
     def _learn(self, kind: MessageKind) -> None:
@@ -232,8 +230,8 @@ class Mail:
         layouts: Layouts = self._world.receive_object(route.source, route.tag)
         self._layouts[kind] = layouts
         blanks = tuple(layout.travelling for layout in layouts if layout is not None)
-        if blanks and self._world.can_borrow(route.source, blanks):
-            self._borrowed[kind] = blanks
+        if blanks and self._world.brings(route.source, blanks):
+            self._brought[kind] = blanks
 
     def _post(self, route: Stream, layouts: Layouts) -> None:
         buffers, num_bytes = [], 0

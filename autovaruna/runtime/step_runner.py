@@ -227,7 +227,7 @@ class StepRunner:
                     self.book.end_stage(act.instruction.stage)
                 if position >= mail.due:
                     mail.go_to(position)
-                self._world.poll()
+                self._world.glance()
         self.rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - begin
         for stage in idle:
             self.book.end_stage(stage)

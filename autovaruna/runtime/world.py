@@ -39,7 +39,7 @@ from autovaruna.runtime.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__
-Borrow = Callable[[Layout], Tensor | None]
+Bring = Callable[[Layout], Tensor | None]
 Ranks = tuple[int, ...]
 
 
@@ -91,20 +91,20 @@ class Message(Pending):
         return words, (Need(other, (act, self._world.rank, channel, tag), self._count),)
 
 
-class BorrowedMessage(Message):
-    """A message that makes its own `tensors`; `borrow` gives the next one, if it is here."""
+class Brought(Message):
+    """A message that makes its own `tensors`; `bring` gives the next one, if it is here."""
 
-    __slots__ = ("_borrow", "_layouts", "tensors")
+    __slots__ = ("_bring", "_layouts", "tensors")
 
-    def __init__(self, world: World, borrow: Borrow, layouts: Sequence[Layout], event: Event, count: int) -> None:
+    def __init__(self, world: World, bring: Bring, layouts: Sequence[Layout], event: Event, count: int) -> None:
         self._world, self._event, self._count = world, event, count
-        self._borrow, self._layouts = borrow, layouts
+        self._bring, self._layouts = bring, layouts
         self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
         tensors = self.tensors
         while len(tensors) < len(self._layouts):
-            tensor = self._borrow(self._layouts[len(tensors)])
+            tensor = self._bring(self._layouts[len(tensors)])
             if tensor is None:
                 return False
             tensors.append(tensor)
@@ -235,16 +235,16 @@ class World:
         self.coming.add(message)
         return message
 
-    def can_borrow(self, source: int, layouts: Sequence[Layout]) -> bool:
-        """Says whether tensors of `source` come by themselves, so that `borrow` is called in place of `receive`."""
+    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
+        """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
         is_carried = self.carrier is not None and self.carrier.receives_from(source)
-        return not is_carried and self.transport.can_borrow(source, layouts)
+        return not is_carried and self.transport.brings(source, layouts)
 
-    def borrow(self, layouts: Sequence[Layout], source: int, tag: int) -> BorrowedMessage:
-        """Waits for the next message of `source`, without memory posted for it; where `can_borrow` says so."""
+    def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
+        """Waits for the next message of `source`, without memory posted for it; where `brings` says so."""
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
         count = counts[event] = counts[event] + len(layouts)
-        return BorrowedMessage(self, self.transport.borrower(source, tag), layouts, event, count)
+        return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send a value that can be packed; never blocks. Its tags are apart from those of tensors."""
@@ -341,7 +341,7 @@ class World:
         self.watch.listen()
         self.watch.raise_failure()
 
-    def poll(self) -> None:
+    def glance(self) -> None:
         """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
         lagging = self.lagging
         while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance

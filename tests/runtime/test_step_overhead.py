@@ -106,12 +106,12 @@ def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: py
     small, large = torch.ones(8), torch.ones(SMALL_BYTES)
     for tensor, expected in ((small, 0), (large, 1)):
         pending = worlds[1].receive([torch.empty_like(tensor)], 0, 0)
-        worlds[1].poll()
+        worlds[1].glance()
         assert len(looks) == expected
         worlds[0].send([tensor], 1, 0)
         pending.wait()
         looks.clear()
-        worlds[1].poll()
+        worlds[1].glance()
         assert not looks
 
 

@@ -145,11 +145,11 @@ class Transport(ABC):
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:  # noqa: B027 - most have none
         """Opens a shorter way between ranks of one host, as `World.open_rings`."""
 
-    def can_borrow(self, source: int, layouts: Sequence[Layout]) -> bool:
+    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Says whether tensors of `source` come by themselves, so that no receive of them is posted."""
         return False
 
-    def borrower(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
+    def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         """Returns what gives the next tensor that comes by itself, None as long as it is not here."""
         raise AssertionError("no message comes by itself over this transport")
 
