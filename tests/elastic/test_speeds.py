@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic import hosts
+from autovaruna.elastic import slow_hosts as module
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.slow_hosts import SlowHosts
 from autovaruna.elastic.speeds import Recovered, Slow, Speeds
@@ -175,8 +175,8 @@ def test_a_rank_that_the_plan_gives_less_may_recover_or_get_slower_still(factor:
 @pytest.fixture
 def slow_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowHosts]:
     """Plans may follow each other at once, and what has just become slow."""
-    monkeypatch.setattr(hosts, "_BETWEEN_SECONDS", -1.0)
-    monkeypatch.setattr(hosts, "_LASTING_SECONDS", -1.0)
+    monkeypatch.setattr(module, "_BETWEEN_SECONDS", -1.0)
+    monkeypatch.setattr(module, "_LASTING_SECONDS", -1.0)
     slow_hosts = SlowHosts(EventLog(None), 1.5)
     slow_hosts.begin(RANKS)
     yield slow_hosts
@@ -216,7 +216,7 @@ def test_each_set_of_hosts_has_its_own_plan(slow_hosts: SlowHosts):
 def test_a_rank_that_is_slow_now_and_then_hides_no_other_and_fills_no_screen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hosts, "_LASTING_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_LASTING_SECONDS", 0.2)
     slow_hosts = SlowHosts(EventLog(str(tmp_path / "events")), 1.5)
     slow_hosts.begin(RANKS)
     slow_hosts.record(saw(SLOW))
@@ -229,7 +229,7 @@ def test_a_rank_that_is_slow_now_and_then_hides_no_other_and_fills_no_screen(
 
 
 def test_a_host_that_is_slow_for_a_moment_needs_no_plan(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hosts, "_LASTING_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_LASTING_SECONDS", 0.2)
     slow_hosts = SlowHosts(EventLog(None), 1.5)
     slow_hosts.begin(RANKS)
     slow_hosts.record(saw(SLOW))

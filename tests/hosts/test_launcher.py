@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -23,12 +23,18 @@ CLEAN_SECONDS = 10.0
 
 @contextmanager
 def one_run(
-    hosts: Hosts, words: Sequence[str], options: Sequence[str] = (), names: Sequence[str] = PAIR
+    hosts: Hosts,
+    words: Sequence[str],
+    options: Sequence[str] = (),
+    names: Sequence[str] = PAIR,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Command]:
     """Returns a run of ``run_varuna --no_morphing``, which is killed at the end of the context if it still runs."""
     (hosts.shared / "machines").write_text("".join(f"{name}\n" for name in names))
     call = [sys.executable, "-m", "autovaruna.run_varuna", "--no_morphing", "--machine_list", "machines"]
-    command = hosts.start("h1", [*call, "--gpus_per_node", "1", *options, str(SCRIPT), *words], cwd=hosts.shared)
+    command = hosts.start(
+        "h1", [*call, "--gpus_per_node", "1", *options, str(SCRIPT), *words], cwd=hosts.shared, env=env
+    )
     try:
         yield command
     finally:
@@ -92,8 +98,9 @@ def test_what_was_lost_is_named_and_is_no_success(
     assert not leftovers(hosts, CLEAN_SECONDS)
 
 
-def test_names_and_addresses_are_one_machine(hosts: Hosts):
-    with one_run(hosts, SHORT, names=["h1", "10.77.0.1", "10.77.0.2"]) as run:
+def test_names_and_addresses_are_one_machine_and_a_virtual_environment_need_not_be_on_the_path(hosts: Hosts):
+    path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+    with one_run(hosts, SHORT, names=["h1", "10.77.0.1", "10.77.0.2"], env=path) as run:
         status, words = finish(run)
     assert status == 0 and "[0] weights" in words, words
     assert not leftovers(hosts, CLEAN_SECONDS)
@@ -105,14 +112,6 @@ def test_a_folder_that_another_host_has_not_is_named(hosts: Hosts):
         status, words = finish(run)
     hosts.run("h1", ["rmdir", "/run/home/code"])
     assert status == 1 and "--code_dir /run/home/code cannot be used on h2: No such file" in words, words
-
-
-def test_a_virtual_environment_need_not_be_on_the_path(hosts: Hosts):
-    path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-    call = [sys.executable, "-m", "autovaruna", "run", "--machine_list", "machines", "--ranks_per_host", "1"]
-    (hosts.shared / "machines").write_text("h1\nh2\n")
-    done = hosts.run("h1", [*call, SCRIPT, *SHORT], cwd=hosts.shared, env=path)
-    assert "[0] weights" in done.stdout
 
 
 def test_no_process_is_left_of_a_launcher_that_is_killed(hosts: Hosts):

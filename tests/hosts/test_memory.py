@@ -37,17 +37,17 @@ def go_on(run: ElasticRun, strike: Callable[[ElasticRun], object]) -> list[str]:
 
 
 def stop_keepers(run: ElasticRun) -> None:
-    """Stops all keepers for 6 s; once, the job started from step 0."""
+    """Stops all keepers for 5 s; once, the job started from step 0."""
     keepers = [run.process(host, "elastic.keeper") for host in run.hosts.names]
-    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+    for number, seconds in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.0)):
         for process in keepers:
             run.strike(process, number)
         time.sleep(seconds)
 
 
 def cut_off(run: ElasticRun) -> None:
-    """Cuts two hosts of three off for 8 s; once, the job started from step 0."""
-    for do, seconds in ((run.hosts.cut, 8.0), (run.hosts.mend, 0.0)):
+    """Cuts two hosts of three off for 6 s; once, the job started from step 0."""
+    for do, seconds in ((run.hosts.cut, 6.0), (run.hosts.mend, 0.0)):
         for host in OTHERS:
             do(host)
         time.sleep(seconds)
