@@ -28,8 +28,8 @@ from autovaruna.elastic.job_output import show
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.notices import EventLog, Notices, take_over
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import HELD, JobPlace
-from autovaruna.elastic.run import LEFT, JobRun, Outcome
+from autovaruna.elastic.progress import HELD, SAVED, JobPlace
+from autovaruna.elastic.run import JobRun, Outcome
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import JobWatch
 
@@ -196,12 +196,12 @@ class Manager:
     # an end
 
     def _end(self, outcome: Outcome, status: int) -> int:
-        """Returns what the whole job ends with: `LEFT` for what hosts held in memory only once that is on disk."""
+        """Returns what the whole job ends with: `SAVED` for what hosts held in memory only once that is on disk."""
         folder, fault = self._morphing.checkpoints, "there was no --checkpoints"
         if folder is not None and status:
             fault = self._checkpoints.save(list(self._hosts.up().values()))
         if status == HELD:
-            status = 1 if fault else LEFT
+            status = 1 if fault else SAVED
             if fault:
                 text = f"step {self._watch.num_steps} is gone with this job: {fault}"
                 if folder is not None:

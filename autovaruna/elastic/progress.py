@@ -20,6 +20,7 @@ from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
+SAVED = 75  # what a rank, or the job, ends with that can be started again from what it has saved (EX_TEMPFAIL)
 HELD = 76  # what a rank ends with whose state is in memory of its host, and nowhere else yet
 _FORMAT = struct.Struct("<QQ?Q?d?2q")
 _NUM_KEPT = 64

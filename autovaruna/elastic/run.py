@@ -18,10 +18,9 @@ from autovaruna.elastic.job_state import Checkpoints
 from autovaruna.elastic.link import answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import HELD, JobPlace
+from autovaruna.elastic.progress import HELD, SAVED, JobPlace
 from autovaruna.elastic.watch import JobWatch
 
-LEFT = 75  # what a rank, or the job, ends with that can be started again from what it has saved
 _LEAVE_SECONDS = 120.0
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
@@ -154,7 +153,7 @@ class JobRun:
             is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_asked_to_end
             if self._asked is not None and (leaving is not None or not is_struck):
                 return self._as_asked(status)
-            if leaving is not None or (status in (LEFT, HELD) and self.watch.hosts_asked_to_end):
+            if leaving is not None or (status in (SAVED, HELD) and self.watch.hosts_asked_to_end):
                 return leaving or self._left_by_itself()
             return self._or_lost(lost, self._by_rank(rank, status))
         if status_of_all is None and self.job.has_finished and time.monotonic() > self._last_end + _OUTLIVED_SECONDS:
@@ -250,7 +249,7 @@ class JobRun:
         assert self._asked is not None
         self.job.wait() if not self.job.is_running else None
         every = {status, *self.job.output.ended.values()}
-        status = next((each for each in (HELD, LEFT) if each in every), status)
+        status = next((each for each in (HELD, SAVED) if each in every), status)
         is_held = (status < 0 or status == LOST_OTHERS) and (self._has_state or self.watch.holds_any)
         return Outcome(f"{self._asked.name} came", HELD if is_held else status if status >= 0 else 128 - status)
 

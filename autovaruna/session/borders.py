@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
-from autovaruna.elastic.progress import HELD, JobPlace, Reporter
+from autovaruna.elastic.progress import HELD, SAVED, JobPlace, Reporter
 from autovaruna.elastic.snapshot import HasPosition, Snapshots
 from autovaruna.errors import ConfigError
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
@@ -25,8 +25,6 @@ from autovaruna.planner.records import Plan, predicted_seconds
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
-
-STATUS = 75  # what a run ends with after it has saved because of a signal; the system's EX_TEMPFAIL: start it again
 
 
 class Stopping:
@@ -51,10 +49,10 @@ class Stopping:
         return self._first_step + num_steps
 
     def end(self, step: int) -> NoReturn:
-        """Ends this rank with `STATUS`, once the state is saved under its number; every rank does."""
+        """Ends this rank with `SAVED`, once the state is saved under its number; every rank does."""
         names = heard_names() or "a signal on another rank"
-        logger.warning("got %s: saved step %d, and end with status %d", names, step, STATUS)
-        raise SystemExit(STATUS)
+        logger.warning("got %s: saved step %d, and end with status %d", names, step, SAVED)
+        raise SystemExit(SAVED)
 
 
 Wishes = tuple[bool, bool]  # whether a rank can take the next snapshot, and whether it is to leave

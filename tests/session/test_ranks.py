@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
+from autovaruna.elastic.progress import SAVED
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.transport.base import TensorTransfer
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
-from autovaruna.session.borders import STATUS
 from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled
 from tests.products import some
 from tests.ranks import RankThread, run_ranks
@@ -348,7 +348,7 @@ def test_a_checkpoint_is_saved_once_the_optimizer_has_stepped(num_ranks: int, tm
             if call % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        with pytest.raises(SystemExit, match=str(STATUS)):
+        with pytest.raises(SystemExit, match=str(SAVED)):
             model(torch.ones(2, 4))
         return model.should_stop()
 

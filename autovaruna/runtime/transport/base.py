@@ -69,12 +69,12 @@ DONE = Done()
 
 
 class Arrival(TensorTransfer):
-    """A message that this rank has memory for: `tensor`; it comes by a way that lets it advance."""
+    """A message that this rank has memory for: `tensor`."""
 
-    __slots__ = ("_num_bytes", "_source", "_way", "needs_calls", "tensor")
+    __slots__ = ("_carrier", "_num_bytes", "_source", "needs_calls", "tensor")
 
-    def __init__(self, way: Advancing, source: int, tensor: Tensor, *, needs_calls: bool = False) -> None:
-        self._way, self._source, self._num_bytes = way, source, -1
+    def __init__(self, carrier: Advancing, source: int, tensor: Tensor, *, needs_calls: bool = False) -> None:
+        self._carrier, self._source, self._num_bytes = carrier, source, -1
         self.tensor, self.needs_calls = tensor, needs_calls
 
     def has_come(self, num_bytes: int) -> None:
@@ -82,7 +82,7 @@ class Arrival(TensorTransfer):
 
     def is_done(self) -> bool:
         if self._num_bytes < 0:
-            self._way.advance()
+            self._carrier.advance()
             if self._num_bytes < 0:
                 return False
         check_size(self._source, self._num_bytes, self.tensor.nbytes)
@@ -92,20 +92,20 @@ class Arrival(TensorTransfer):
 class Departure(TensorTransfer):
     """A message that waits for room, and the memory that it leaves from."""
 
-    __slots__ = ("_way", "has_left", "memory")
+    __slots__ = ("_carrier", "has_left", "memory")
     needs_calls = True
 
-    def __init__(self, way: Advancing, memory: object) -> None:
-        self._way, self.memory, self.has_left = way, memory, False
+    def __init__(self, carrier: Advancing, memory: object) -> None:
+        self._carrier, self.memory, self.has_left = carrier, memory, False
 
     def is_done(self) -> bool:
         if not self.has_left:
-            self._way.advance()
+            self._carrier.advance()
         return self.has_left
 
 
 class Advancing(Protocol):
-    """What messages go by that advance only while they are asked for."""
+    """Carries messages that advance only while they are asked for."""
 
     def advance(self) -> None: ...
 
@@ -143,18 +143,18 @@ class Transport(ABC):
         return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
 
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:  # noqa: B027 - most have none
-        """Opens a shorter way between ranks of one host, as `World.open_rings`."""
+        """Opens rings between ranks of one host, as `World.open_rings`."""
 
     def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
-        """Says whether tensors of `source` come by themselves, so that no receive of them is posted."""
+        """Returns whether tensors of `source` come without a posted receive."""
         return False
 
     def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
-        """Returns what gives the next tensor that comes by itself, None as long as it is not here."""
+        """Returns a function that returns the next such tensor, None as long as it is not here."""
         raise AssertionError("no message comes by itself over this transport")
 
     def advance(self) -> None:  # noqa: B027 - as a rule all does by itself
-        """Lets what is on its way advance, as far as it does not by itself."""
+        """Lets messages advance that do not by themselves."""
 
     @abstractmethod
     def send_notice(self, data: bytes, destination: int) -> None:
@@ -185,7 +185,7 @@ class Transport(ABC):
 
 
 class Carrier(Protocol):
-    """A second way for the tensors of some pairs and groups of ranks, straight between their devices."""
+    """Moves tensors of some pairs and groups of ranks straight between their devices."""
 
     device: torch.device
 

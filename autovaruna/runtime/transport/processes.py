@@ -1,4 +1,4 @@
-"""Defines `ProcessTransport`: what ranks that are processes have in common: rings within a host, and how they end."""
+"""Defines `ProcessTransport`, the base of transports whose ranks are processes: rings within a host, and their end."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class ProcessTransport(Transport):
         return self.receive_far(tensor, source, channel, tag)
 
     def post_sends(self, tensors: Sequence[Tensor], destination: int, channel: int, tag: int) -> list[TensorTransfer]:
-        """Starts to send tensors; those beside one that is too large for a ring go its way.
+        """Starts to send tensors, none of them through a ring if one is too large for it.
 
-        A rank posts the receive of such a list ahead, past lists that are borrowed: a part of it in the ring could not
-        be told from theirs, which have the same key and come first.
+        The receive of such a list is posted ahead, past lists that need no post and have the same key: it would get
+        their messages for those of its own that come through the ring.
         """
         if not _is_large(tensors, channel):
             return super().post_sends(tensors, destination, channel, tag)

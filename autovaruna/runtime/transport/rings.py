@@ -3,13 +3,13 @@
 A ring is memory for one direction, with a `RingSender` and a `RingReceiver`:
 
     slots       NUM_SLOTS headers, each followed by room for a small message; filled and emptied in turn
-    lent        blocks of larger messages, which the receiver computes with where they lie
-    passing     blocks that the receiver copies at once: what finds no room among those that are lent
+    borrowed    blocks of larger messages, which the receiver computes with where they lie
+    passing     blocks that the receiver copies at once: messages that find no room among those that are borrowed
 
-The sender copies a message into its next slot, or into a block that the slot tells of, and then marks the slot as full.
-The receiver copies it to where it is wanted, or lets a tensor lie in the block, and marks the slot as empty. However
-long it keeps what was lent to it, the next message finds room once it has looked at those before. One end must see what
-the other has written in the order in which it was written. The memory has no name, and ends with the last process.
+The sender copies a message into its next slot, or into a block whose number it writes into the slot, and marks the slot
+as full. The receiver copies the message to its place, or makes a tensor of the block, and marks the slot as empty.
+However long it borrows blocks, the next message finds room once it has emptied the slots before. Each end must see what
+the other writes in the order in which it is written. The memory has no name, and ends with the last process.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ HEADER_BYTES = 64
 """Of a slot or a block: a line of a cache, so that neither rank waits for what the other does beside it."""
 NUM_SLOTS = 8
 SLOT_BYTES = 64 << 10
-"""A message that fits into a slot is copied twice, which takes less time than to lend memory."""
+"""A message that fits into a slot is copied twice, which takes less time than to borrow a block."""
 MAX_BYTES = 8 << 20
 """Larger messages go another way, and are received into memory that was posted for them."""
-LENT_BYTES = 32 << 20
-"""So much one rank lends another at once."""
+BORROWED_BYTES = 32 << 20
+"""So much one rank borrows of another at once."""
 _PASSING_BYTES = MAX_BYTES + HEADER_BYTES
 IS_FULL, KEY, SIZE, BLOCK = range(4)
 """Where the numbers of a slot's header are, from its start on; block 0: the message follows them."""
@@ -49,8 +49,8 @@ _SLOTS = [slot * (HEADER_BYTES + SLOT_BYTES) // NUMBER_BYTES for slot in range(N
 FIRST_SLOT = _SLOTS[0]
 NEXT_SLOT = dict(zip(_SLOTS, [*_SLOTS[1:], FIRST_SLOT], strict=True))
 """The slot after each; a slot is named by the number that it starts with."""
-LENT_START = NUM_SLOTS * (HEADER_BYTES + SLOT_BYTES)
-PASSING_START = LENT_START + LENT_BYTES
+BORROWED_START = NUM_SLOTS * (HEADER_BYTES + SLOT_BYTES)
+PASSING_START = BORROWED_START + BORROWED_BYTES
 NUM_BYTES = PASSING_START + _PASSING_BYTES
 _TOKEN_BYTES = 16
 _WHAT = "opening rings"
@@ -68,8 +68,8 @@ class Shared:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
 
-    def give_back(self, block: int) -> None:
-        """Lets the sender use a block anew; a process that this one has forked has none to give back."""
+    def release(self, block: int) -> None:
+        """Lets the sender use a block anew; a process that this one has forked has none to release."""
         if os.getpid() == self.process:
             self.numbers[block // NUMBER_BYTES] = 0
 
@@ -82,14 +82,14 @@ class Blocks:
         self._start, self._end = start, end
         self._used: list[tuple[int, int]] = []
 
-    def take(self, num_bytes: int) -> int:
+    def allocate(self, num_bytes: int) -> int:
         """Returns the first place with room for so many bytes behind a header; 0: there is none."""
         needed = HEADER_BYTES + -(-num_bytes // HEADER_BYTES) * HEADER_BYTES
         numbers, used, place, position = self._numbers, self._used, self._start, 0
         while position < len(used):
             begin, end = used[position]
             if not numbers[begin // NUMBER_BYTES]:
-                del used[position]  # the receiver has given it back
+                del used[position]  # the receiver has released it
             elif begin - place >= needed:
                 break
             else:
@@ -102,18 +102,18 @@ class Blocks:
 
 
 class _Borrowed(np.ndarray):
-    """Bytes of a block; the block is given back when the last tensor that lies there is gone."""
+    """Bytes of a block, which is released when the last tensor that lies there is gone."""
 
     shared: Shared | None = None
     block: int = 0
 
     def __del__(self) -> None:
         if self.shared is not None:
-            self.shared.give_back(self.block)
+            self.shared.release(self.block)
 
 
-def borrowed(shared: Shared, block: int, layout: Layout) -> Tensor:
-    """Returns a tensor, not empty, that lies in a block behind its header; it is given back once nothing lies there."""
+def borrowed_tensor(shared: Shared, block: int, layout: Layout) -> Tensor:
+    """Returns a tensor, not empty, that lies in a block behind its header; both go together."""
     first = block + HEADER_BYTES
     place = shared.bytes[first : first + layout.num_bytes].view(_Borrowed)
     place.shared, place.block = shared, block
@@ -127,22 +127,22 @@ class RingSender:
     def __init__(self, memory: mmap) -> None:
         self._shared = Shared(memory)
         self._slot = FIRST_SLOT
-        self._lent = Blocks(self._shared, LENT_START, PASSING_START)
+        self._borrowed = Blocks(self._shared, BORROWED_START, PASSING_START)
         self._passing = Blocks(self._shared, PASSING_START, NUM_BYTES)
-        self._left: deque[tuple[Departure, Tensor, int]] = deque()
+        self._queued: deque[tuple[Departure, Tensor, int]] = deque()
 
     def queue(self, tensor: Tensor, key: int) -> TensorTransfer:
         """Sends a tensor as `put`, once there is room."""
         departure = Departure(self, tensor)
-        self._left.append((departure, tensor, key))
+        self._queued.append((departure, tensor, key))
         return departure
 
     def advance(self) -> None:
-        """Sends what has found no room, as far as there is some now."""
-        left, self._left = self._left, deque()
-        while left and self.put(*left[0][1:]):
-            left.popleft()[0].has_left = True
-        self._left = left
+        """Sends queued messages, as far as there is room now."""
+        queued, self._queued = self._queued, deque()
+        while queued and self.put(*queued[0][1:]):
+            queued.popleft()[0].has_left = True
+        self._queued = queued
 
     def put(self, tensor: Tensor, key: int) -> bool:
         """Sends the memory of a dense host tensor of at most `MAX_BYTES` at once, if there is room; says whether.
@@ -151,12 +151,12 @@ class RingSender:
         """
         shared, slot = self._shared, self._slot
         numbers = shared.numbers
-        if self._left or numbers[slot]:
+        if self._queued or numbers[slot]:
             return False
         num_bytes = tensor.nbytes
         block = 0
         if num_bytes > SLOT_BYTES:
-            block = self._lent.take(num_bytes) or self._passing.take(num_bytes)
+            block = self._borrowed.allocate(num_bytes) or self._passing.allocate(num_bytes)
             if not block:
                 return False
         ctypes.memmove(shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES, tensor.data_ptr(), num_bytes)
@@ -189,7 +189,7 @@ class RingReceiver:
         return arrival
 
     def borrow(self, layout: Layout, key: int) -> Tensor | None:
-        """Returns the next message under a key, which nobody has posted a receive for; None: it is not here yet.
+        """Returns the next message under a key, for which no receive is posted; None: it is not here yet.
 
         Raises:
             RankError: it has another number of bytes than `layout`.
@@ -199,7 +199,7 @@ class RingReceiver:
         numbers = self.shared.numbers
         while numbers[slot := self._slot]:
             if numbers[slot + KEY] != key:
-                self._put_aside()
+                self._empty_slot()
                 continue
             block = numbers[slot + BLOCK]
             address = self.shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES
@@ -210,23 +210,23 @@ class RingReceiver:
         return None
 
     def advance(self) -> None:
-        """Takes all messages that are there out of their slots."""
+        """Empties all slots."""
         while self.shared.numbers[self._slot]:
-            self._put_aside()
+            self._empty_slot()
 
-    def _put_aside(self) -> None:
-        """Takes the next message where it is wanted, if that is known; else keeps it, in its block or as a copy."""
+    def _empty_slot(self) -> None:
+        """Copies the next message to the receive that is posted for it; else keeps it, in its block or as a copy."""
         numbers, slot = self.shared.numbers, self._slot
         key, num_bytes, block = numbers[slot + KEY], numbers[slot + SIZE], numbers[slot + BLOCK]
         address = self.shared.address + (block or slot * NUMBER_BYTES) + HEADER_BYTES
         if posted := self._posted.get(key):
             self._fill(posted.popleft(), address, num_bytes, block)
-        elif LENT_START <= block < PASSING_START:
+        elif BORROWED_START <= block < PASSING_START:
             self._early[key].append((address, num_bytes, block))
         else:
             self._early[key].append((ctypes.string_at(address, num_bytes), num_bytes, 0))
             if block:
-                self.shared.give_back(block)
+                self.shared.release(block)
         numbers[slot] = 0
         self._slot = NEXT_SLOT[slot]
 
@@ -234,16 +234,16 @@ class RingReceiver:
         ctypes.memmove(arrival.tensor.data_ptr(), data, min(num_bytes, arrival.tensor.nbytes))
         arrival.has_come(num_bytes)
         if block:
-            self.shared.give_back(block)
+            self.shared.release(block)
 
     def _as_tensor(self, data: bytes | int, num_bytes: int, block: int, layout: Layout) -> Tensor:
         check_size(self.source, num_bytes, layout.num_bytes)
-        if LENT_START <= block < PASSING_START:
-            return borrowed(self.shared, block, layout)
+        if BORROWED_START <= block < PASSING_START:
+            return borrowed_tensor(self.shared, block, layout)
         tensor = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="cpu")
         ctypes.memmove(tensor.data_ptr(), data, num_bytes)
         if block:
-            self.shared.give_back(block)
+            self.shared.release(block)
         return tensor
 
 
