@@ -31,7 +31,7 @@ _FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled e
 
 
 class Hosts:
-    """The hosts of a job; `settings` is each keeper's first line, `own_file` what this machine's removes too.
+    """The hosts of a job; `settings` is the first line to each keeper, `own_file` is removed on this machine.
 
     Attributes:
         listed: ranks of each host in the machine list.
@@ -107,12 +107,12 @@ class Hosts:
         return fit
 
     def can_do_without(self, hosts: Collection[str]) -> bool:
-        """Says whether the job can run on the hosts that are there, but for some."""
+        """Says whether the job has enough ranks without some of its hosts."""
         usable = self.usable()
         return sum(usable[host] for host in usable.keys() - set(hosts)) >= self._options.min_ranks
 
     def leave_out(self, host: str, why: str) -> None:
-        """Leaves a host out that cannot do its part, for a while that doubles each time; it is told the first time."""
+        """Leaves a host out that failed, for a time that doubles each time; only the first time is printed."""
         seconds = min(LEFT_OUT_SECONDS, 2 * self._failed.get(host, _FAILED_SECONDS / 2))
         text = f"host {host} is left out, for {seconds:g} s at first: {why}"
         self._log.record("left_out", text, is_shown=host not in self._failed, host=host, seconds=seconds)
@@ -148,14 +148,14 @@ class Hosts:
         self._try_left_out(now)
 
     def find_unfit(self, hosts: Iterable[str]) -> list[str]:
-        """Returns the hosts on which mpirun can start nothing, each tried by itself."""
+        """Tries each host by itself; returns those on which mpirun can start nothing."""
         probes = {host: Probe(host, self._options.start_seconds / 3) for host in hosts}
         while any(probe.worked is None for probe in probes.values()):
             time.sleep(LOOK_SECONDS)
         return [host for host, probe in probes.items() if not probe.worked]
 
     def _try_left_out(self, now: float) -> None:
-        """Uses hosts again that were left out for long enough, and on which mpirun can start something."""
+        """Tries hosts whose time is over; those on which mpirun can start something are used again."""
         for host, until in list(self._left_out.items()):
             if host not in self._probes and now > until:
                 self._probes[host] = Probe(host, self._options.start_seconds / 3)
@@ -167,7 +167,7 @@ class Hosts:
                     self.leave_out(host, "no rank can be started on it")
 
     def _read_list(self) -> None:
-        """Reads the list in a thread: a command, or whoever knows addresses, may take long to answer."""
+        """Reads the list in a thread: a command, or a name server, may take long."""
         changed = _time_of(self._options.machine_list)
         if self._reading is not None or (self._options.discover_hosts is None and changed == self._machine_time):
             return
@@ -198,21 +198,21 @@ class Hosts:
         self.listed = listed
 
     def _known_name(self, host: str) -> str:
-        """Returns the name that this machine has in the job if a host is this machine by another one; else its own."""
+        """Returns the name that a host has in the job: this machine may be listed by another one."""
         return next(filter(is_this_machine, self.links), host) if is_this_machine(host) else host
 
     def _is_wanted_back(self, host: str) -> bool:
-        """Says whether the list that was read asks again for a host that was to be left.
+        """Says whether the new list asks again for a host that was to be left.
 
-        Whoever writes a machine list after the notice says so. A command lists a host until it has gone: it says so
-        only where the host was not there before.
+        A file that was written after the notice does. A command lists a host until it has gone, so it does only if the
+        host was missing in the list before.
         """
         if self._options.discover_hosts is not None:
             return host not in self.listed
         return self._times_of_notices.get(host) != self._machine_time
 
     def notice(self, host: str, seconds: float) -> str:
-        """Takes a notice that a host will be taken away; returns what is wrong with that, in words."""
+        """Records a notice that a host will be taken away; returns a complaint, empty if there is none."""
         known = next((each for each in self.listed if each.rpartition("@")[2] == host), None)
         if known is None:
             return f"{host} is no host of this job; those are {', '.join(self.listed)}"
@@ -222,7 +222,7 @@ class Hosts:
         return ""
 
     def leave_if_others_suffice(self, hosts: Iterable[str]) -> None:
-        """Leaves hosts whose ranks were asked to end; without others the job goes on there, as long as it may."""
+        """Leaves hosts whose ranks were asked to end, if the others have enough ranks for the job."""
         new = [host for host in hosts if host not in self.noticed]
         if self.can_do_without(new):
             self.noticed |= dict.fromkeys(new, math.inf)
@@ -230,7 +230,7 @@ class Hosts:
     # those of a run
 
     def begin(self, hosts: Iterable[str], number: int) -> None:
-        """Tells keepers of the run that begins, and each where copies of its ranks' parts go."""
+        """Begins a run on keepers; each is told which keeper gets copies of its ranks' parts."""
         links = [self.links[host] for host in hosts]
         asked = {}
         for place, link in enumerate(links):
@@ -241,17 +241,17 @@ class Hosts:
         self._begun = links
 
     def begin_anew(self, hosts: Iterable[str], number: int) -> None:
-        """Tells all keepers again if one of them has been started anew, which the others would not find."""
+        """Begins the run again on all keepers if one of them was started anew: it has another port."""
         links = [self.links.get(host) for host in hosts]
         if links != self._begun and all(link is not None and link.is_up for link in links):
             self.begin(hosts, number)
 
     def ask(self, hosts: Iterable[str], do: str, **arguments: Any) -> dict[str, Future[Any]]:
-        """Asks keepers to do something; those that are not there are left out."""
+        """Sends a request to the keepers of those hosts that have one."""
         return {host: self.links[host].ask(do, **arguments) for host in hosts if host in self.links}
 
     def poll_reports(self, hosts: Iterable[str], watch: JobWatch) -> None:
-        """Passes on what keepers have said; a silent host is lost, one whose keeper has gone gets another."""
+        """Hands the last reports of keepers on; a silent host is lost, one whose keeper has gone gets another."""
         for host in hosts:
             link = self.links.get(host)
             if link is None:
@@ -268,14 +268,14 @@ class Hosts:
         self.slow.record(watch)
 
     def ask_reports(self, hosts: Iterable[str], watch: JobWatch) -> list[str]:
-        """Passes on what keepers say of their ranks now; returns the hosts that do not answer."""
+        """Asks keepers for reports now, and hands them on; returns the hosts that do not answer."""
         reports = answers(self.ask(hosts, "ping"), BEAT_SECONDS)
         for host, report in reports.items():
             watch.record(host, report)
         return sorted(set(hosts) - reports.keys())
 
     def is_lost(self, host: str) -> bool:
-        """Says whether a host of the run is gone; one whose keeper alone has gone gets a new one, and goes on."""
+        """Says whether a host of the run is gone; if its keeper alone is, a new one is waited for."""
         link = self.links.get(host)
         if link is None or host in self.lost:
             return True
@@ -308,7 +308,7 @@ class Hosts:
 
 
 def _in_thread(do: Callable[[], dict[str, int]]) -> Future[dict[str, int]]:
-    """Does something in a thread that this process does not wait for at its end."""
+    """Calls a function in a thread that may outlive the job."""
     answer: Future[dict[str, int]] = Future()
 
     def run() -> None:

@@ -44,8 +44,7 @@ _PASSED_ON = (
 )
 _GRACE_SECONDS = 30.0
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
-"""After how many seconds a connection between mpirun's daemons is tried, how often, and how often again: a host that
-loses its power says nothing."""
+"""How mpirun's daemons find that a host has lost its power: seconds of silence, seconds between probes, and probes."""
 _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
@@ -199,7 +198,7 @@ class MpiJob:
         return len(self.output.ended) == self.num_ranks and not any(self.output.ended.values())
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""
+        """Passes a signal on to the ranks; mpirun ends those that do not end in time."""
         meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         is_end = meant in rank_script.STAND_INS
         self._num_ends += is_end
@@ -211,7 +210,7 @@ class MpiJob:
             self._send(meant)
 
     def _deliver(self) -> None:
-        """Passes on what came before there were ranks to take it."""
+        """Passes signals on that came before there were ranks."""
         for meant in self._early:
             self._send(meant)
 
@@ -224,7 +223,7 @@ class MpiJob:
         self._process.send_signal(rank_script.STAND_INS.get(meant, meant))
 
     def _end(self) -> None:
-        """Lets mpirun end the job; without one there is nothing to end but this process."""
+        """Has mpirun end the job; before there is one, this process ends."""
         if self._process is None:
             raise KeyboardInterrupt
         self._process.terminate()
@@ -287,7 +286,7 @@ def _kill_session(leader: int) -> None:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has signals to this process handled while the context lasts; those that the terminal's end sends not under nohup.
+    """Handles signals to this process within the context; under nohup, SIGHUP stays ignored.
 
     Elsewhere than in the main thread, which alone gets signals, it does nothing.
     """
@@ -311,7 +310,7 @@ def python_path(variables: Mapping[str, str]) -> str:
 
 
 def _end_with_parent() -> None:
-    """Lets this process, which becomes mpirun, end its job if the launcher is killed and cannot tell it to."""
+    """Has this process, which becomes mpirun, get SIGTERM when the launcher is killed."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
 

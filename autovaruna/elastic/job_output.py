@@ -1,4 +1,4 @@
-"""Defines `JobOutput`: what an mpirun writes, passed on; lines among it say which ranks run, and how each has ended."""
+"""Defines `JobOutput`: passes on what an mpirun writes, and learns from it which ranks run and how each has ended."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class JobOutput:
         self._threads.append(thread)
 
     def wait(self) -> None:
-        """Returns when the streams have ended, or are silent: what an mpirun leaves that was killed may hold them."""
+        """Waits until the streams end, or are silent: what a killed mpirun has left may hold them open."""
         known: dict[int, int] = {}
         while not known or known != self._num_read or known != self._num_passed_on:
             known, deadline = self._num_read.copy(), time.monotonic() + _SILENT_SECONDS
@@ -97,14 +97,14 @@ class JobOutput:
 
 
 def pieces_of(line: str) -> list[str]:
-    """Returns the lines in a line of mpirun's: where a rank's last one has no end, that of another follows at once."""
+    """Returns the lines in a line of mpirun's: one of a rank that has no end is followed by another's at once."""
     starts = [0, *(each.start() for each in _START.finditer(line) if each.start()), len(line)]
     found = [line[start:stop] for start, stop in pairwise(starts)]
     return [*(f"{piece}\n" for piece in found[:-1]), *found[-1:]]
 
 
 def show(target: IO[str] | None, text: str) -> None:
-    """Writes and flushes a text; where nobody reads it, or any more, it and all that follows goes nowhere."""
+    """Writes and flushes a text; once nobody reads a stream any more, all that follows is dropped."""
     if target is None:  # closed before this process began
         return
     try:

@@ -1,4 +1,4 @@
-"""Finds the newest state that the hosts of a job have whole, and puts it where the next ranks find it, or on disk."""
+"""Finds the newest state of a job that is whole in memory of hosts, and hands it to the next ranks, or to the disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def find_state(links: Sequence[Link], within: str = "") -> State | None:
 
 
 def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
-    """Puts a state together on each host of the next run: files that it has itself, and where the others are.
+    """Has each host of the next run link its own files of a state, and write pointers to those of other hosts.
 
     Returns the hosts that cannot, with why; their keepers answer.
     """
@@ -106,12 +106,12 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Waits for the checkpoint that is being written."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def save(self, links: Sequence[Link]) -> str:
-        """Writes the newest state that some hosts have; returns, and notes, why it cannot be, empty if it is there."""
+        """Writes the newest state that some hosts have; returns, and records, why that failed, empty if it did not."""
         self.wait()
         assert self._folder is not None
         try:

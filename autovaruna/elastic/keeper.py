@@ -73,7 +73,7 @@ class Attempt:
 
 
 class Keeper:
-    """What a host keeps of a job in a folder in memory; `file` is another file of the job, to be removed at its end."""
+    """The part of a job that a host keeps in a folder in memory; `file` is one more file to remove at the job's end."""
 
     def __init__(self, folder: Path, token: bytes, has_standby: bool, file: str = "") -> None:
         self.folder = folder
@@ -131,11 +131,11 @@ class Keeper:
         (self.folder / LEAVE).touch()
 
     def hold(self) -> None:
-        """Keeps the ranks from writing snapshots, until `pin` or `unpin`, so that all hosts pin some same step."""
+        """Stops the ranks from writing snapshots, until `pin` or `unpin`, so that all hosts pin one step."""
         (self.folder / HOLD).touch()
 
     def pin(self) -> None:
-        """Keeps what is whole as it is, by links to its files: the ranks write new ones from now on."""
+        """Links the files of what is whole into a folder; from now on the ranks write new files beside them."""
         self.unpin()
         for slot in self._slots(""):
             if (part := read_part(slot)) is not None:
@@ -152,7 +152,7 @@ class Keeper:
         shutil.rmtree(self.folder / PINNED, ignore_errors=True)
 
     def end(self, number: int, namespace: str) -> int:
-        """Kills what there is of an attempt on this host and removes what Open MPI leaves; returns how many it was.
+        """Kills the processes of an attempt on this host, and removes what Open MPI leaves; returns how many they were.
 
         `namespace` is what Open MPI calls the job; empty: it did not come so far.
         """
@@ -168,7 +168,7 @@ class Keeper:
         return num_ended
 
     def inventory(self, within: str = "") -> list[dict[str, Any]]:
-        """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
+        """Returns the intact parts on this host: of its own ranks, and copies of others'."""
         with ThreadPoolExecutor(8) as pool:
             return [each for each in pool.map(self._found, self._slots(within)) if each is not None]
 
@@ -200,7 +200,7 @@ class Keeper:
             read_record(pointer, Pointer).write(place / name)
 
     def drop(self, before: int, but: int = 0) -> None:
-        """Forgets earlier attempts, but for one, and what was put together from them."""
+        """Removes the files of earlier attempts, but for one, and the state that was put together from them."""
         for folder in folders_in(self.folder, "attempt-"):
             if _number_of(folder) < before and _number_of(folder) != but:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -248,7 +248,7 @@ class Keeper:
     # copies on another host
 
     def _copy_on(self, attempt: Attempt) -> None:
-        """Copies what ranks write to another host, and tells the ranks when it is there, until the attempt is over."""
+        """Copies each step to another host until the attempt is over, and tells the ranks which step is there."""
         while self._attempt is attempt:
             try:
                 assert attempt.buddy is not None
@@ -349,7 +349,7 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
 
 
 class StandardStreams:
-    """The standard streams: requests in, answers out; `lock` is a file whose time is that of the last request."""
+    """Requests on standard input, answers on standard output; each request touches the file `lock`."""
 
     def __init__(self, keeper: Keeper, lock: int) -> None:
         self._keeper = keeper
@@ -386,7 +386,7 @@ class StandardStreams:
             self.write({"id": number, "error": f"{type(error).__name__}: {error}"})
 
     def end_if_silent(self, keep_seconds: float) -> None:
-        """Ends the ranks, and later all, if the manager is silent, as where the network is cut; a pause is none."""
+        """Ends the ranks, and later the keeper, if the manager is silent while this process runs."""
         num_silent = 0
         while num_silent < _SILENT_SECONDS + keep_seconds:
             before = self._last_word

@@ -110,7 +110,7 @@ class Link:
             self.cut()
 
     def cut(self) -> None:
-        """Gives a keeper up that does not answer; one that runs on ends by itself."""
+        """Gives up a keeper that does not answer; if it runs on, it ends by itself."""
         self._process.kill()
 
     def _write(self, request: dict[str, Any]) -> bool:
@@ -132,7 +132,7 @@ class Link:
         self._fail()
 
     def _beat(self) -> None:
-        """Asks again and again; who does not answer three times is cut off, so that nobody waits for other answers."""
+        """Asks four times a second; a keeper that misses three answers is cut off, so that nobody waits for it."""
         while not self.is_gone:
             begin = time.monotonic()
             if self.port:

@@ -178,7 +178,7 @@ class Manager:
     # signals
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Notes a signal; a later one that asks to end ends the job at once."""
+        """Records a signal; a second one that asks to end ends the job at once."""
         heard, now = signal.Signals(number), time.monotonic()
         is_later = bool(self._signals) and now - self._first_signal > BEAT_SECONDS  # a scheduler may send several
         self._first_signal = self._first_signal if self._signals else now
@@ -214,7 +214,7 @@ class Manager:
         return status
 
     def _give_up(self, outcome: Outcome) -> int | None:
-        """Notes the end of a run; returns the job's status if it is not to be started again."""
+        """Records the end of a run; returns the job's status if it is not to be started again."""
         self._began = outcome.began
         why = self._restarts.record(outcome, self._watch.num_steps)
         what_next = "" if why else ": the job is started again"
@@ -251,11 +251,11 @@ class Restarts:
 
     @property
     def delay_seconds(self) -> float:
-        """How long to wait before the next run: the longer, the more of the last have come no further."""
+        """How long to wait before the next run: doubled for each run in a row that came no further."""
         return min(60.0, 2.0 ** (self._num_in_vain - 3)) if self._num_in_vain > 2 else 0.0
 
     def note(self, outcome: Outcome, step: int) -> str:
-        """Notes a run that has ended after so many steps; returns why there is to be no other one, empty: there is."""
+        """Records the end of a run after so many steps; returns why there is no other one, empty if there is."""
         is_further, self._best_step = step > self._best_step, max(step, self._best_step)
         self._num_in_vain = 0 if is_further else self._num_in_vain + 1
         if is_further:
@@ -275,7 +275,7 @@ class Restarts:
 
 
 def _words_of_ends(outcome: Outcome, step: int) -> str:
-    """Says what has come again and again."""
+    """Says how runs have ended again and again."""
     if outcome.killed is None:
         return f"three runs failed and came no further than step {step}: {outcome.why}"
     rank, its_step = outcome.killed
@@ -284,14 +284,14 @@ def _words_of_ends(outcome: Outcome, step: int) -> str:
 
 
 def _name_of(options: LaunchOptions) -> str:
-    """Returns what a job has in common with itself when its manager is started again: what it runs."""
+    """Returns a name of a job, which a manager that is started again finds it by."""
     script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
     words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:
-    """Returns settings by which plans of other numbers of ranks, or of other speeds, are kept apart."""
+    """Returns the settings that name the plan's file, and have an old plan left aside."""
     found = {_DEPLOYMENT: deployment} if deployment not in ("", DEFAULT_DEPLOYMENT) else {}
     return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {})
 

@@ -1,4 +1,4 @@
-"""What a job tells people, and what they tell it: its events, and notices that a host will be taken away.
+"""The events that a job reports, and the notices that it gets of hosts that will be taken away.
 
 Notices reach the managers of this user's jobs from every host with the same HOME.
 """
@@ -69,11 +69,11 @@ class Address:
 class Notices:
     """Listens for notices while the context lasts; `path` is a file that tells how the manager of a `job` is reached.
 
-    `take` gets a host and after how many seconds it goes, and returns what is wrong with that, in words.
+    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
     """
 
-    def __init__(self, take: Callable[[str, float], str], token: str, job: str, folder: str) -> None:
-        self._take = take
+    def __init__(self, record: Callable[[str, float], str], token: str, job: str, folder: str) -> None:
+        self._record = record
         self._known = token, os.getpid(), job, folder
         self.path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
 
@@ -95,12 +95,12 @@ class Notices:
         self.path.unlink(missing_ok=True)
 
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        fault = self._take(str(request["host"]), float(request["seconds"]))
+        fault = self._record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
 
 def take_over(job: str) -> Address | None:
-    """Returns, to one who asks, the address of a manager of the same job that was killed; None: there was none."""
+    """Returns the address of a killed manager of the same job, once; None: there was none."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         with suppress(OSError, ValueError):
             address = read_record(json.loads(path.read_bytes()), Address)

@@ -1,7 +1,6 @@
-"""What a rank tells its host while a manager looks after the job, in memory that the host's keeper reads.
+"""What a rank reports while a manager looks after its job, in memory that the keeper of its host reads.
 
-A report costs a microsecond, so that every call makes two: nobody needs a time-out to know a rank that stands still
-from one that others wait for.
+A report costs a microsecond, so every call makes two. So a rank that hangs is told from those that wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FULL = "full"  # the file that tells a keeper that its host has no room for snap
 
 @dataclass(frozen=True)
 class JobPlace:
-    """Where a rank leaves what outlives it.
+    """Where a rank leaves its reports and snapshots, and what the manager tells it.
 
     Attributes:
         folder: a folder in memory of this host, for this job alone.
@@ -73,13 +72,13 @@ def attempt_folder(folder: Path, attempt: int) -> Path:
 
 
 def record_full(folder: Path, error: BaseException) -> None:
-    """Notes in a job's folder that this host has no room, if that is what an error says."""
+    """Records in a job's folder that this host has no room, if an error says so."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         (folder / FULL).touch()  # an empty file needs none
 
 
 def job_place() -> JobPlace | None:
-    """Returns where this process leaves what outlives it; None: no manager looks after it."""
+    """Returns the place of this process; None: no manager looks after its job."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
