@@ -19,6 +19,7 @@ from autovaruna.elastic.run import Outcome
 from tests.mpi.launch import QUIET, ROOT, find_mpirun
 
 FAILED, NOBODY = Outcome("rank 1 ended with status 3", error=3), Outcome("mpirun ended with status 137")
+DIES = "MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
 NOT_STARTED = Outcome("not every rank has started", unfit=("h2",))
 
 
@@ -98,13 +99,15 @@ def read_until(job: subprocess.Popen[str], words: str) -> str:
     [
         ("MPI.COMM_WORLD.rank == 1 and os._exit(0)\ntime.sleep(60)", 1, "rank 1 ended with status 0 before the others"),
         ("sys.exit(75)", 75, "ended with status 75: status 75"),
+        (DIES, 137, "was ended by SIGKILL"),
     ],
-    ids=["too early", "as if a signal had come"],
+    ids=["too early", "as if a signal had come", "killed"],
 )
 def test_a_script_that_ends_by_itself_before_any_step_is_not_started_again(
     tmp_path: Path, script: str, status: int, words: str
 ) -> None:
-    found, said = run(tmp_path, f"from mpi4py import MPI\n{script}")
+    options = ["--no_morphing"] if script == DIES else []
+    found, said = run(tmp_path, f"from mpi4py import MPI\n{script}", *options)
     assert found == status and words in said and "started again" not in said, said
 
 
@@ -118,7 +121,9 @@ def test_a_job_has_finished_when_its_ranks_have_whatever_they_leave_running(tmp_
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGUSR1, 5), (signal.SIGTERM, 128 + signal.SIGTERM)], ids=["handled", "not handled"]
+    ("number", "status"),
+    [(signal.SIGUSR1, 5), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)],
+    ids=["handled", "not handled", "interrupted"],
 )
 def test_what_a_signal_means_is_for_the_script_to_say(tmp_path: Path, number: signal.Signals, status: int) -> None:
     """Once, the manager kept signals to itself, and ended with a status that says that all is saved."""
