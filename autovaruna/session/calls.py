@@ -34,7 +34,7 @@ from autovaruna.graph.pieces import Argument, ArgumentSource, Piece, direct, ext
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
-from autovaruna.profiler.optimizer import asks_for_closure
+from autovaruna.profiler.optimizer_trial import asks_for_closure
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, differences, gather_on_all
 from autovaruna.session.borders import Wishes

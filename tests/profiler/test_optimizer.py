@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.profiler import optimizer
-from autovaruna.profiler.optimizer import measure_step, state_factor, steps_of, work_factors
+from autovaruna.profiler.optimizer_trial import measure_step, state_factor, steps_of, work_factors
 from tests.profiler.clock import WorkClock, work_clock
 from tests.profiler.models import CPU
 from tests.profiler.own_optimizers import JOINT, SEPARATE, EachAlone, Lamb, Langevin, Unknown
