@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna.checkpoint.encoding import decode
 from autovaruna.checkpoint.source import CheckpointSource, choose
-from autovaruna.checkpoint.state import ModelInTraining, check_optimizer, decode, load_optimizer
+from autovaruna.checkpoint.state import ModelInTraining, check_optimizer, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
 from autovaruna.runtime.environment import single_world
