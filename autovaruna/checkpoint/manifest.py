@@ -144,8 +144,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = parse(path.read_bytes())
-        told, version = content.pop("checksum"), content["format_version"]
-        if told != _own_checksum(content):
+        claimed, version = content.pop("checksum"), content["format_version"]
+        if claimed != _own_checksum(content):
             raise ValueError("it does not have the checksum that it tells of")
         if version == FORMAT_VERSION:
             manifest = read_record(content, Manifest)

@@ -146,34 +146,30 @@ class MpiJob:
         own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
         shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
         self.output.wait()
-        if not self.output.has_started and status > 0 and not self._num_ends:
-            show(
-                sys.stderr,
-                f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "
-                f"machines that can be reached without a password: {', '.join(self.options.hosts)}; each with "
-                f"{sys.executable} and {self.options.script}\n",
-            )
-        ended = self.output.ended
-        faults = sorted(((rank, its) for rank, its in ended.items() if its), key=lambda each: each[1] == LOST_OTHERS)
-        rank, its_status = faults[0] if faults else (-1, 0)
-        if its_status < 0 and not self._num_ends:
-            name = signal.Signals(-its_status).name
-            show(sys.stderr, f"run_varuna: rank {rank} was ended by {name}; the other ranks were ended after it\n")
-        if missing := sorted(set(range(self.num_ranks)) - ended.keys()):
-            if (
-                self.output.has_started
-                and its_status in (0, LOST_OTHERS)
-                and not self._num_ends
-                and self._place is None
-            ):
-                show(
-                    sys.stderr,
-                    f"run_varuna: ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was "
-                    "lost, or mpirun was killed. The job has not finished\n",
-                )
-            status = status or 1
-        status = its_status or status
+        faults = sorted(self.output.ended.items(), key=lambda each: (each[1] == 0, each[1] == LOST_OTHERS))
+        rank, fault = faults[0] if faults else (-1, 0)
+        missing = sorted(set(range(self.num_ranks)) - self.output.ended.keys())
+        if not self._num_ends and (words := self._words_of_end(status, rank, fault, missing)):
+            show(sys.stderr, f"run_varuna: {words}\n")
+        status = fault or status or int(bool(missing))
         return status if status >= 0 else 128 - status
+
+    def _words_of_end(self, status: int, rank: int, fault: int, missing: list[int]) -> str:
+        """Says why the job has not ended well, as far as its ranks have not; empty: they have, or a manager says it."""
+        if not self.output.has_started and status > 0:
+            return (
+                f"no rank has started (mpirun's status is {status}, its own words are above). Expected machines that "
+                f"can be reached without a password: {', '.join(self.options.hosts)}; each with {sys.executable} and "
+                f"{self.options.script}"
+            )
+        if fault < 0:
+            return f"rank {rank} was ended by {signal.Signals(-fault).name}; the other ranks were ended after it"
+        if missing and self._place is None and self.output.has_started and fault in (0, LOST_OTHERS):
+            return (
+                f"ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was lost, or mpirun "
+                "was killed. The job has not finished"
+            )
+        return ""
 
     def kill(self) -> None:
         """Ends mpirun, and with it the ranks of this host, at once."""

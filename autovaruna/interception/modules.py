@@ -39,7 +39,7 @@ class DirectCalls:
             _owners[module] = ref(self), path
         self.stop = FORWARD_HOOK.use()
 
-    def take(self) -> str:
+    def pop(self) -> str:
         """Returns the outermost module that a backward has gone through since the last time; empty: through none."""
         used, self.used = self.used, set()
         return min((path or "the model itself" for path in used), key=len, default="")

@@ -149,7 +149,7 @@ class Wrapped:
 
     def _refuse_own_gradients(self) -> None:
         """Refuses a step by gradients of this rank's samples alone: the script has gone backward beside the wrapper."""
-        path = self._direct_calls.take()
+        path = self._direct_calls.pop()
         if path and self.settings.inputs != "replicated" and self.world.num_ranks > 1:
             raise InputError(
                 f"The script has called {path} beside the wrapper and gone backward through it: got gradients of this "
