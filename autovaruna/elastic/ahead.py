@@ -21,20 +21,13 @@ from typing import Literal
 import msgspec
 
 from autovaruna.config.files import parse, read_record, write_whole
+from autovaruna.elastic.progress import deployment_name
 from autovaruna.errors import AutoVarunaError, DeploymentError
 from autovaruna.planner.deployment import Fingerprint, deployment_of, differences, host_counts, load, save
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan, plan_with_sharing
 
-FILE = "ahead.json"
-"""What a rank writes in the folder of its job."""
-
 logger = logging.getLogger(__name__)
-
-
-def deployment_name(counts: Collection[int]) -> str:
-    """Returns the file of the plan for so many ranks on each host."""
-    return f"deployment-{'-'.join(map(str, counts))}.json"
 
 
 @dataclass(frozen=True)

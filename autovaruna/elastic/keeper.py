@@ -29,9 +29,9 @@ from typing import Any
 
 from autovaruna.checkpoint.remote_file import TOKEN, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
-from autovaruna.elastic import ahead
 from autovaruna.elastic.host_processes import acquire_lock, end_all, is_alive, memory_kills, processes_with, state_of
 from autovaruna.elastic.progress import (
+    AHEAD,
     FULL,
     Progress,
     attempt_folder,
@@ -209,11 +209,11 @@ class Keeper:
 
     def _plan_ahead(self) -> None:
         """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
-        asked, taken = self.folder / ahead.FILE, self.folder / f"taken-{ahead.FILE}"
+        asked, taken = self.folder / AHEAD, self.folder / f"taken-{AHEAD}"
         with suppress(OSError):
             asked.replace(taken)
             with open(self.folder / "ahead.log", "wb") as log:
-                call = [sys.executable, "-m", ahead.__name__, str(taken)]
+                call = [sys.executable, "-m", "autovaruna.elastic.ahead", str(taken)]
                 process = subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             threading.Thread(target=process.wait, daemon=True).start()
 
@@ -239,7 +239,7 @@ class Keeper:
     def quit(self) -> None:
         """Removes all that is the job's on this host."""
         self.end_ranks()
-        for file in (SOCKET, f"taken-{ahead.FILE}"):  # which the job's other processes have in their command lines
+        for file in (SOCKET, f"taken-{AHEAD}"):  # which the job's other processes have in their command lines
             end_all(str(self.folder / file).encode())
         if self._file:
             Path(self._file).unlink(missing_ok=True)

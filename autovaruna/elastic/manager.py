@@ -21,14 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from autovaruna.elastic.ahead import deployment_name
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling
 from autovaruna.elastic.job_output import show
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.notices import EventLog, Notices, take_over
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import HELD, SAVED, JobPlace
+from autovaruna.elastic.progress import HELD, SAVED, JobPlace, deployment_name
 from autovaruna.elastic.run import JobRun, Outcome
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import JobWatch

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ _FORMAT = struct.Struct("<QQ?Q?d?2q")
 _NUM_KEPT = 64
 _WORK = struct.Struct("<Qd")
 _FILE, _PREDICTED = "progress", "predicted.json"
+AHEAD = "ahead.json"  # the file in a job's folder by which a rank asks for plans for fewer ranks
 FULL = "full"  # the file that tells a keeper that its host has no room for snapshots
 
 
@@ -65,6 +66,11 @@ def folders_in(folder: Path, prefix: str) -> list[Path]:
         return sorted(folder / name for name in os.listdir(folder) if name.startswith(prefix))
     except OSError:
         return []
+
+
+def deployment_name(counts: Collection[int]) -> str:
+    """Returns the file of the plan for so many ranks on each host."""
+    return f"deployment-{'-'.join(map(str, counts))}.json"
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:

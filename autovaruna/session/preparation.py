@@ -20,8 +20,8 @@ from rich.console import Console
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
-from autovaruna.elastic import ahead
-from autovaruna.elastic.progress import job_place
+from autovaruna.elastic.ahead import Request
+from autovaruna.elastic.progress import AHEAD, job_place
 from autovaruna.errors import AutoVarunaError, ConfigError, DeploymentError
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
@@ -267,9 +267,9 @@ class Preparation:
         if place is None or path.name != place.deployment or self._world.rank > 0:
             return
         shares_memory = self.device.type == "cpu" and not self._settings.memory_limit_bytes
-        request = ahead.Request(problem, self._fingerprint, self._sharing, str(path.parent), shares_memory)
+        request = Request(problem, self._fingerprint, self._sharing, str(path.parent), shares_memory)
         with suppress(OSError):  # it would only save time
-            request.write(Path(place.folder, ahead.FILE))
+            request.write(Path(place.folder, AHEAD))
 
     def _on_first(self, act: Callable[[], Result], what: str) -> Result:
         """Returns on every rank what `act` returns on rank 0. Collective."""
