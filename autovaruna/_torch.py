@@ -212,6 +212,14 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, own)
 
 
+@contextmanager
+def hide_tracing() -> Iterator[None]:
+    """Lets ``torch.compiler.is_compiling()`` and ``is_exporting()`` say no while the context lasts."""
+    compiler = torch.compiler
+    with replaced(compiler, "_is_compiling_flag", False), replaced(compiler, "_is_exporting_flag", False):
+        yield
+
+
 _MISSING = object()
 IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
 """What a first trace imports, and whoever expects one may import before."""

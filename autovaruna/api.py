@@ -27,8 +27,8 @@ from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError
-from autovaruna.graph.export.fakes import OwnMethods, method_of, own_calls
 from autovaruna.graph.facts import tensors_in
+from autovaruna.graph.methods import OwnMethods, method_of, own_calls
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import own_code, watch_registrations
 from autovaruna.interception.scaler import look_in_callers

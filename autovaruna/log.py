@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
+from weakref import WeakKeyDictionary
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -190,3 +191,14 @@ def write_error(text: str) -> None:
     if stream is not None:
         stream.write(text)
         stream.flush()
+
+
+_warned: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
+
+
+def warn_once(logger: logging.Logger, model: object, text: str) -> None:
+    """Logs a warning about a model, unless it has been logged for that model before."""
+    known = _warned.setdefault(model, set())
+    if text not in known:
+        known.add(text)
+        logger.warning("%s", text)

@@ -29,6 +29,23 @@ ROOMS = [
     "__main__",
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
+LEVELS = {
+    "graph": (
+        "records source_lines tree precision random cuts operators",
+        "outside",
+        "guards",
+        "call module_state constant_values side_effects",
+        "fakes opaque lengths",
+        "export",
+        "facts traced",
+        "batch",
+        "grouping pieces",
+        "verify",
+        "trial",
+        "methods trace",
+    ),
+}
+"""Files and folders of a room by level: each imports those of its own level and of earlier ones alone."""
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
@@ -74,6 +91,17 @@ def test_imports_go_to_the_same_room_or_an_earlier_one(file):
     room = ROOMS.index(room_of(Path(file).with_suffix("").parts[0]))
     later = [".".join(name) for name in own_imports(file) if room_of(name[0]) in ROOMS[room + 1 :]]
     assert not later, f"{file} of room {ROOMS[room]} imports from later rooms: {later}"
+
+
+@pytest.mark.parametrize("room", LEVELS)
+def test_imports_within_a_room_go_to_the_same_level_or_an_earlier_one(room):
+    level_of = {name: level for level, names in enumerate(LEVELS[room]) for name in names.split()}
+    files = [file for file in FILES if file.startswith(f"{room}/") and file != f"{room}/__init__.py"]
+    for file in files:
+        own = level_of[Path(file).with_suffix("").parts[1]]
+        names = [name[1] for name in own_imports(file) if name[0] == room and name[1:]]
+        later = {name for name in names if level_of[name] > own}
+        assert not later, f"{file} imports from later levels of {room}: {later}"
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if is_plain(file)])

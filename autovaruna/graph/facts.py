@@ -20,13 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autovaruna._torch import FakeTensorMode, OpOverload, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.operators import Counting, changed_statistics, is_random
 from autovaruna.graph.call import CallSpec, InputSpec
-from autovaruna.graph.export.errors import origin, reason_of
+from autovaruna.graph.export.errors import reason_of
 from autovaruna.graph.export.exported import Exported
-from autovaruna.graph.export.fakes import example_inputs, fake_like, without_cudnn
+from autovaruna.graph.fakes import example_inputs, fake_like, without_cudnn
 from autovaruna.graph.lengths import Sizes
+from autovaruna.graph.operators import Counting, changed_statistics, is_random
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
+from autovaruna.graph.source_lines import origin
 
 _aten = torch.ops.aten
 Shape = Sequence[int]

@@ -21,12 +21,13 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import counted
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.errors import modules_of
-from autovaruna.graph.export.idioms import check
+from autovaruna.graph.export.assertions import check
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.lengths import Sizes
+from autovaruna.graph.operators import as_tensor, count_by_class, of_batch, run_opaque
 from autovaruna.graph.precision import cast_dtype, precision_of
 from autovaruna.graph.records import Block, CutMark, Graph, Input, Output, Parameter, Size, Value
+from autovaruna.graph.source_lines import modules_of
 
 _CHEAP_SHARE = 1e-3
 _LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.lstm.input, torch.ops.aten.gru.input}
@@ -230,6 +231,12 @@ def _in_order_of_use(worked: Sequence[fx.Node], repeated: Collection[str]) -> di
 
 
 _SYMBOL = re.compile(r"\b[suz]\d+\b")
+_OWN_NAMES: dict[Any, str] = {
+    run_opaque: "autovaruna.graph.opaque.run.run_opaque",
+    check: "autovaruna.graph.export.idioms.check",
+    **{each: f"autovaruna.graph.batch.operators.{each.__name__}" for each in (as_tensor, count_by_class, of_batch)},
+}
+"""What signatures call our own functions, wherever these stand: saved plans and measured costs have them."""
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
 
@@ -250,10 +257,8 @@ def signature(nodes: Sequence[fx.Node], facts: Mapping[str, Fact], sizes: Sizes)
     for node in nodes:
         target: Any = node.target
         has_name = hasattr(target, "__qualname__") and not isinstance(target, str | OpOverload)
-        words = [
-            f"{target.__module__}.{target.__qualname__}" if has_name else str(target),
-            *map(str, precision_of(node)),
-        ]
+        name = f"{target.__module__}.{target.__qualname__}" if has_name else str(target)
+        words = [_OWN_NAMES.get(target, name), *map(str, precision_of(node))]
         lines.append(f"{' '.join(words)} {fx.map_arg((node.args, node.kwargs), every.__getitem__)}")
     leaving = [node for node in nodes if any(user not in names for user in node.users)]
     outputs = [f"{names[node]} {facts[node.name].needs_gradient}" for node in leaving]

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.operators import is_of_batch
 from autovaruna.graph.call import CallSpec
+from autovaruna.graph.operators import is_of_batch
 from autovaruna.graph.precision import regions
 from autovaruna.graph.records import Size
 

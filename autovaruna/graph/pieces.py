@@ -19,12 +19,12 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autovaruna._torch import OpOverload, run_backward
-from autovaruna.graph.batch.operators import is_of_batch
-from autovaruna.graph.export.errors import GENERATED
 from autovaruna.graph.lengths import free_value
-from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
+from autovaruna.graph.opaque.run import OpaqueModule
+from autovaruna.graph.operators import is_of_batch, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
+from autovaruna.graph.source_lines import GENERATED
 from autovaruna.graph.traced import TracedModel
 
 aten = torch.ops.aten

@@ -20,20 +20,22 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
-from autovaruna.graph.batch.totals import NO_TOTALS, take_totals
+from autovaruna.graph.batch.totals import take_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, naming, warn_once
+from autovaruna.graph.export.advice import EXAMPLE, batch_dimensions, naming
+from autovaruna.graph.export.errors import BatchSizeError
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, locate, merge_free_blocks
 from autovaruna.graph.lengths import Sizes
-from autovaruna.graph.opaque.run import run_opaque
+from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.records import Graph
-from autovaruna.graph.traced import TracedModel, classify, is_same_graph
+from autovaruna.graph.traced import NO_TOTALS, TracedModel, classify, is_same_graph
 from autovaruna.graph.tree import Opaque
+from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,24 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.operators import SCALING, Means, arguments, is_random, name_of, operator_of, reached
-from autovaruna.graph.batch.totals import NO_TOTALS, BatchTotals
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.errors import origin
 from autovaruna.graph.facts import Fact, KnownGraph
-from autovaruna.graph.opaque.run import OpaqueModule, run_opaque
+from autovaruna.graph.opaque.run import OpaqueModule
+from autovaruna.graph.operators import (
+    SCALING,
+    Means,
+    Merge,
+    ScalingUse,
+    arguments,
+    is_random,
+    name_of,
+    operator_of,
+    reached,
+    run_opaque,
+)
 from autovaruna.graph.precision import precision_of, regions
 from autovaruna.graph.records import Graph
+from autovaruna.graph.source_lines import origin
 
 
 class OutputKind(str, Enum):
@@ -57,6 +67,28 @@ class OutputSpec:
     dimension: int
     needs_gradient: bool
     outer: Any = 1
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """The values of a graph that are of the whole batch; names are those of nodes.
+
+    Attributes:
+        merges: the totals, and how each is merged.
+        after: what is computed from them, and from nothing else of the batch.
+        values: the calls of `of_batch`: the node whose value each stands for, and what becomes of it.
+    """
+
+    merges: dict[str, Merge]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    values: dict[str, tuple[str, ScalingUse]]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+
+NO_TOTALS = BatchTotals({}, (), (), {})
 
 
 def joined(parts: Sequence[Tensor], dimension: int, outer: int) -> Tensor:

@@ -25,17 +25,17 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload, preserve_version_counter
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
-from autovaruna.graph.batch.operators import is_of_batch, reached
 from autovaruna.graph.batch.order import SampleOrders
-from autovaruna.graph.export.errors import FOR_COUNTS, advice, first_line, modules_of, origin
-from autovaruna.graph.export.fakes import profiling_mode
+from autovaruna.graph.export.advice import FOR_COUNTS, advice
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_module_of
+from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_module_of, profiling_mode
+from autovaruna.graph.operators import is_of_batch, reached
 from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
 from autovaruna.graph.random import own_cache, python_generators, untouched_generator
 from autovaruna.graph.records import Block
+from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import OutputKind, TracedModel, joined, opened
 from autovaruna.graph.verify import BY_ROUNDING, CLEAR, SEEDS, GraphRun, Rounded, distance, state_of, tolerance
 

@@ -25,13 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.errors import first_line, modules_of, origin
-from autovaruna.graph.export.fakes import changed_attributes, profiling_mode
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
-from autovaruna.graph.opaque.run import OpaqueModule, forgetting, run_opaque
+from autovaruna.graph.opaque.run import OpaqueModule, forgetting, profiling_mode
+from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, draw_from, own_cache, python_generators, untouched_generator
+from autovaruna.graph.side_effects import changed_attributes
+from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import flatten
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from autovaruna.config.files import Amount, Whole
 from autovaruna.errors import MeasureError
-from autovaruna.graph.export.errors import failed_at, first_line
-from autovaruna.graph.export.fakes import profiling_mode
+from autovaruna.graph.opaque.run import profiling_mode
 from autovaruna.graph.precision import without_autocast
 from autovaruna.graph.random import untouched_generator
+from autovaruna.graph.source_lines import failed_at, first_line
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import Bytes, count_bytes, count_deferred_bytes
 from autovaruna.profiler.records import BlockCost, Profile

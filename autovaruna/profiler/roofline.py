@@ -24,11 +24,11 @@ from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, cur
 from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_dir, read_record, read_toml, shown
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
-from autovaruna.graph.batch.operators import changed_by
-from autovaruna.graph.export.errors import failed_at, first_line
-from autovaruna.graph.export.fakes import fake_like
 from autovaruna.graph.facts import flop_formulas, storage_of, tensors_in
+from autovaruna.graph.fakes import fake_like
+from autovaruna.graph.operators import changed_by
 from autovaruna.graph.pieces import Argument, ArgumentSource
+from autovaruna.graph.source_lines import failed_at, first_line
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.bytes import count_bytes, count_deferred_bytes
 from autovaruna.profiler.measure import Key, PartCost, to_profile

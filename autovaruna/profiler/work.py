@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.batch.operators import name_of
-from autovaruna.graph.export.fakes import EMPTY
 from autovaruna.graph.grouping import signature
+from autovaruna.graph.operators import EMPTY, name_of
 from autovaruna.graph.pieces import (
     Argument,
     ArgumentSource,

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.call import InputSpec
-from autovaruna.graph.export.errors import failed_at
 from autovaruna.graph.export.watchers import show
 from autovaruna.graph.opaque.run import forgetting
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.random import RandomStream, untouched_generator
+from autovaruna.graph.source_lines import failed_at
 from autovaruna.graph.traced import OutputKind, OutputSpec
 from autovaruna.runtime.autograd import Finish, Gradients, arrive, follows_a_call, go_backward, publish, while_unchanged
 from autovaruna.runtime.batch import (

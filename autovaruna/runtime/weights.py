@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from autovaruna._torch import IncompatibleKeys, by_tensor
 from autovaruna.errors import InputError, PlanError
-from autovaruna.graph.export.fakes import put
+from autovaruna.graph.module_state import put
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
-from autovaruna.graph.batch.operators import Merge
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.guards import is_plain
 from autovaruna.graph.lengths import free_value
+from autovaruna.graph.operators import Merge
 from autovaruna.graph.pieces import Argument, ArgumentSource, Piece, direct, extract
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel

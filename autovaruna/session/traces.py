@@ -16,7 +16,6 @@ from autovaruna.errors import AutoVarunaError, InputError, RankError
 from autovaruna.graph.batch.refusals import refuse_other_losses
 from autovaruna.graph.batch.state import refuse_single_values
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.errors import warn_once
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
 from autovaruna.graph.lengths import Places
@@ -24,7 +23,7 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.trial import PartsTrial
 from autovaruna.graph.verify import compare
-from autovaruna.log import phase
+from autovaruna.log import phase, warn_once
 from autovaruna.profiler.cache import keep_tried, trial_file
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor

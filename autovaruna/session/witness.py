@@ -19,10 +19,11 @@ from autovaruna._torch import FakeTensor, FakeTensorMode, disable_current_modes
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import quiet_failure
-from autovaruna.graph.export.fakes import as_before, example_inputs, faked, unchecked_distributions
 from autovaruna.graph.export.watchers import without_script_hooks
+from autovaruna.graph.fakes import example_inputs, faked, unchecked_distributions
 from autovaruna.graph.precision import compiling_nothing, in_precision
 from autovaruna.graph.random import python_generators
+from autovaruna.graph.side_effects import as_before
 from autovaruna.graph.trace import one_at_a_time
 from autovaruna.graph.traced import TracedModel, difference, is_same_graph
 from autovaruna.graph.tree import words

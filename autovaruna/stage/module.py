@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from autovaruna._torch import enter_autocast, exit_autocast, mark_static
 from autovaruna.errors import InputError
-from autovaruna.graph.export.fakes import profiling_mode
-from autovaruna.graph.export.idioms import check
+from autovaruna.graph.export.assertions import check
 from autovaruna.graph.lengths import free_value
+from autovaruna.graph.opaque.run import profiling_mode
 from autovaruna.graph.pieces import Argument, ArgumentSource, Deferred, Piece, SplitPiece, direct, split_backward
 from autovaruna.graph.random import RandomStream, draw
 from autovaruna.graph.traced import TracedModel

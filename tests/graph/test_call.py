@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
-from autovaruna.graph.export.fakes import OwnMethods
 from autovaruna.graph.guards import Guards, mode_of
+from autovaruna.graph.methods import OwnMethods
 from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
 from tests.graph.models import Function, traced
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.opaque.run import run_opaque
+from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.verify import compare
 from autovaruna.profiler.work import repeated_part
 from tests.graph.models import CPU, Function, traced

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.batch.operators import Means, Merge, Trait, operator_of, rows
 from autovaruna.graph.call import describe
+from autovaruna.graph.operators import Means, Merge, Trait, operator_of, rows
 from autovaruna.graph.verify import EagerVsGraph, compare
 from tests.catalogue import CASES
 from tests.graph.models import CPU, Function, named, traced, traced_function

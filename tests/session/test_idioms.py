@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.graph.export.idioms import passing
+from autovaruna.graph.export.assertions import passing
 from tests.catalogue.case import Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges

@@ -17,7 +17,10 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_number
-from autovaruna.graph.batch.operators import (
+from autovaruna.graph.lengths import Sizes
+from autovaruna.graph.opaque.infer import reduction_of
+from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
+from autovaruna.graph.operators import (
     KEEPING,
     SCALING,
     Means,
@@ -31,9 +34,6 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.lengths import Sizes
-from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 
 _SIZES = (1, 2, 3, 8)
 _POWERS = {ScalingUse.PLAIN: 0.0, ScalingUse.DIVISOR: 1.0, ScalingUse.FACTOR: -1.0}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.batch.operators import (
+from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
+from autovaruna.graph.operators import (
     BatchShare,
     BatchValue,
     Merge,
@@ -32,7 +33,6 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 
 _OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.sym_max.__module__}
 """Modules whose functions do arithmetic on sizes."""

@@ -17,7 +17,12 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.drawn import Powers, join_tried
 from autovaruna.graph.batch.interpret import BatchAnalysis, has_numbers, is_long, read
-from autovaruna.graph.batch.operators import (
+from autovaruna.graph.batch.order import SampleOrders
+from autovaruna.graph.export.advice import advice
+from autovaruna.graph.facts import KnownGraph, tensors_in
+from autovaruna.graph.opaque.infer import reduction_of
+from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
+from autovaruna.graph.operators import (
     MEAN,
     Means,
     Reach,
@@ -30,11 +35,7 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.batch.order import SampleOrders
-from autovaruna.graph.export.errors import advice, modules_of, origin
-from autovaruna.graph.facts import KnownGraph, tensors_in
-from autovaruna.graph.opaque.infer import reduction_of
-from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
+from autovaruna.graph.source_lines import modules_of, origin
 from autovaruna.graph.traced import OutputKind, TracedModel
 
 

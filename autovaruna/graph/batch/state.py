@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from autovaruna.errors import InputError
-from autovaruna.graph.batch.operators import changed_statistics, is_of_batch, is_random, written
 from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule, opaque_module_of
+from autovaruna.graph.operators import changed_statistics, is_of_batch, is_random, written
 from autovaruna.graph.precision import REGION, inside
 from autovaruna.graph.traced import TracedModel
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -20,7 +20,9 @@ from autovaruna._torch import OpOverload
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.drawn import Powers
 from autovaruna.graph.batch.interpret import BatchAnalysis, from_inputs, has_numbers, is_number, picked_symbols
-from autovaruna.graph.batch.operators import (
+from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
+from autovaruna.graph.lengths import free_value
+from autovaruna.graph.operators import (
     KEEPING,
     MEAN,
     SUM,
@@ -28,7 +30,6 @@ from autovaruna.graph.batch.operators import (
     WITH_TENSORS,
     BatchShare,
     Means,
-    Merge,
     ScalingUse,
     Trait,
     ValueSource,
@@ -43,37 +44,14 @@ from autovaruna.graph.batch.operators import (
     operator_of,
     reached,
 )
-from autovaruna.graph.export.errors import origin
-from autovaruna.graph.facts import Fact, KnownGraph, storage_of, tensors_in
-from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import in_precision, precision_of
+from autovaruna.graph.source_lines import origin
+from autovaruna.graph.traced import NO_TOTALS, BatchTotals
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _KEPT = ("stack_trace", "nn_module_stack", "precision")  # what a new node has of the one before which it is put
 _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional[float]", "Optional[Tensor]"})
 """Kinds of arguments that are computed with; others are shapes and places."""
-
-
-@dataclass(frozen=True)
-class BatchTotals:
-    """The values of a graph that are of the whole batch; names are those of nodes.
-
-    Attributes:
-        merges: the totals, and how each is merged.
-        after: what is computed from them, and from nothing else of the batch.
-        values: the calls of `of_batch`: the node whose value each stands for, and what becomes of it.
-    """
-
-    merges: dict[str, Merge]
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    values: dict[str, tuple[str, ScalingUse]]
-
-    def __bool__(self) -> bool:
-        return bool(self.values)
-
-
-NO_TOTALS = BatchTotals({}, (), (), {})
 
 
 def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:

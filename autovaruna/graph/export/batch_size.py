@@ -19,7 +19,8 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import COMPARES_SIZES, FIXES_SIZE, ValueRanges, int_oo, replaced
-from autovaruna.graph.export.errors import BatchSizeError, in_transform, is_users, running_modules, users_line
+from autovaruna.graph.export.errors import BatchSizeError, in_transform
+from autovaruna.graph.source_lines import is_users, running_modules, users_line
 
 _SIZES = (*range(1, 513), *(2**power + step for power in range(10, 25) for step in (-1, 0, 1)))
 """Sizes for which conditions are tried; above the last one there is no batch."""

@@ -17,9 +17,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.fakes import aliases_of
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
+from autovaruna.graph.operators import aliases_of
 from autovaruna.graph.precision import REGION, inside, regions
 from autovaruna.graph.tree import Tree
 

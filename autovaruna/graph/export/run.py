@@ -17,28 +17,26 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autovaruna._torch import FakeTensorMode, call_impl, mended_lstm
+from autovaruna._torch import FakeTensorMode, call_impl, hide_tracing, mended_lstm
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, take_markers
+from autovaruna.graph.export.advice import advice
+from autovaruna.graph.export.assertions import take_checks
 from autovaruna.graph.export.batch_size import SizeWatch
 from autovaruna.graph.export.errors import (
     DRAWN,
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
-    advice,
-    chain_of,
     check_layouts,
     check_operations,
     explain,
-    first_line,
     is_about_batch,
     of_batch_size,
     own_error,
     quiet_failure,
     refuse_backward,
-    warn_once,
 )
 from autovaruna.graph.export.exported import (
     PREFIX,
@@ -50,34 +48,21 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.fakes import (
-    as_before,
-    example_inputs,
-    faked,
-    hide_fakes,
-    hide_tracing,
-    left_tensors,
-    modules_followed,
-    warn_of_left,
-    without_cudnn,
-)
-from autovaruna.graph.export.idioms import Idioms, padded_encoders, take_checks
+from autovaruna.graph.export.idioms import Idioms
+from autovaruna.graph.export.patches import hide_fakes, modules_followed, padded_encoders
 from autovaruna.graph.export.watchers import restart, take_watched
+from autovaruna.graph.fakes import example_inputs, faked, without_cudnn
 from autovaruna.graph.lengths import Places, find_lengths
-from autovaruna.graph.opaque.functions import (
-    Function,
-    StateError,
-    check_state,
-    hooked,
-    plain_state,
-    watched,
-    with_own_backward,
-)
-from autovaruna.graph.opaque.keep import OpaqueCalls, is_of_keeper, kept_whole, packed_sequences, take_modules
-from autovaruna.graph.opaque.run import run_opaque
+from autovaruna.graph.opaque.functions import Function, watched, with_own_backward
+from autovaruna.graph.opaque.keep import OpaqueCalls, hooked, is_of_keeper, kept_whole, take_modules
+from autovaruna.graph.opaque.packed import packed_sequences
+from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, noted_precision, regions, switch_in_regions
 from autovaruna.graph.random import noted_draws, python_generators
+from autovaruna.graph.side_effects import StateError, as_before, check_state, left_tensors, plain_state, warn_of_left
+from autovaruna.graph.source_lines import chain_of, first_line
 from autovaruna.graph.tree import Tree, flatten
+from autovaruna.log import warn_once
 
 _FAR = 2**16 - 1
 """The largest batch that batch normalisations take on a GPU, one by one, when a model is evaluated."""

@@ -254,64 +254,6 @@ def plain_checkpoints() -> Iterator[None]:
         yield
 
 
-def hooked(model: nn.Module) -> frozenset[str]:
-    """Returns the paths of the modules with backward hooks, which a trace would drop; the model may have none."""
-    for path, each in model.named_modules():
-        if isinstance(each, torch.jit.ScriptModule):
-            raise TraceError(
-                f"{path or 'The model'} is a TorchScript module: got {type(each).__qualname__}, which cannot be split. "
-                "Expected a torch.nn.Module; take the one that it was made of."
-            )
-    paths = {path for path, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks}
-    if "" in paths:
-        raise TraceError(
-            f"The model {type(model).__qualname__} itself has a backward hook, which a trace cannot keep. Expected "
-            "none; register it on a submodule, which is then kept whole, or on parameters."
-        )
-    return frozenset(paths)
-
-
-def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Returns the numbers that are attributes of the model's modules, by module path and name."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float) and name != "training"
-    }
-
-
-class StateError(TraceError):
-    """Says that forward changes numbers or submodules, which neither a trace nor what is kept whole may do."""
-
-
-def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
-    """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them."""
-    for (path, name), value in after.items():
-        old = before.get((path, name))
-        if old is not None and old != value:
-            where = f"{path}.{name}" if path else name
-            raise StateError(
-                f"forward changes the Python number {where} ({old} -> {value}), which a trace would fix for good. "
-                "Expected a forward that changes buffers alone; make it a tensor with register_buffer(). If only the "
-                "first call changes it, run one batch through the model before it is wrapped."
-            )
-
-
-def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> None:
-    """Refuses a forward that replaces submodules, by path, of a module that is kept whole."""
-    for path in before | after:
-        old, new = before.get(path), after.get(path)
-        if old is not new:
-            kinds = " -> ".join("none" if each is None else type(each).__qualname__ for each in (old, new))
-            raise StateError(
-                f"forward replaces the submodule {path} ({kinds}) in a module that cannot be traced and is kept whole: "
-                "the ranks that run it would have another model than the others. Expected submodules that stay as "
-                "__init__ makes them. If only the first call replaces them, run one batch through the model before it "
-                "is wrapped."
-            )
-
-
 def _same_gradients(function: Function, arguments: tuple[Any, ...]) -> bool:
     own = _gradients(arguments, lambda args: function.apply(*args))  # type: ignore[no-untyped-call]
     derived = _gradients(arguments, lambda args: _plain_forward(function, args))

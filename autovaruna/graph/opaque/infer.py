@@ -20,26 +20,15 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from autovaruna._torch import hide_tracing
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.fakes import hide_tracing, put
 from autovaruna.graph.guards import hooks_of
-from autovaruna.graph.opaque.functions import (
-    applied_by,
-    check_modules,
-    check_state,
-    plain_state,
-)
-from autovaruna.graph.opaque.run import (
-    OutputShape,
-    ReductionKind,
-    Returned,
-    is_differentiable,
-    opaque_module_of,
-    places_of,
-    with_state,
-)
+from autovaruna.graph.module_state import own_tensors, places_of, put, with_state
+from autovaruna.graph.opaque.functions import applied_by
+from autovaruna.graph.opaque.run import OutputShape, ReductionKind, Returned, is_differentiable, opaque_module_of
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators, untouched_generator
+from autovaruna.graph.side_effects import check_modules, check_state, plain_state
 from autovaruna.graph.tree import Opaque, Tree, flatten
 
 _SIZES = (2, 3, 5)
@@ -195,11 +184,6 @@ def copy_of(module: nn.Module) -> nn.Module:
         for place in shared:
             put(*place, empty)
     return made
-
-
-def own_tensors(module: nn.Module) -> list[Tensor]:
-    """Returns the tensors of a module's state, in the order of `places_of`."""
-    return [getattr(*shared[0]) for shared in places_of(module)]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -7,19 +7,40 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autovaruna._torch import FakeTensor, top_saved_tensors_hooks
+from autovaruna._torch import FakeTensor, replaced, top_saved_tensors_hooks
 from autovaruna.errors import InputError, OrderError
-from autovaruna.graph.export.fakes import is_profiling, put
+from autovaruna.graph.module_state import places_of, with_state
 from autovaruna.graph.opaque.functions import plain_checkpoints
+from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import current_precision, in_precision
 from autovaruna.graph.random import default_generator, own_cache, python_generators
 from autovaruna.graph.tree import Tree, flatten
+
+
+class _ProfilingThread(local):
+    is_profiling = False
+
+
+_thread = _ProfilingThread()
+
+
+def is_profiling() -> bool:
+    """Whether only time and memory count on this thread."""
+    return _thread.is_profiling
+
+
+@contextmanager
+def profiling_mode() -> Iterator[None]:
+    """Lets copies stand in for modules that are kept whole, so that what is measured leaves no trace in the model."""
+    with replaced(_thread, "is_profiling", True):
+        yield
 
 
 class ReductionKind(str, Enum):
@@ -68,35 +89,6 @@ class Returned:
 
     tree: Tree
     tensors: tuple[OutputShape, ...]
-
-
-Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
-"""Where each tensor of a module's state is: the modules and attribute names that share it."""
-
-
-def places_of(module: nn.Module) -> Places:
-    """Returns where the tensors of a module's state are: parameters first, each once, in the order of their names."""
-    found: dict[str, dict[int, list[tuple[nn.Module, str]]]] = {"_parameters": {}, "_buffers": {}}
-    for each in module.modules():
-        for kind, places in found.items():
-            for name, tensor in getattr(each, kind).items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((each, name))
-    return tuple(tuple(shared) for places in found.values() for shared in places.values())
-
-
-@contextmanager
-def with_state(places: Places, tensors: Sequence[Tensor]) -> Iterator[None]:
-    own = [getattr(*shared[0]) for shared in places]
-    try:
-        for shared, tensor in zip(places, tensors, strict=True):
-            for module, name in shared:
-                put(module, name, tensor)
-        yield
-    finally:
-        for shared, tensor in zip(places, own, strict=True):
-            for module, name in shared:
-                put(module, name, tensor)
 
 
 class KeptFunction(nn.Module):
@@ -217,11 +209,6 @@ def opaque_module_of(node: fx.Node) -> OpaqueModule | None:
     holder: Any = node.args[0]
     kept: OpaqueModule = getattr(node.graph.owning_module, holder.target)
     return kept
-
-
-def run_opaque(kept: OpaqueModule, batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-    """Runs a module that is kept whole; a function, since graphs call functions."""
-    return kept(batch, tensors, state)
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:

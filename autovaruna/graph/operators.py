@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autovaruna._torch import HigherOrderOperator, OpOverload, pytree
-from autovaruna.graph.opaque.run import run_opaque
 
 
 class ValueSource(Flag):
@@ -107,6 +106,13 @@ def is_of_batch(node: fx.Node) -> bool:
 def as_tensor(number: Any, dtype: torch.dtype) -> Tensor:
     """Returns a number as a tensor."""
     return torch.scalar_tensor(number, dtype=dtype)
+
+
+def run_opaque(
+    kept: Callable[..., list[Tensor]], batch: int, tensors: Sequence[Tensor], state: Sequence[Tensor]
+) -> list[Tensor]:
+    """Runs a module that is kept whole; a function, since graphs call functions."""
+    return kept(batch, tensors, state)
 
 
 def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
@@ -482,3 +488,14 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     probability, training = places
     rate = node.args[probability] if len(node.args) > probability else node.kwargs.get("dropout_p", 0.0)
     return bool(rate != 0.0) and (training is None or node.args[training] is not False)
+
+
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Operators that leave memory to chance."""
+
+
+def aliases_of(node: fx.Node) -> list[Any]:
+    """Returns what torch's schema says of each result of an operation that is memory of an argument."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    return [each.alias_info for each in node.target._schema.returns if each.alias_info is not None]

@@ -1,0 +1,144 @@
+"""Computes the numbers of fake tensors that follow from constants and shapes alone, while torch.export traces."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes
+from autovaruna.graph.operators import EMPTY, aliases_of
+
+_SIZES = (2, 7)
+"""Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
+
+_MOST_ELEMENTS = 2**24
+
+_SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
+
+_DETACH_, _DETACH = torch.ops.aten.detach_.default, torch.ops.aten.detach.default
+
+_LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What takes the numbers that are written out in a forward."""
+
+
+class _UnknownError(Exception):
+    """Says that numbers follow from inputs or weights, were drawn, or were written into memory."""
+
+
+def numbers_of(tensor: Tensor, act: Callable[[Tensor], Any]) -> Any:
+    """Returns what ``act``, such as ``Tensor.item``, says of a fake tensor; None: more than constants decide that."""
+    is_one = math.prod(tensor.shape) == 1 if all(isinstance(each, int) for each in tensor.shape) else False
+    found = _known(tensor, act) if is_one or act is Tensor.tolist else []
+    return found[0] if found and all(each == found[0] for each in found) else None
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether the numbers in a fake tensor follow from constants and shapes alone."""
+    return bool(_known(tensor, Tensor.numel))
+
+
+def follows_held(tensor: Tensor) -> bool:
+    """Whether numbers that are known follow from tensors that the model holds, which a script may change in place."""
+    node = _node_of(tensor)
+    held = [each for each in _cone(node) if each.op == "get_attr"] if node is not None else []
+    return any(user.target not in _LITERAL for each in held for user in each.users)
+
+
+def _known(tensor: Tensor, act: Callable[[Tensor], Any]) -> list[Any]:
+    """Returns what ``act`` says of a fake tensor for some batch sizes; empty: its numbers are not known."""
+    node = _node_of(tensor)
+    if node is None:
+        return []
+    try:
+        cone = _cone(node)
+        _refuse_writes(cone)
+        held = {each: value for each in cone if (value := _held(each)) is not None}
+        with torch.no_grad(), disable_current_modes(), DisableTorchFunction():  # with numbers, and untraced
+            return [act(_computed(cone, dict(held), size)) for size in _SIZES]
+    except _UnknownError:
+        return []
+
+
+def _node_of(tensor: Tensor) -> fx.Node | None:
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    found = getattr(getattr(slot, "proxy", None), "node", None)
+    return found if isinstance(found, fx.Node) else None
+
+
+def _cone(last: fx.Node) -> list[fx.Node]:
+    """Returns the operations that a value comes from, and the sizes that they take, in the order of the graph."""
+    found, waiting = {last}, [last]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node.meta.get("val"), _SIZED):
+            continue
+        if not _is_computable(node):
+            raise _UnknownError
+        waiting += [source for source in node.all_input_nodes if source not in found]
+        found.update(node.all_input_nodes)
+    return sorted(found)
+
+
+def _held(node: fx.Node) -> Tensor | None:
+    """Returns the tensor, neither parameter nor buffer, that a node takes from where the model holds it."""
+    mode: Any = get_proxy_mode()
+    value = vars(mode.tracer.root).get(str(node.target)) if node.op == "get_attr" and mode is not None else None
+    return value if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else None
+
+
+def _is_computable(node: fx.Node) -> bool:
+    if node.target is operator.getitem or _held(node) is not None:
+        return True
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, OpOverload) or _writes(target):
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket.__name__ in EMPTY:
+        return False
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return math.prod(each if isinstance(each, int) else _size(each, _SIZES[-1]) for each in shape) <= _MOST_ELEMENTS
+
+
+def _writes(target: OpOverload) -> bool:
+    return target._schema.is_mutable and target is not _DETACH_
+
+
+def _refuse_writes(cone: list[fx.Node]) -> None:
+    """Makes sure that nothing has been written into what a value comes from, or into views of it."""
+    seen = {node for node in cone if not isinstance(node.meta.get("val"), _SIZED)}
+    waiting = list(seen)
+    while waiting:
+        for user in waiting.pop().users:
+            if isinstance(user.target, OpOverload) and _writes(user.target):
+                raise _UnknownError
+            may_be_view = not isinstance(user.target, OpOverload) or aliases_of(user)
+            if user not in seen and may_be_view:
+                seen.add(user)
+                waiting.append(user)
+
+
+def _computed(cone: list[fx.Node], known: dict[fx.Node, Any], size: int) -> Any:
+    for each in cone:
+        value, target = each.meta.get("val"), each.target
+        if isinstance(value, _SIZED):
+            known[each] = _size(value, size)
+        elif each not in known:
+            args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
+            act: Any = _DETACH if target is _DETACH_ else target
+            known[each] = act(*args, **kwargs)
+    return known[cone[-1]]
+
+
+def _size(value: Any, size: int) -> Any:
+    if not value.node.has_hint():
+        raise _UnknownError
+    expression = value.node.expr
+    number = expression.subs(dict.fromkeys(expression.free_symbols, size))
+    kind: Any = {torch.SymBool: bool, torch.SymFloat: float, torch.SymInt: int}[type(value)]
+    return kind(number)

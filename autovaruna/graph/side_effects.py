@@ -1,0 +1,125 @@
+"""Puts back what a forward changes in its modules besides tensors it returns, and tells or refuses what it left."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from autovaruna._torch import FakeTensor
+from autovaruna.errors import TraceError
+from autovaruna.graph.constant_values import is_known
+from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records, restored
+from autovaruna.graph.random import own_cache
+from autovaruna.log import warn_once
+
+logger = logging.getLogger(__name__)
+
+_CONTAINERS = (list, dict, OrderedDict, set)
+
+_MOST_NAMES = 5
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
+
+    A model that is run on fake tensors may keep some of them. What `parametrize.cached()` keeps is kept apart, too.
+    """
+    places = [vars(owner) for owner in (*model.modules(), *(each for _, each in records(model)))]
+    held = [value for place in places for value in place.values() if type(value) in _CONTAINERS]
+    with restored([*places, *held]), own_cache():
+        yield
+
+
+def changed_attributes(model: nn.Module, own: nn.Module) -> list[str]:
+    """Returns the attributes of modules and objects that a forward of `own`, a copy of the model, has changed."""
+    before, after = dict(_attributes(model)), dict(_attributes(own))
+    return sorted(name for name in before | after if not _same(before.get(name), after.get(name)))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values, or the values in two lists, are the same to the bit."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    return is_plain(one) and is_plain(other) and type(one) is type(other) and one == other
+
+
+def left_tensors(model: nn.Module) -> list[str]:
+    """Returns where a forward, just traced, has left tensors or numbers out of them; those of constants apart."""
+    return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
+
+
+def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
+    """Warns of what plain PyTorch would have beside what the model returns, and ranks have not."""
+    if names:
+        text = (
+            f"forward leaves tensors, or numbers out of them (item()), in {', '.join(names[:_MOST_NAMES])}"
+            f"{' and more' * (len(names) > _MOST_NAMES)}. "
+            "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there. A loss "
+            "must not be made of them outside of the model; return them if the script goes on from them."
+        )
+        warn_once(logger, model, text)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
+    """Yields what is in attributes of modules and their objects; torch's own modules keep weights that they make."""
+    for path, owner in [*model.named_modules(), *records(model)]:
+        for name, value in list(vars(owner).items()):
+            if name not in OF_MODULES and not type(owner).__module__.startswith("torch."):
+                yield full_name(path, name), [each for _, each in entries("", value, 2)]
+
+
+def _is_left(value: Any) -> bool:
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return bool(free_unbacked_symbols(value))
+    return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter) and not is_known(value)
+
+
+def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns the numbers that are attributes of the model's modules, by module path and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float) and name != "training"
+    }
+
+
+class StateError(TraceError):
+    """Says that forward changes numbers or submodules, which neither a trace nor what is kept whole may do."""
+
+
+def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
+    """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them."""
+    for (path, name), value in after.items():
+        old = before.get((path, name))
+        if old is not None and old != value:
+            where = f"{path}.{name}" if path else name
+            raise StateError(
+                f"forward changes the Python number {where} ({old} -> {value}), which a trace would fix for good. "
+                "Expected a forward that changes buffers alone; make it a tensor with register_buffer(). If only the "
+                "first call changes it, run one batch through the model before it is wrapped."
+            )
+
+
+def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> None:
+    """Refuses a forward that replaces submodules, by path, of a module that is kept whole."""
+    for path in before | after:
+        old, new = before.get(path), after.get(path)
+        if old is not new:
+            kinds = " -> ".join("none" if each is None else type(each).__qualname__ for each in (old, new))
+            raise StateError(
+                f"forward replaces the submodule {path} ({kinds}) in a module that cannot be traced and is kept whole: "
+                "the ranks that run it would have another model than the others. Expected submodules that stay as "
+                "__init__ makes them. If only the first call replaces them, run one batch through the model before it "
+                "is wrapped."
+            )
