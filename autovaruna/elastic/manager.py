@@ -253,7 +253,7 @@ class Restarts:
         """How long to wait before the next run: doubled for each run in a row that came no further."""
         return min(60.0, 2.0 ** (self._num_in_vain - 3)) if self._num_in_vain > 2 else 0.0
 
-    def note(self, outcome: Outcome, step: int) -> str:
+    def record(self, outcome: Outcome, step: int) -> str:
         """Records the end of a run after so many steps; returns why there is no other one, empty if there is."""
         is_further, self._best_step = step > self._best_step, max(step, self._best_step)
         self._num_in_vain = 0 if is_further else self._num_in_vain + 1
