@@ -48,7 +48,6 @@ LEVELS = {
         "launcher token_server metrics autograd remote_parameter",
         "transport",
         "deadlock",
-        "rank_watch",
         "reduction",
         "world",
         "environment torch_channel buckets mail timeline",
@@ -71,7 +70,7 @@ LEVELS = {
     ),
     "elastic": (
         "options host_processes progress rank_part rank_script replay sampler speeds stub",
-        "ahead job_output snapshot standby watch",
+        "ahead snapshot standby watch",
         "job keeper notices",
         "link slow_hosts",
         "hosts job_state",

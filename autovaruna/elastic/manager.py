@@ -22,8 +22,7 @@ from types import FrameType
 from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
-from autovaruna.elastic.job import Grid, MpiJob, handling
-from autovaruna.elastic.job_output import show
+from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.notices import EventLog, Notices, take_over
 from autovaruna.elastic.options import LaunchOptions

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from autovaruna.config.files import at_home, read_record, write_whole
-from autovaruna.elastic.job_output import show
+from autovaruna.elastic.job import show
 from autovaruna.errors import ConfigError
 from autovaruna.runtime.token_server import Server, connect
 

@@ -20,8 +20,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.deadlock import Event, Need
-from autovaruna.runtime.rank_watch import RankWatch
+from autovaruna.runtime.deadlock import Event, Need, RankWatch
 from autovaruna.runtime.transport.base import GROUP_CHANNEL, Pending, TensorTransfer, Transport
 from autovaruna.runtime.transport.layout import flat, to_host
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from autovaruna.errors import AutoVarunaError, RankError, TraceError
 from autovaruna.log import error_text
-from autovaruna.runtime.deadlock import Event, Need
-from autovaruna.runtime.rank_watch import RankWatch
+from autovaruna.runtime.deadlock import Event, Need, RankWatch
 from autovaruna.runtime.reduction import Group, broadcast_in_tree
 from autovaruna.runtime.transport.base import (
     CARRIER_CHANNEL,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.rank_watch import STEPS, Stalls
+from autovaruna.runtime.deadlock import STEPS, Stalls
 from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 
@@ -36,7 +36,7 @@ def test_every_rank_that_waits_says_for_whom_and_where_the_others_are(
 ) -> None:
     until = threading.Event()
     threading.Timer(4.0, until.set).start()
-    with caplog.at_level(logging.WARNING, "autovaruna.runtime.rank_watch"):
+    with caplog.at_level(logging.WARNING, "autovaruna.runtime.deadlock"):
         run_ranks(3, lambda world: stall(world, stalled, until))
     receiver, other = (stalled + 1) % 3, (stalled + 2) % 3
     said = {rank: [text for text in caplog.messages if text.startswith(f"rank {rank} has waited")] for rank in range(3)}
@@ -87,7 +87,7 @@ def test_a_wait_that_ended_is_no_place(caplog: pytest.LogCaptureFixture) -> None
             world.send([torch.ones(1)], 1, 4)
             world.barrier("end")
 
-    with caplog.at_level(logging.WARNING, "autovaruna.runtime.rank_watch"):
+    with caplog.at_level(logging.WARNING, "autovaruna.runtime.deadlock"):
         run_ranks(3, run)
     assert any("rank 1 has not come" in text and "rank 2 waits in 'end'" in text for text in caplog.messages)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autovaruna.runtime.rank_watch import RankWatch
+from autovaruna.runtime.deadlock import RankWatch
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.stage.module import StageModule

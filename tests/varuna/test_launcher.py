@@ -18,8 +18,7 @@ import pytest
 
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
-from autovaruna.elastic.job import MpiJob, find_mpirun
-from autovaruna.elastic.job_output import JobOutput
+from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import list_hosts, read_options, read_variables
 from autovaruna.errors import ConfigError
