@@ -23,6 +23,8 @@ from autovaruna.runtime.token_server import MOST_BYTES, connect
 TOKEN = "token"  # the file in a job's folder with what only the job's user can read
 _SUFFIX = ".elsewhere"
 _ERRORS = (OSError, EOFError, ValueError)
+ReadInto = Callable[[memoryview, int], int]
+"""Reads bytes of a file from a place on and returns how many; 0: the file ends there."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,6 @@ class Pointer:
     def write(self, place: Path) -> None:
         """Puts the pointer where the file would be."""
         write_whole(_pointer_of(place), json.dumps(asdict(self)), is_synced=False)
-
-
-ReadInto = Callable[[memoryview, int], int]
-"""Reads bytes of a file from a place on and returns how many; 0: the file ends there."""
 
 
 def is_elsewhere(path: Path) -> bool:

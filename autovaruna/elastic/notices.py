@@ -26,6 +26,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.runtime.token_server import Server, connect
 
 _FOLDER = "~/.autovaruna/jobs"
+HELP = "tell running jobs that a host will be taken away"
 
 
 class EventLog:
@@ -141,9 +142,6 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
             "the machine list of a job that `autovaruna run` looks after"
         )
     return num_told
-
-
-HELP = "tell running jobs that a host will be taken away"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ _SHORT_WAIT_SECONDS = 5e-6
 _STEPS_TOGETHER = ((32, 1), (256, 8), (math.inf, 64))
 """Up to which step how many are written together."""
 _TAG = 1 << 17
+_CLOCK_TAG, _NUM_TIMES = (1 << 20) - 2, 10
 
 Span = tuple[str, float, float, float]
 """An instruction; when it began, when it had what it waited for, and when it ended, on the clock of rank 0."""
@@ -209,9 +210,6 @@ class EventTrace:
                     seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
                     predicted = self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0)
                     logger.info("step %d: %s", number, table(seconds, predicted, lost))
-
-
-_CLOCK_TAG, _NUM_TIMES = (1 << 20) - 2, 10
 
 
 def offset_to_first(world: World) -> float:

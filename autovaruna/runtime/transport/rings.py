@@ -57,6 +57,8 @@ _WHAT = "opening rings"
 _CLOSED_ON_EXEC = 1
 _ORDERED = ("x86_64", "AMD64")
 """Processors whose cores see each other's writes in the order in which they were made."""
+Offer = tuple[str, bytes]
+"""Where another process finds memory of this one, and the token by which it knows that it is the right one."""
 
 
 class Shared:
@@ -245,10 +247,6 @@ class RingReceiver:
         if block:
             self.shared.release(block)
         return tensor
-
-
-Offer = tuple[str, bytes]
-"""Where another process finds memory of this one, and the token by which it knows that it is the right one."""
 
 
 class _Memory(NamedTuple):
