@@ -49,7 +49,7 @@ def blamed(run: ElasticRun, strike: Callable[[], object]) -> dict[str, Any]:
 
 def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
     """One run of one job, struck by one fault after another; each is said as what it was."""
-    with job(ElasticRun(hosts, [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS)], ["--start_seconds", "10"])) as run:
+    with job(ElasticRun(hosts, [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS)], ["--start_seconds", "20"])) as run:
         for rank in (1, 0):
             ended = blamed(run, lambda rank=rank: run.strike(run.ranks()[rank][1]))
             assert f"rank {rank} was ended by SIGKILL" in ended["text"] and not ended["lost"]
