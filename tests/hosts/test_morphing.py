@@ -76,8 +76,8 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
         since = len(run.events)
         hosts.stop_sshd("h2")  # a host that is half there
         run.strike(run.ranks()[0][1])
-        left_out = run.events.index(run.wait_for_event("left_out", since, host="h2"))
-        assert run.wait_for_event("start", left_out)["hosts"] == ["h1", "h3"]
+        event = run.wait_for_event("left_out", since, host="h2")
+        assert run.wait_for_event("start", run.events.index(event))["hosts"] == ["h1", "h3"]
         hosts.continue_sshd("h2")
         run.wait_until_training_on(hosts.names)
         run.stop_soon()
