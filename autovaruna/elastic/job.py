@@ -250,8 +250,7 @@ class MpiJob:
     def _wait(self) -> int:
         assert self._process is not None
         status = self._process.wait()
-        own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
-        shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
+        _remove_folder(self._process.pid)
         self.output.wait()
         faults = sorted(self.output.ended.items(), key=lambda each: (each[1] == 0, each[1] == LOST_OTHERS))
         rank, fault = faults[0] if faults else (-1, 0)
@@ -354,6 +353,8 @@ class Probe:
     def end(self) -> None:
         """Ends it, with the ssh that it has started."""
         _kill_session(self._process.pid)
+        self._process.wait()
+        _remove_folder(self._process.pid)
 
 
 def _mpirun(
@@ -385,6 +386,11 @@ def _kill_session(leader: int) -> None:
         with suppress(ProcessLookupError):
             if os.getsid(int(name)) == leader:
                 os.kill(int(name), signal.SIGKILL)
+
+
+def _remove_folder(process: int) -> None:
+    """Removes the temporary folder of an mpirun that has ended; half of it stays where one was killed."""
+    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{process}"), ignore_errors=True)
 
 
 @contextmanager
