@@ -85,6 +85,8 @@ class Keeper:
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
         self._copies: dict[Path, Path] = {}
+        self._gone: dict[str, float] = {}
+        threading.Thread(target=self._watch_ranks, daemon=True).start()
 
     # what the manager asks for
 
@@ -99,20 +101,22 @@ class Keeper:
         self._first_kills = memory_kills()
         self._copied = None
         self._copies.clear()
+        self._gone = {}
         self._attempt = attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
     def ping(self) -> dict[str, Any]:
-        """Returns how far the ranks of this host are: of each what it reports, and its state."""
+        """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone."""
         found = {}
         predicted: dict[str, float] = {}
         for folder in self._rank_folders():
             progress = Progress.read(folder)
             if progress is not None:
                 rank = _number_of(folder)
-                state = {"state": state_of(progress.process), "work": read_work(folder)}
-                found[str(rank)] = {**asdict(progress), **state}
+                gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
+                more = {"state": state_of(progress.process), "gone_seconds": gone, "work": read_work(folder)}
+                found[str(rank)] = {**asdict(progress), **more}
                 predicted = predicted or read_predicted(folder)
         attempt = self._attempt
         return {
@@ -244,6 +248,15 @@ class Keeper:
         if self._file:
             Path(self._file).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _watch_ranks(self) -> None:
+        """Records when each rank's process is gone: the first one is why others follow."""
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            for folder in self._rank_folders():
+                progress = Progress.read(folder) if folder.name not in self._gone else None
+                if progress is not None and not is_alive(progress.process):
+                    self._gone[folder.name] = time.monotonic()
 
     # copies on another host
 

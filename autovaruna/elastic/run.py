@@ -199,7 +199,10 @@ class JobRun:
         if status == LOST_OTHERS:
             first = next(((its, each) for its, each in ended.items() if each not in (0, status)), None)
             if first is None:
-                return self._by_script(early, 1) if early else Outcome(f"rank {rank} has lost other ranks")
+                gone = self.watch.first_gone(ended)
+                if early and not gone:
+                    return self._by_script(early, 1)
+                return Outcome(gone or f"rank {rank} has lost other ranks")
             rank, status = first
         if status < 0:
             killed = signal.Signals(-status)

@@ -165,6 +165,15 @@ class JobWatch:
         self.longest_seconds = silent
         return Hang(self._words(), silent)
 
+    def first_gone(self, ended: Iterable[int]) -> str:
+        """Says which rank was the first to go without a word, those aside that are known to have ended; empty: none."""
+        gone = {rank: seen for rank, seen in self._ranks.items() if seen.report["gone_seconds"] > 0}
+        silent = {rank: seen for rank, seen in gone.items() if rank not in set(ended)}
+        if not silent:
+            return ""
+        first = max(silent, key=lambda rank: float(silent[rank].report["gone_seconds"]))
+        return _named({first: silent[first]}) + " gone"
+
     def _words(self) -> str:
         """Says which ranks the others wait for, and where those are."""
         fewest = min(seen.report["calls"] for seen in self._ranks.values())

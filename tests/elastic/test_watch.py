@@ -20,9 +20,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def rank(calls: int, is_inside: bool = True, state: str = "S", **more: Any) -> dict[str, Any]:
+def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0, **more: Any) -> dict[str, Any]:
     """Returns what a keeper says of a rank."""
-    said = {"calls": calls, "steps": calls, "is_inside": is_inside, "state": state}
+    said = {"calls": calls, "steps": calls, "is_inside": is_inside, "state": state, "gone_seconds": gone}
     return {**said, "is_asked_to_end": False, "is_kept": True, "work_seconds": 0.0, "work": [], **more}
 
 
@@ -140,3 +140,12 @@ def test_ranks_can_leave_at_a_border_once_they_have_trained_and_take_snapshots(c
     assert not watch.can_leave
     watch.record("a", {**report(r0=rank(2)), "is_full": True})
     assert not watch.can_leave and watch.full_hosts == ["a"], "the step at the border would not be whole"
+
+
+def test_the_first_that_went_is_named(clock: SimpleNamespace) -> None:
+    watch = trained(clock)
+    watch.record("a", report(r0=rank(5, gone=0.3)))
+    watch.record("b", report(r1=rank(5, gone=0.9)))
+    assert watch.first_gone([]) == "rank 1 on b is gone"
+    assert watch.first_gone([1]) == "rank 0 on a is gone"
+    assert watch.first_gone([0, 1]) == ""
