@@ -145,7 +145,7 @@ def test_the_steps_of_a_model_are_predicted_from_its_own_shapes(
     """Once, tensors of a fixed size were tried out: a step that grows with the side of a matrix took minutes."""
     model = nn.Sequential(*(nn.Linear(48, 96, bias=False) for _ in range(3)), nn.Linear(8, 48, bias=False))
     monkeypatch.setattr(optimizer_trial, "_BUDGET_SECONDS", 100.0)  # of this clock
-    with work_clock(optimizer) as clock:
+    with work_clock(optimizer_trial) as clock:
         found = measure_step(make(model), CPU)
         begin = clock()
         plain = plain_step_seconds(model, make(model), clock)
@@ -158,7 +158,7 @@ def test_a_large_matrix_is_extrapolated_by_its_growth(monkeypatch: pytest.Monkey
     model = nn.Linear(2048, 1024, bias=False)
     made = Cubic(model.parameters(), lr=0.1)
     monkeypatch.setattr(optimizer_trial, "_BUDGET_SECONDS", 100.0)  # of this clock
-    with work_clock(optimizer) as clock:
+    with work_clock(optimizer_trial) as clock:
         found, taken = measure_step(made, CPU), clock()
         plain = plain_step_seconds(model, made, clock)
     assert found.seconds(1, model.weight.nbytes) == pytest.approx(plain, rel=0.5)
