@@ -49,8 +49,8 @@ def wait_for_a_step(run: Command) -> None:
 
 
 def finish(run: Command) -> tuple[int, str]:
-    """Returns status and words of a run that ends within seconds."""
-    out, err = run.communicate(timeout=60.0)
+    """Returns status and words of a run that ends soon."""
+    out, err = run.communicate(timeout=150.0)
     return run.returncode, out + err
 
 
