@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from autovaruna.checkpoint.folder import has_checkpoints, on_first
 from autovaruna.checkpoint.load import CheckpointInfo
-from autovaruna.checkpoint.save import Way
-from autovaruna.checkpoint.snapshot import HasPosition
+from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.source import choose, open_source
 from autovaruna.checkpoint.state import Content
 from autovaruna.config.settings import Settings, resolve, whole_number
+from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.methods import OwnMethods, method_of, own_calls
@@ -36,8 +36,8 @@ from autovaruna.interception.scaler import look_in_callers
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.environment import promise
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.trace import Metrics
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import refuse_several
@@ -404,7 +404,7 @@ class AutoVaruna(nn.Module):
         """
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
-        self._persistence.save(dir, content, Way(keep, tempdir, shard, background))
+        self._persistence.save(dir, content, SaveOptions(keep, tempdir, shard, background))
         self._training_run.stopping.number_from(step, self._training_run.num_steps)
 
     def wait_checkpoint(self) -> None:

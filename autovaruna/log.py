@@ -22,7 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from autovaruna.config.files import PACKAGED, conf_dir, read_toml
 from autovaruna.errors import AutoVarunaError, ConfigError
 
-ROOMS = ("config", "graph", "profiler", "schedule", "planner", "stage", "runtime", "checkpoint", "session", "varuna")
+ROOMS = (
+    *("config", "graph", "profiler", "schedule", "planner", "stage", "runtime", "checkpoint", "elastic", "session"),
+    "varuna",
+)
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,

@@ -5,18 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport, of_this_thread
+from autovaruna.runtime.deadlock import Failure, encoded
+from autovaruna.runtime.environment import of_this_thread
+from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World, describe
 
 Result = TypeVar("Result")
 
 
+class RankThread(ThreadTransport):
+    """A rank whose error ends the waits of all ranks, with an error that quotes it."""
+
+    def abort(self, error: BaseException, where: str) -> NoReturn:
+        self.fail(f"{where}: {describe(error)}")
+        raise error
+
+    def fail(self, text: str) -> None:
+        for rank in range(len(self.hosts)):
+            ThreadTransport.send_notice(self, encoded(Failure(text, is_final=True)), rank)
+
+
 def make_worlds(num_ranks: int) -> list[World]:
     """Returns the worlds of `num_ranks` ranks that talk to each other."""
     mailboxes = Mailboxes(num_ranks)
-    return [World(ThreadTransport(rank, mailboxes)) for rank in range(num_ranks)]
+    return [World(RankThread(rank, mailboxes)) for rank in range(num_ranks)]
 
 
 def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0) -> list[Result]:
@@ -61,5 +75,5 @@ def _run_rank(
 
 
 def _fail(world: World, text: str) -> None:
-    assert isinstance(world.transport, ThreadTransport)
+    assert isinstance(world.transport, RankThread)
     world.transport.fail(text)

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, load_checkpoint, log
-from autovaruna.checkpoint.host_memory import INDEX, STATE
-from autovaruna.checkpoint.manifest import MANIFEST, _own_checksum
+from autovaruna.checkpoint.manifest import INDEX, MANIFEST, STATE, _own_checksum
 from autovaruna.commands.trace import read_bars, summary
 from autovaruna.config.files import PACKAGED
 from autovaruna.config.settings import Settings, resolve

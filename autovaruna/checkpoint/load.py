@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna.checkpoint.encoding import decode
 from autovaruna.checkpoint.source import CheckpointSource, choose
-from autovaruna.checkpoint.state import ModelInTraining, check_optimizer, decode, load_optimizer
+from autovaruna.checkpoint.state import ModelInTraining, check_optimizer, load_optimizer
 from autovaruna.checkpoint.tensor_file import Entry, Reader, can_become, read_all, read_new
 from autovaruna.errors import AutoVarunaError, CheckpointError
+from autovaruna.runtime.environment import single_world
 from autovaruna.runtime.optimizer import CutOptimizer
-from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.weights import OwnedState, materialize
 
 _MOST_NAMES = 8
@@ -103,7 +104,7 @@ class Loading:
         read_all([(entry, tensor) for entry, tensor in pairs if not tensor.is_meta])
         others = decode(self.state.get("module_state", {}), self._read)
         if others:
-            with self._taking("module_state"):
+            with self._blaming("module_state"):
                 subject.model.load_state_dict(others, strict=False)
 
     def load_optimizer(self, subject: ModelInTraining, with_state: bool = True) -> None:
@@ -113,17 +114,17 @@ class Loading:
             state = self.state.get("optimizer_state", {}) if with_state else {}
             dtypes = {name: entry.dtype for name, entry in self.names(subject).items()}
             reader = Reader(self.source.others)
-            with self._taking("optimizer"):
+            with self._blaming("optimizer"):
                 load_optimizer(subject, subject.optimizer, known, state, reader, dtypes)
 
     def load_rest(self, rank: int) -> CheckpointInfo:
         """Gives scaler, schedule and generators their states, and returns the rest."""
         for name, part in self._parts.items():
             if part is not None:
-                with self._taking(name):
+                with self._blaming(name):
                     part.load_state_dict(decode(self.state[name], self._read))
         generators = decode(self.state.get("generators", {}).get(str(rank), {}), self._read)
-        with self._taking("generators"):
+        with self._blaming("generators"):
             if "cpu" in generators:
                 torch.set_rng_state(generators["cpu"])
             if "cuda" in generators and torch.cuda.is_available():
@@ -136,8 +137,8 @@ class Loading:
         )
 
     @contextmanager
-    def _taking(self, what: str) -> Iterator[None]:
-        """Names the checkpoint where something does not take the state that it has for it."""
+    def _blaming(self, what: str) -> Iterator[None]:
+        """Names the checkpoint, and what it holds a state of, in the error of whoever cannot load that state."""
         try:
             yield
         except AutoVarunaError:

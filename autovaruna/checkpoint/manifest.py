@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +24,9 @@ from autovaruna.config.files import Whole, parse, read_record, shown
 from autovaruna.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+INDEX = "model.safetensors.index.json"
+STATE = "state.json"
+PER_RANK = ("optimizer_state", "generators")  # what ``state.json`` has from every rank
 FORMAT_VERSION = 1
 CHUNK_BYTES = 8 << 20
 ROW_WORDS = 32_749
@@ -141,8 +144,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = parse(path.read_bytes())
-        told, version = content.pop("checksum"), content["format_version"]
-        if told != _own_checksum(content):
+        claimed, version = content.pop("checksum"), content["format_version"]
+        if claimed != _own_checksum(content):
             raise ValueError("it does not have the checksum that it tells of")
         if version == FORMAT_VERSION:
             manifest = read_record(content, Manifest)
@@ -160,3 +163,28 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _own_checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """What a rank has written of a checkpoint."""
+
+    files: Mapping[str, FileRecord]
+    weights: Mapping[str, str]  # the file of each weight among them, by name
+    num_weight_bytes: int
+    documents: Mapping[str, Any]  # its part of ``state.json``
+
+
+def index_and_state(parts: Sequence[WrittenPart]) -> dict[str, str]:
+    """Returns the texts of the index, as Hugging Face's tools expect it, and of ``state.json``, by file."""
+    weights = {name: file for part in parts for name, file in part.weights.items()}
+    total = {"total_size": sum(part.num_weight_bytes for part in parts)}
+    state: dict[str, Any] = {}
+    for part in parts:
+        for key, content in part.documents.items():
+            if key in PER_RANK:
+                state.setdefault(key, {}).update(content)
+            else:
+                state[key] = content
+    index = {"metadata": total, "weight_map": dict(sorted(weights.items()))}
+    return {name: json.dumps(each, indent=1, allow_nan=False) for name, each in ((INDEX, index), (STATE, state))}

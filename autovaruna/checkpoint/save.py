@@ -1,10 +1,10 @@
 """Saves checkpoints from all ranks, at once or in the background.
 
-There is one writer. It takes the bytes of tensors (`tensor_file.lay_out`) from wherever they are: those of the model,
-or a copy that `HostMemory` keeps of them while training goes on, which one thread writes. The threads of the ranks find
-each other through files, for messages belong to the training: a rank that writes has a mark in the folder. When its
-files are on the disk, the mark gets its report; if it fails, the mark goes (which works on a full disk too). Rank 0
-waits for the reports and completes the checkpoint.
+There is one writer. It writes the bytes of tensors (`tensor_file.lay_out`) from where they are: in the model, or, in
+the background, in a copy (`HostMemory`) that a thread writes while training goes on. Threads of several ranks send no
+messages, which belong to training; they speak through files. A rank that writes has a mark, a file in the checkpoint's
+folder. Once its files are on the disk, the mark gets the record of its part. If it fails, the mark is removed (which
+works on a full disk too). Rank 0 waits for all records and completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,22 +20,30 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
-from autovaruna.checkpoint.host_memory import INDEX, STATE, copy_synced, joined_documents
-from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Bytes, FileRecord, Manifest, checksum
-from autovaruna.checkpoint.state import Content, Json, ModelInTraining, RankState, compose, config_files
-from autovaruna.checkpoint.tensor_file import Rows, read_header
-from autovaruna.config.files import at_home, read_record
+from autovaruna.checkpoint.host_memory import HostMemory, available_bytes
+from autovaruna.checkpoint.manifest import (
+    CHUNK_BYTES,
+    MANIFEST,
+    Bytes,
+    FileRecord,
+    Manifest,
+    WrittenPart,
+    checksum,
+    index_and_state,
+)
+from autovaruna.checkpoint.state import Content, ModelInTraining, RankState, compose, config_files
+from autovaruna.checkpoint.tensor_file import Rows
+from autovaruna.config.files import at_home, copy_synced, read_record
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World
 
@@ -43,11 +51,10 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 _MARK = ".rank-"  # what names of files begin with that ranks have in the folder of a checkpoint while they write
 _LOCAL = "autovaruna-checkpoint-"
-_UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Way:
+class SaveOptions:
     """How a checkpoint is saved."""
 
     keep: int | None = None  # how many checkpoints stay in the folder; None: all
@@ -57,7 +64,7 @@ class Way:
 
 
 class Saver:
-    """Saves the checkpoints of one model; at most one of them is on its way."""
+    """Saves the checkpoints of one model; at most one of them is on its options."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -71,30 +78,32 @@ class Saver:
         """Whether a checkpoint in the background has not been seen to be complete; the same on every rank."""
         return self._job is not None
 
-    def save(self, subject: ModelInTraining, root: str | os.PathLike[str], content: Content, way: Way) -> None:
+    def save(
+        self, subject: ModelInTraining, root: str | os.PathLike[str], content: Content, options: SaveOptions
+    ) -> None:
         """Saves a checkpoint. Collective.
 
         Raises CheckpointError, on every rank, if it cannot be saved. What was there before is as it was.
         """
         self.wait()
         place = place_of(root)
-        self._compare(place, content, way)
-        way = replace(way, tempdir=way.tempdir and os.path.abspath(at_home(way.tempdir)))  # the script may go elsewhere
-        part = together(self._world, lambda: compose(subject, content, way.is_shared), "composing a checkpoint")
-        copies = way.in_background and self._has_room(part)
+        self._compare(place, content, options)
+        tempdir = options.tempdir and os.path.abspath(at_home(options.tempdir))  # the script may go elsewhere
+        part = together(self._world, lambda: compose(subject, content, options.is_shared), "composing a checkpoint")
+        copies = options.in_background and self._has_room(part)
         extra_files, partial = on_first(
             self._world,
             lambda: (config_files(subject.model), self._begin(Path(place), content.step)),
             "beginning a checkpoint",
         )
 
-        def complete(reports: Sequence[WrittenPart]) -> None:
-            path = commit(partial, content.step, reports, extra_files, way.keep)
+        def complete(parts: Sequence[WrittenPart]) -> None:
+            path = commit(partial, content.step, parts, extra_files, options.keep)
             self._locks.close()  # others may read it from now on
             logger.info("saved the checkpoint %s", path)
 
         try:
-            self._write(part, partial, way.tempdir, copies, complete)
+            self._write(part, partial, tempdir, copies, complete)
         except BaseException:
             if self._job is None:
                 self._abandon(partial)
@@ -128,34 +137,32 @@ class Saver:
                 atexit.register(self._at_end, os.getpid())
             self._job = BackgroundWrite(partial, self._world, act, complete)
         else:
-            reports = gather(self._world, act, "writing a checkpoint")
-            on_first(self._world, lambda: complete(reports), "completing a checkpoint")
+            parts = gather(self._world, act, "writing a checkpoint")
+            on_first(self._world, lambda: complete(parts), "completing a checkpoint")
 
-    def _compare(self, place: str, content: Content, way: Way) -> None:
+    def _compare(self, place: str, content: Content, options: SaveOptions) -> None:
         """Makes sure that the ranks save the same. Collective."""
-        own = {"step": content.step, "background": way.in_background, "shard": way.is_shared, "keep": way.keep}
-        asked = {name: str(value) for name, value in own.items()}
+        own = {"background": options.in_background, "shard": options.is_shared, "keep": options.keep}
+        asked = {name: str(value) for name, value in {"step": content.step, **own}.items()}
         if found := different_requests(self._world, place, asked, "saving a checkpoint"):
             raise CheckpointError(f"The ranks save different checkpoints: {found}. Expected the same on every rank.")
 
     def _has_room(self, part: RankState) -> bool:
         """Says whether each host has memory for the copies of its ranks; the same on every rank. Collective."""
-        needs = self._world.gather_objects(
-            (self._memory.missing_bytes(part), available_bytes()), "composing a checkpoint"
-        )
+        own = self._memory.missing_bytes(part), available_bytes()
+        needs = list(zip(self._world.hosts, self._world.gather_objects(own, "composing a checkpoint"), strict=True))
         missing: Counter[str] = Counter()
-        for host, (num_bytes, _) in zip(self._world.hosts, needs, strict=True):
+        for host, (num_bytes, _) in needs:
             missing[host] += num_bytes
-        for host, (_, available) in zip(self._world.hosts, needs, strict=True):
-            if missing[host] > available:
-                if self._world.rank == 0:
-                    logger.warning(
-                        "save_checkpoint(background=True) first copies the state to memory of the host: that takes "
-                        "%.1f GB of %s, which has %.1f GB left. So training waits until the files are written",
-                        *(missing[host] / 1e9, host, available / 1e9),
-                    )
-                return False
-        return True
+        full = next(((host, available) for host, (_, available) in needs if missing[host] > available), None)
+        if full is not None and self._world.rank == 0:
+            host, available = full
+            logger.warning(
+                "save_checkpoint(background=True) first copies the state to memory of the host: that takes %.1f GB of "
+                "%s, which has %.1f GB left. So training waits until the files are written",
+                *(missing[host] / 1e9, host, available / 1e9),
+            )
+        return full is None
 
     def _begin(self, root: Path, step: int) -> Path:
         try:
@@ -164,15 +171,15 @@ class Saver:
             raise cannot_write(root, error) from error
 
     def poll(self) -> None:
-        """Looks how the checkpoint in the background is doing, without waiting for it. Collective while `is_busy`.
+        """Ends the checkpoint in the background if all ranks are done, or one failed. Collective while `is_busy`.
 
         Raises CheckpointError if it failed, on this rank or another.
         """
         if self._job is None:
             return
-        news = self._world.gather_objects(self._job.news(), "a checkpoint in the background")
-        if any(news) or all(text == "" for text in news):
-            self._end(news)
+        outcomes = self._world.gather_objects(self._job.outcome(), "a checkpoint in the background")
+        if any(outcomes) or all(text == "" for text in outcomes):
+            self._end(outcomes)
 
     def wait(self) -> None:
         """Waits until the checkpoint in the background is complete. Collective; raises as `poll`."""
@@ -180,17 +187,17 @@ class Saver:
             self._job.join()
             self.poll()
 
-    def _end(self, news: Sequence[str | None]) -> None:
+    def _end(self, outcomes: Sequence[str | None]) -> None:
         """Forgets the checkpoint in the background, which is complete, or of which a part has failed."""
         job = self._job
         assert job is not None
         job.join()
         self._job = None
-        texts = self._world.gather_objects(job.news(), "the end of a checkpoint in the background")
+        texts = self._world.gather_objects(job.outcome(), "the end of a checkpoint in the background")
         if any(texts):
             self._abandon(job.folder)
         own = [text for text in texts if text and "it says why" not in text]
-        if first := next(iter(own or [text for text in news if text]), ""):
+        if first := next(iter(own or [text for text in outcomes if text]), ""):
             raise CheckpointError(f"The checkpoint in the background failed: {first}") from job.error
 
     def _abandon(self, partial: Path) -> None:
@@ -234,7 +241,7 @@ class BackgroundWrite:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def news(self) -> str | None:
+    def outcome(self) -> str | None:
         """Returns None while it is at work, an empty text if it is done, else what went wrong."""
         if self._thread.is_alive():
             return None
@@ -242,9 +249,9 @@ class BackgroundWrite:
 
     def _run(self) -> None:
         try:
-            self._leave(self.write())
+            self._report(self.write())
             if self.world.rank == 0:
-                self.complete([self._report_of(rank) for rank in range(self.world.num_ranks)])
+                self.complete([self._part_of(rank) for rank in range(self.world.num_ranks)])
         except BaseException as error:
             self._fail(error)
 
@@ -253,17 +260,17 @@ class BackgroundWrite:
         logger.error("the checkpoint %s failed: %s", self.folder, error)
         mark_of(self.folder, self.world.rank).unlink(missing_ok=True)
 
-    def _leave(self, report: WrittenPart) -> None:
-        """Puts this rank's report into its mark, whole or not at all."""
+    def _report(self, part: WrittenPart) -> None:
+        """Puts the record of this rank's part into its mark, whole or not at all."""
         mark = mark_of(self.folder, self.world.rank)
         try:
-            mark.with_suffix(".part").write_text(json.dumps(asdict(report)))
+            mark.with_suffix(".part").write_text(json.dumps(asdict(part)))
             os.replace(mark.with_suffix(".part"), mark)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
-    def _report_of(self, rank: int) -> WrittenPart:
-        """Waits for a rank's report."""
+    def _part_of(self, rank: int) -> WrittenPart:
+        """Waits for the record of a rank's part."""
         try:
             while not (text := mark_of(self.folder, rank).read_text()):
                 time.sleep(POLL_SECONDS)
@@ -272,65 +279,6 @@ class BackgroundWrite:
                 f"rank {rank} could not write its part of the checkpoint {self.folder.name}; it says why."
             ) from error
         return read_record(json.loads(text), WrittenPart)
-
-
-def available_bytes() -> float:
-    """Returns the memory of this host that programs can have; infinite where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return float("inf")
-    known = dict(line.split(":") for line in lines)
-    return 1024.0 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else float("inf")
-
-
-@dataclass(frozen=True)
-class WrittenPart:
-    """What a rank has written; `documents` are its share of ``state.json``."""
-
-    files: Mapping[str, FileRecord]
-    documents: Mapping[str, Json]
-
-
-class HostMemory:
-    """Memory on the host for a copy of a rank's part; one save after the other uses it. For CUDA it is pinned."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def missing_bytes(self, part: RankState) -> int:
-        """Returns how much more memory a copy takes."""
-        needed = _num_bytes(part)
-        if len(self._memory) >= needed:
-            return 0
-        return 1 << (needed - 1).bit_length() if _is_on_cuda(part) else needed  # torch pins powers of two
-
-    def copy(self, part: RankState) -> dict[str, Rows]:
-        """Returns the files of a part from memory that nobody changes until the next copy."""
-        needed, pins = _num_bytes(part), _is_on_cuda(part)
-        if len(self._memory) < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there is no second one
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pins)
-        copied: dict[str, Rows] = {}
-        end = 0
-        for name, rows in part.files.items():
-            begin = end
-            for row in rows:
-                end += len(row)
-                self._memory[end - len(row) : end].copy_(row, non_blocking=True)
-            copied[name] = [self._memory[begin:end]]
-        if pins:
-            torch.cuda.synchronize()
-        return copied
-
-
-def _num_bytes(part: RankState) -> int:
-    """Returns the memory that a copy takes, with some room for a part that grows a little from save to save."""
-    return -(-sum(len(row) for rows in part.files.values() for row in rows) // _UNIT_BYTES) * _UNIT_BYTES
-
-
-def _is_on_cuda(part: RankState) -> bool:
-    return any(row.is_cuda for rows in part.files.values() for row in rows)
 
 
 def write_part(part: RankState, partial: Path, tempdir: str | None) -> WrittenPart:
@@ -348,7 +296,7 @@ def write_part(part: RankState, partial: Path, tempdir: str | None) -> WrittenPa
                     copy_synced(local / name, place)
         except OSError as error:
             raise cannot_write(place, error) from error
-    return WrittenPart(records, part.documents)
+    return WrittenPart(records, part.weights, part.num_weight_bytes, part.documents)
 
 
 def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
@@ -394,18 +342,14 @@ def mark_of(folder: Path, rank: int) -> Path:
 
 
 def commit(
-    partial: Path, step: int, reports: Sequence[WrittenPart], extra_files: Mapping[str, bytes], keep: int | None
+    partial: Path, step: int, parts: Sequence[WrittenPart], extra_files: dict[str, bytes], keep: int | None
 ) -> Path:
     """Writes what is still missing, gives the checkpoint its name, and then removes old ones."""
     try:
-        small = {
-            INDEX: _json(_index(partial)),
-            STATE: _json(joined_documents([report.documents for report in reports])),
-            **extra_files,
-        }
+        small = {name: text.encode() for name, text in index_and_state(parts).items()} | extra_files
         records = {name: write_file(partial / name, chunks_of([_row(data)])) for name, data in small.items()}
-        for report in reports:
-            records |= report.files
+        for part in parts:
+            records |= part.files
         write_file(partial / MANIFEST, chunks_of([_row(Manifest(step, records).to_json().encode())]))
         for mark in partial.glob(f"{_MARK}*"):
             mark.unlink()
@@ -415,20 +359,6 @@ def commit(
         return complete
     except OSError as error:
         raise cannot_write(partial, error) from error
-
-
-def _index(partial: Path) -> dict[str, Any]:
-    """Returns the file of each weight, as Hugging Face's tools expect it."""
-    entries = [entry for path in partial.glob("model-*") for entry in read_header(path)[0].values()]
-    weight_map = {entry.name: entry.path.name for entry in entries}
-    return {
-        "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-
-
-def _json(content: Any) -> bytes:
-    return json.dumps(content, indent=1, allow_nan=False).encode()
 
 
 def _row(data: bytes) -> torch.Tensor:

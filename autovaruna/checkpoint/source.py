@@ -17,10 +17,9 @@ import msgspec
 import torch
 
 from autovaruna.checkpoint import folder
+from autovaruna.checkpoint.encoding import decode
 from autovaruna.checkpoint.folder import Saved
-from autovaruna.checkpoint.host_memory import INDEX, STATE
-from autovaruna.checkpoint.manifest import MANIFEST, NotDamagedError, read_manifest
-from autovaruna.checkpoint.state import decode
+from autovaruna.checkpoint.manifest import INDEX, MANIFEST, STATE, NotDamagedError, read_manifest
 from autovaruna.checkpoint.tensor_file import Entry, read_header
 from autovaruna.config.files import Whole, parse, read_record
 from autovaruna.config.settings import is_whole

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from autovaruna.checkpoint.host_memory import ReadInto, is_elsewhere, open_bytes
 from autovaruna.checkpoint.manifest import Bytes, num_threads
+from autovaruna.checkpoint.remote_file import ReadInto, is_elsewhere, open_bytes
 from autovaruna.config.files import parse, shown
 from autovaruna.errors import CheckpointError
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import zlib
@@ -24,6 +25,13 @@ from autovaruna.errors import ConfigError
 def at_home(path: str | os.PathLike[str]) -> str:
     """Returns a path with the user's directory in place of ``~``, which shells leave alone in ``--option=~/file``."""
     return os.path.expanduser(os.fspath(path))
+
+
+def copy_synced(source: Path, target: Path) -> None:
+    """Copies a file to the disk."""
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = True) -> None:

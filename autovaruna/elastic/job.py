@@ -24,10 +24,10 @@ from typing import IO
 
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.options import LaunchOptions
+from autovaruna.elastic.progress import VARIABLE as PLACE
+from autovaruna.elastic.progress import JobPlace
 from autovaruna.elastic.rank_script import STARTED
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.progress import VARIABLE as PLACE
-from autovaruna.runtime.progress import JobPlace
 
 Grid = Sequence[Sequence[int]]
 
@@ -35,6 +35,28 @@ _SILENT_SECONDS = 2.0  # how long the output of an mpirun that has ended may be 
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
 _START = re.compile(rf"{_END.pattern}|{_TAG.pattern}")
+
+
+_PASSED_ON = (
+    "AUTOVARUNA_",
+    "CUDA",
+    "LD_LIBRARY_PATH",
+    "MKL_",
+    "NCCL",
+    "OMP_",
+    "PATH",
+    "PYTHON",
+    "TORCH",
+    "VARUNA_",
+    "VIRTUAL_ENV",
+)
+_GRACE_SECONDS = 30.0
+_KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
+"""How mpirun's daemons find that a host has lost its power: seconds of silence, seconds between probes, and probes."""
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_SET_DEATH_SIGNAL = 1  # of prctl, on Linux
+LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
 
 
 class JobOutput:
@@ -70,7 +92,7 @@ class JobOutput:
         self._threads.append(thread)
 
     def wait(self) -> None:
-        """Returns when the streams have ended, or are silent: what an mpirun leaves that was killed may hold them."""
+        """Waits until the streams end, or are silent: what a killed mpirun has left may hold them open."""
         known: dict[int, int] = {}
         while not known or known != self._num_read or known != self._num_passed_on:
             known, deadline = self._num_read.copy(), time.monotonic() + _SILENT_SECONDS
@@ -113,14 +135,14 @@ class JobOutput:
 
 
 def pieces_of(line: str) -> list[str]:
-    """Returns the lines in a line of mpirun's: where a rank's last one has no end, that of another follows at once."""
+    """Returns the lines in a line of mpirun's: one of a rank that has no end is followed by another's at once."""
     starts = [0, *(each.start() for each in _START.finditer(line) if each.start()), len(line)]
     found = [line[start:stop] for start, stop in pairwise(starts)]
     return [*(f"{piece}\n" for piece in found[:-1]), *found[-1:]]
 
 
 def show(target: IO[str] | None, text: str) -> None:
-    """Writes and flushes a text; where nobody reads it, or any more, it and all that follows goes nowhere."""
+    """Writes and flushes a text; once nobody reads a stream any more, all that follows is dropped."""
     if target is None:  # closed before this process began
         return
     try:
@@ -134,29 +156,6 @@ def show(target: IO[str] | None, text: str) -> None:
             os.dup2(nowhere.fileno(), target.fileno())
         if target is not sys.stderr:
             show(sys.stderr, f"run_varuna: the output is lost from here on: {error}\n")
-
-
-_PASSED_ON = (
-    "AUTOVARUNA_",
-    "CUDA",
-    "LD_LIBRARY_PATH",
-    "MKL_",
-    "NCCL",
-    "OMP_",
-    "PATH",
-    "PYTHON",
-    "TORCH",
-    "VARUNA_",
-    "VIRTUAL_ENV",
-)
-_GRACE_SECONDS = 30.0
-_KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
-"""After how many seconds a connection between mpirun's daemons is tried, how often, and how often again: a host that
-loses its power says nothing."""
-_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_SET_DEATH_SIGNAL = 1  # of prctl, on Linux
-LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
 
 
 class MpiJob:
@@ -251,37 +250,32 @@ class MpiJob:
     def _wait(self) -> int:
         assert self._process is not None
         status = self._process.wait()
-        own = Path(tempfile.gettempdir(), f"ompi.{self._process.pid}")
-        shutil.rmtree(own, ignore_errors=True)  # half of it stays if mpirun is killed while it removes it itself
+        _remove_folder(self._process.pid)
         self.output.wait()
-        if not self.output.has_started and status > 0 and not self._num_ends:
-            show(
-                sys.stderr,
-                f"run_varuna: no rank has started (mpirun's status is {status}, its own words are above). Expected "
-                f"machines that can be reached without a password: {', '.join(self.options.hosts)}; each with "
-                f"{sys.executable} and {self.options.script}\n",
-            )
-        ended = self.output.ended
-        faults = sorted(((rank, its) for rank, its in ended.items() if its), key=lambda each: each[1] == LOST_OTHERS)
-        rank, its_status = faults[0] if faults else (-1, 0)
-        if its_status < 0 and not self._num_ends:
-            name = signal.Signals(-its_status).name
-            show(sys.stderr, f"run_varuna: rank {rank} was ended by {name}; the other ranks were ended after it\n")
-        if missing := sorted(set(range(self.num_ranks)) - ended.keys()):
-            if (
-                self.output.has_started
-                and its_status in (0, LOST_OTHERS)
-                and not self._num_ends
-                and self._place is None
-            ):
-                show(
-                    sys.stderr,
-                    f"run_varuna: ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was "
-                    "lost, or mpirun was killed. The job has not finished\n",
-                )
-            status = status or 1
-        status = its_status or status
+        faults = sorted(self.output.ended.items(), key=lambda each: (each[1] == 0, each[1] == LOST_OTHERS))
+        rank, fault = faults[0] if faults else (-1, 0)
+        missing = sorted(set(range(self.num_ranks)) - self.output.ended.keys())
+        if not self._num_ends and (words := self._words_of_end(status, rank, fault, missing)):
+            show(sys.stderr, f"run_varuna: {words}\n")
+        status = fault or status or int(bool(missing))
         return status if status >= 0 else 128 - status
+
+    def _words_of_end(self, status: int, rank: int, fault: int, missing: list[int]) -> str:
+        """Says why the job has not ended well, as far as its ranks have not; empty: they have, or a manager says it."""
+        if not self.output.has_started and status > 0:
+            return (
+                f"no rank has started (mpirun's status is {status}, its own words are above). Expected machines that "
+                f"can be reached without a password: {', '.join(self.options.hosts)}; each with {sys.executable} and "
+                f"{self.options.script}"
+            )
+        if fault < 0:
+            return f"rank {rank} was ended by {signal.Signals(-fault).name}; the other ranks were ended after it"
+        if missing and self._place is None and self.output.has_started and fault in (0, LOST_OTHERS):
+            return (
+                f"ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was lost, or mpirun "
+                "was killed. The job has not finished"
+            )
+        return ""
 
     def kill(self) -> None:
         """Ends mpirun, and with it the ranks of this host, at once."""
@@ -306,7 +300,7 @@ class MpiJob:
         return len(self.output.ended) == self.num_ranks and not any(self.output.ended.values())
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Passes a signal on; ranks that a request to end does not end within a while are ended by mpirun."""
+        """Passes a signal on to the ranks; mpirun ends those that do not end in time."""
         meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         is_end = meant in rank_script.STAND_INS
         self._num_ends += is_end
@@ -318,7 +312,7 @@ class MpiJob:
             self._send(meant)
 
     def _deliver(self) -> None:
-        """Passes on what came before there were ranks to take it."""
+        """Passes signals on that came before there were ranks."""
         for meant in self._early:
             self._send(meant)
 
@@ -331,7 +325,7 @@ class MpiJob:
         self._process.send_signal(rank_script.STAND_INS.get(meant, meant))
 
     def _end(self) -> None:
-        """Lets mpirun end the job; without one there is nothing to end but this process."""
+        """Has mpirun end the job; before there is one, this process ends."""
         if self._process is None:
             raise KeyboardInterrupt
         self._process.terminate()
@@ -359,6 +353,8 @@ class Probe:
     def end(self) -> None:
         """Ends it, with the ssh that it has started."""
         _kill_session(self._process.pid)
+        self._process.wait()
+        _remove_folder(self._process.pid)
 
 
 def _mpirun(
@@ -392,9 +388,14 @@ def _kill_session(leader: int) -> None:
                 os.kill(int(name), signal.SIGKILL)
 
 
+def _remove_folder(process: int) -> None:
+    """Removes the temporary folder of an mpirun that has ended; half of it stays where one was killed."""
+    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{process}"), ignore_errors=True)
+
+
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has signals to this process handled while the context lasts; those that the terminal's end sends not under nohup.
+    """Handles signals to this process within the context; under nohup, SIGHUP stays ignored.
 
     Elsewhere than in the main thread, which alone gets signals, it does nothing.
     """
@@ -418,7 +419,7 @@ def python_path(variables: Mapping[str, str]) -> str:
 
 
 def _end_with_parent() -> None:
-    """Lets this process, which becomes mpirun, end its job if the launcher is killed and cannot tell it to."""
+    """Has this process, which becomes mpirun, get SIGTERM when the launcher is killed."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
 

@@ -10,7 +10,6 @@ A keeper whose manager does not speak to it any more ends the ranks of its host,
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -28,29 +27,34 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import (
+from autovaruna.checkpoint.remote_file import TOKEN, Pointer
+from autovaruna.config.files import copy_synced, read_record, write_whole
+from autovaruna.elastic.host_processes import acquire_lock, end_all, is_alive, memory_kills, processes_with, state_of
+from autovaruna.elastic.progress import (
+    AHEAD,
+    FULL,
+    Progress,
+    attempt_folder,
+    folders_in,
+    read_predicted,
+    read_work,
+    record_full,
+)
+from autovaruna.elastic.rank_part import (
     COPIED,
     HOLD,
     LEAVE,
-    MOST_BYTES,
     PINNED,
     RECORD,
-    TOKEN,
-    Pointer,
     RankPart,
-    Server,
     clear_slot,
-    connect,
-    copy_synced,
     read_part,
     slots_of,
     write_record,
 )
-from autovaruna.config.files import read_record, write_whole
 from autovaruna.elastic.standby import LOCK, SOCKET, StandbyProcess
-from autovaruna.planner import ahead
 from autovaruna.runtime.launcher import remove_leftovers
-from autovaruna.runtime.progress import FULL, Progress, attempt_folder, folders_in, note_full, read_predicted, read_work
+from autovaruna.runtime.token_server import MOST_BYTES, Server, connect
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
@@ -69,7 +73,7 @@ class Attempt:
 
 
 class Keeper:
-    """What a host keeps of a job in a folder in memory; `file` is another file of the job, to be removed at its end."""
+    """The part of a job that a host keeps in a folder in memory; `file` is one more file to remove at the job's end."""
 
     def __init__(self, folder: Path, token: bytes, has_standby: bool, file: str = "") -> None:
         self.folder = folder
@@ -80,9 +84,9 @@ class Keeper:
         self._attempt: Attempt | None = None
         self._copied: tuple[int, int] | None = None
         self.port = Server(token, self._answer).port
+        self._copies: dict[Path, Path] = {}
         self._gone: dict[str, float] = {}
-        self._taken: dict[Path, Path] = {}
-        threading.Thread(target=self._look_on, daemon=True).start()
+        threading.Thread(target=self._watch_ranks, daemon=True).start()
 
     # what the manager asks for
 
@@ -96,8 +100,8 @@ class Keeper:
             (self.folder / name).unlink(missing_ok=True)
         self._first_kills = memory_kills()
         self._copied = None
+        self._copies.clear()
         self._gone = {}
-        self._taken.clear()
         self._attempt = attempt = Attempt(number, None if buddy is None else (str(buddy[0]), int(buddy[1])))
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
@@ -111,8 +115,8 @@ class Keeper:
             if progress is not None:
                 rank = _number_of(folder)
                 gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
-                more = {"state": state_of(progress.process), "gone_seconds": gone}
-                found[str(rank)] = {**asdict(progress), **more, "work": read_work(folder)}
+                more = {"state": state_of(progress.process), "gone_seconds": gone, "work": read_work(folder)}
+                found[str(rank)] = {**asdict(progress), **more}
                 predicted = predicted or read_predicted(folder)
         attempt = self._attempt
         return {
@@ -131,11 +135,11 @@ class Keeper:
         (self.folder / LEAVE).touch()
 
     def hold(self) -> None:
-        """Keeps the ranks from writing snapshots, until `pin` or `unpin`, so that all hosts pin some same step."""
+        """Stops the ranks from writing snapshots, until `pin` or `unpin`, so that all hosts pin one step."""
         (self.folder / HOLD).touch()
 
     def pin(self) -> None:
-        """Keeps what is whole as it is, by links to its files: the ranks write new ones from now on."""
+        """Links the files of what is whole into a folder; from now on the ranks write new files beside them."""
         self.unpin()
         for slot in self._slots(""):
             if (part := read_part(slot)) is not None:
@@ -152,7 +156,7 @@ class Keeper:
         shutil.rmtree(self.folder / PINNED, ignore_errors=True)
 
     def end(self, number: int, namespace: str) -> int:
-        """Kills what there is of an attempt on this host and removes what Open MPI leaves; returns how many it was.
+        """Kills the processes of an attempt on this host, and removes what Open MPI leaves; returns how many they were.
 
         `namespace` is what Open MPI calls the job; empty: it did not come so far.
         """
@@ -168,7 +172,7 @@ class Keeper:
         return num_ended
 
     def inventory(self, within: str = "") -> list[dict[str, Any]]:
-        """Returns the parts that this host has and that are intact, its own ranks' and the copies of others'."""
+        """Returns the intact parts on this host: of its own ranks, and copies of others'."""
         with ThreadPoolExecutor(8) as pool:
             return [each for each in pool.map(self._found, self._slots(within)) if each is not None]
 
@@ -200,7 +204,7 @@ class Keeper:
             read_record(pointer, Pointer).write(place / name)
 
     def drop(self, before: int, but: int = 0) -> None:
-        """Forgets earlier attempts, but for one, and what was put together from them."""
+        """Removes the files of earlier attempts, but for one, and the state that was put together from them."""
         for folder in folders_in(self.folder, "attempt-"):
             if _number_of(folder) < before and _number_of(folder) != but:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -209,11 +213,11 @@ class Keeper:
 
     def _plan_ahead(self) -> None:
         """Starts a process that plans for fewer ranks, if a rank of this host has asked for it."""
-        asked, taken = self.folder / ahead.FILE, self.folder / f"taken-{ahead.FILE}"
+        asked, taken = self.folder / AHEAD, self.folder / f"taken-{AHEAD}"
         with suppress(OSError):
             asked.replace(taken)
             with open(self.folder / "ahead.log", "wb") as log:
-                call = [sys.executable, "-m", ahead.__name__, str(taken)]
+                call = [sys.executable, "-m", "autovaruna.elastic.ahead", str(taken)]
                 process = subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             threading.Thread(target=process.wait, daemon=True).start()
 
@@ -239,14 +243,14 @@ class Keeper:
     def quit(self) -> None:
         """Removes all that is the job's on this host."""
         self.end_ranks()
-        for file in (SOCKET, f"taken-{ahead.FILE}"):  # which the job's other processes have in their command lines
+        for file in (SOCKET, f"taken-{AHEAD}"):  # which the job's other processes have in their command lines
             end_all(str(self.folder / file).encode())
         if self._file:
             Path(self._file).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _look_on(self) -> None:
-        """Notes when each rank's process is gone: the first one is why others follow."""
+    def _watch_ranks(self) -> None:
+        """Records when each rank's process is gone: the first one is why others follow."""
         while True:
             time.sleep(_LOOK_SECONDS)
             for folder in self._rank_folders():
@@ -257,7 +261,7 @@ class Keeper:
     # copies on another host
 
     def _copy_on(self, attempt: Attempt) -> None:
-        """Copies what ranks write to another host, and tells the ranks when it is there, until the attempt is over."""
+        """Copies each step to another host until the attempt is over, and tells the ranks which step is there."""
         while self._attempt is attempt:
             try:
                 assert attempt.buddy is not None
@@ -266,7 +270,7 @@ class Keeper:
                         self._copy_newest(attempt, connection)
                         time.sleep(_LOOK_SECONDS)
             except (OSError, EOFError, ValueError) as error:  # the other host is gone, or slow: the manager knows
-                note_full(self.folder, error)
+                record_full(self.folder, error)
                 time.sleep(10 * _LOOK_SECONDS)
 
     def _copy_newest(self, attempt: Attempt, connection: Connection) -> None:
@@ -285,7 +289,7 @@ class Keeper:
         ranks = {folder: Progress.read(folder) for folder in self._rank_folders()}
         return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
-    def _take(self, connection: Connection, request: Mapping[str, Any]) -> None:
+    def _receive_part(self, connection: Connection, request: Mapping[str, Any]) -> None:
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
         slot = self._place_of_copy(folder)
@@ -300,14 +304,14 @@ class Keeper:
         if not part.is_intact(slot):
             raise ValueError("it was changed on its way")
         write_record(slot, part)
-        self._taken[folder] = slot
+        self._copies[folder] = slot
         connection.send_bytes(b"taken")
 
     def _place_of_copy(self, folder: Path) -> Path:
         """Returns the place of a rank's copies that has the older one."""
         slots = slots_of(folder)
-        if folder in self._taken:
-            return slots[1 - slots.index(self._taken[folder])]
+        if folder in self._copies:
+            return slots[1 - slots.index(self._copies[folder])]
         return min(slots, key=lambda each: -1 if (its := read_part(each)) is None else its.step)
 
     # other keepers and ranks
@@ -315,9 +319,9 @@ class Keeper:
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
         if "part" in request:
             try:
-                self._take(connection, request)
+                self._receive_part(connection, request)
             except OSError as error:
-                note_full(self.folder, error)
+                record_full(self.folder, error)
                 raise
             return
         with open(self._inside(request["read"]), "rb") as file:
@@ -357,58 +361,8 @@ def _send_part(connection: Connection, slot: Path, attempt: int) -> None:
         raise OSError("the copy was not taken")
 
 
-# processes of the job on this host
-
-
-def processes_with(words: bytes) -> list[int]:
-    """Returns the processes of this host, but not this one, whose variables or command line hold some words."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with suppress(OSError):
-                if words in (entry / "environ").read_bytes() or words in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
-
-
-def end_all(words: bytes) -> int:
-    """Kills the processes whose variables or command line hold some words; returns how many there were.
-
-    They have gone when it returns, but for such as the system cannot end.
-    """
-    num_ended = 0
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (left := list(filter(is_alive, processes_with(words)))) and time.monotonic() < deadline:
-        num_ended += len(left)
-        for process in left:
-            with suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.02)
-    return num_ended
-
-
-def state_of(process: int) -> str:
-    """Returns the state of a process as the system names it: ``T`` is stopped, ``Z`` has ended; empty: it has gone."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def memory_kills() -> int:
-    """Returns how many processes the kernel has ended because memory was short, as far as it says so."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
-    return 0
-
-
-def is_alive(process: int) -> bool:
-    """Says whether a process is there and has not ended."""
-    return state_of(process) not in ("", "Z")
-
-
 class StandardStreams:
-    """The standard streams: requests in, answers out; `lock` is a file whose time is that of the last request."""
+    """Requests on standard input, answers on standard output; each request touches the file `lock`."""
 
     def __init__(self, keeper: Keeper, lock: int) -> None:
         self._keeper = keeper
@@ -445,7 +399,7 @@ class StandardStreams:
             self.write({"id": number, "error": f"{type(error).__name__}: {error}"})
 
     def end_if_silent(self, keep_seconds: float) -> None:
-        """Ends the ranks, and later all, if the manager is silent, as where the network is cut; a pause is none."""
+        """Ends the ranks, and later the keeper, if the manager is silent while this process runs."""
         num_silent = 0
         while num_silent < _SILENT_SECONDS + keep_seconds:
             before = self._last_word
@@ -458,9 +412,9 @@ class StandardStreams:
 
 
 def _take_over(lock: Path) -> int | None:
-    """Takes a lock as `_take_lock`, also from a keeper whose manager has not spoken to it for a while: it is killed."""
+    """Acquires a lock, also from a keeper whose manager has not spoken to it for a while: that one is killed."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (file := _take_lock(lock)) is None and time.monotonic() < deadline:
+    while (file := acquire_lock(lock)) is None and time.monotonic() < deadline:
         with suppress(OSError, ValueError):
             holder, is_alone = int(lock.read_text()), time.time() - lock.stat().st_mtime > _ALONE_SECONDS
             if is_alone and b"autovaruna.elastic.keeper" in Path(f"/proc/{holder}/cmdline").read_bytes():
@@ -468,17 +422,6 @@ def _take_over(lock: Path) -> int | None:
         time.sleep(_LOOK_SECONDS)
     if file is not None:
         os.pwrite(file, f"{os.getpid():10}".encode(), 0)  # as long as before: memory may be full by now
-    return file
-
-
-def _take_lock(lock: Path) -> int | None:
-    """Takes a lock that goes with this process, and returns its open file; None: another process has it."""
-    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        return None
     return file
 
 
@@ -491,7 +434,7 @@ def _remove_abandoned(folder: Path) -> None:
             is_old = time.time() - status.st_mtime > _STARTING_SECONDS
             if other == folder or other.is_symlink() or other.stat().st_uid != os.getuid() or not is_old:
                 continue
-            if not processes_with(os.fsencode(other)) and (lock := _take_lock(other / LOCK)) is not None:
+            if not processes_with(os.fsencode(other)) and (lock := acquire_lock(other / LOCK)) is not None:
                 shutil.rmtree(other, ignore_errors=True)
                 os.close(lock)
 

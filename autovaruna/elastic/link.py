@@ -110,7 +110,7 @@ class Link:
             self.cut()
 
     def cut(self) -> None:
-        """Gives a keeper up that does not answer; one that runs on ends by itself."""
+        """Gives up a keeper that does not answer; if it runs on, it ends by itself."""
         self._process.kill()
 
     def _write(self, request: dict[str, Any]) -> bool:
@@ -127,12 +127,12 @@ class Link:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(ValueError, KeyError, TypeError):  # a shell may greet
-                self._take(json.loads(line))
+                self._receive(json.loads(line))
         self._process.wait()
         self._fail()
 
     def _beat(self) -> None:
-        """Asks again and again; who does not answer three times is cut off, so that nobody waits for other answers."""
+        """Asks four times a second; a keeper that misses three answers is cut off, so that nobody waits for it."""
         while not self.is_gone:
             begin = time.monotonic()
             if self.port:
@@ -145,7 +145,7 @@ class Link:
                     self.cut()
             time.sleep(max(0.0, _BEAT_SECONDS - (time.monotonic() - begin)))
 
-    def _take(self, found: dict[str, Any]) -> None:
+    def _receive(self, found: dict[str, Any]) -> None:
         if "port" in found:
             self._name, self.attempt = found["host"], found["attempt"]
             self.port = found["port"]

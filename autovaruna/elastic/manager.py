@@ -23,14 +23,13 @@ from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
+from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.notices import EventLog, Notices, take_over
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.run import LEFT, JobRun, Outcome
-from autovaruna.elastic.snapshots import Checkpoints, State, find_state, hand_out
+from autovaruna.elastic.progress import HELD, SAVED, JobPlace, deployment_name
+from autovaruna.elastic.run import JobRun, Outcome
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import JobWatch
-from autovaruna.planner.ahead import deployment_name
-from autovaruna.runtime.progress import HELD, JobPlace
 
 DEFAULT_DEPLOYMENT = "deployment.json"
 _DEPLOYMENT = "AUTOVARUNA_DEPLOYMENT_FILE"
@@ -49,23 +48,25 @@ class Manager:
     ) -> None:
         assert options.morphing is not None
         self._options = options
-        self._ways = ways = options.morphing
+        self._morphing = morphing = options.morphing
         self._choose = choose
-        self._log = EventLog(ways.events)
+        self._log = EventLog(morphing.events)
         known = take_over(job := _name_of(options))
         token = known.token if known else secrets.token_hex(32)
-        self._folder = Path(ways.memory, known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}")
+        self._folder = Path(
+            morphing.memory, known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
+        )
         self._notices = Notices(lambda host, seconds: self._hosts.notice(host, seconds), token, job, self._folder.name)
-        settings = {"folder": str(self._folder), "token": token, "standby": ways.has_standby}
-        settings["keep_seconds"] = ways.keep_seconds
-        self._hosts = Hosts(options.hosts, ways, settings, self._notices.path, self._log)
-        self._checkpoints = Checkpoints(ways.checkpoints, ways.checkpoint_seconds, self._log)
+        settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
+        settings["keep_seconds"] = morphing.keep_seconds
+        self._hosts = Hosts(options.hosts, morphing, settings, self._notices.path, self._log)
+        self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
         self._watch = JobWatch(0)
         self._held = self._gone = -1, 0  # the newest step that was whole, and of which run; the same if it is lost
         self._began = time.monotonic()
-        self._restarts = Restarts(self._ways.max_restarts)
-        self._has_told_of_resume = False
+        self._restarts = Restarts(self._morphing.max_restarts)
+        self._has_logged_resume = False
         self._signals: list[signal.Signals] = []
         self._first_signal = 0.0
 
@@ -106,11 +107,11 @@ class Manager:
         factors = self._hosts.slow.factors()
         self._watch = JobWatch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
         step = None if state is None else state.step
-        number, checkpoints = self._watch.attempt, self._ways.checkpoints
+        number, checkpoints = self._watch.attempt, self._morphing.checkpoints
         place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
-        standby = str(self._folder / SOCKET) if self._ways.has_standby else ""
+        standby = str(self._folder / SOCKET) if self._morphing.has_standby else ""
         self._run = run = JobRun(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
-        self._note_start(names, state, run.job.num_ranks)
+        self._record_start(names, state, run.job.num_ranks)
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held
         run.end([host for host in names if host not in outcome.lost])
@@ -118,12 +119,12 @@ class Manager:
 
     def _wait_for_hosts(self, seconds: float = 0.0) -> dict[str, int]:
         """Returns the hosts to run on, once there are enough, and some seconds have passed."""
-        has_told, least, until = False, self._ways.min_ranks, time.monotonic() + seconds
+        has_logged, least, until = False, self._morphing.min_ranks, time.monotonic() + seconds
         while (there := sum((names := self._hosts.usable()).values())) < least or time.monotonic() < until:
             self._end_if_asked()
-            if there < least and not has_told and time.monotonic() - self._began > BEAT_SECONDS:
-                has_told = True
-                self._log.note("waiting", f"{there} ranks of at least {least}: waiting for hosts")
+            if there < least and not has_logged and time.monotonic() - self._began > BEAT_SECONDS:
+                has_logged = True
+                self._log.record("waiting", f"{there} ranks of at least {least}: waiting for hosts")
             self._hosts.look_around()
             time.sleep(LOOK_SECONDS)
         return names
@@ -141,7 +142,7 @@ class Manager:
 
     def _find_state(self) -> State | None:
         """Returns the newest state that there is; hosts that may have a newer one are waited for, for a while."""
-        deadline, has_told = time.monotonic() + self._ways.state_wait_seconds, False
+        deadline, has_logged = time.monotonic() + self._morphing.state_wait_seconds, False
         while True:
             up = self._hosts.up()
             state, missing = find_state(list(up.values())), sorted(self._hosts.links.keys() - up.keys())
@@ -149,10 +150,10 @@ class Manager:
                 return state
             if is_over := not missing or time.monotonic() > deadline:
                 self._gone = self._held
-            if is_over or not has_told:
-                has_told, seconds = True, self._ways.state_wait_seconds
+            if is_over or not has_logged:
+                has_logged, seconds = True, self._morphing.state_wait_seconds
                 what = "going back" if is_over else f"waiting for {', '.join(missing)}, {seconds:g} s at most"
-                self._log.note("waiting", f"step {self._held[0]} is not whole on the hosts that answer: {what}")
+                self._log.record("waiting", f"step {self._held[0]} is not whole on the hosts that answer: {what}")
             self._end_if_asked()
             self._hosts.look_around()
             time.sleep(BEAT_SECONDS)
@@ -163,19 +164,19 @@ class Manager:
             return ""
         return DEFAULT_DEPLOYMENT if names == self._options.hosts else deployment_name(names.values())
 
-    def _note_start(self, names: Mapping[str, int], state: State | None, num_ranks: int) -> None:
+    def _record_start(self, names: Mapping[str, int], state: State | None, num_ranks: int) -> None:
         where = f"{num_ranks} ranks on {', '.join(names)}"
         known: dict[str, Any] = {"hosts": list(names), "ranks": num_ranks}
         if state is None:
-            self._log.note("start", f"start on {where}", **known)
+            self._log.record("start", f"start on {where}", **known)
             return
         text = f"goes on from step {state.step}, in memory of {', '.join(state.hosts)}: {where}"
-        self._log.note("start", text, **(known | {"step": state.step, "from": state.hosts}))
+        self._log.record("start", text, **(known | {"step": state.step, "from": state.hosts}))
 
     # signals
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Notes a signal; a later one that asks to end ends the job at once."""
+        """Records a signal; a second one that asks to end ends the job at once."""
         heard, now = signal.Signals(number), time.monotonic()
         is_later = bool(self._signals) and now - self._first_signal > BEAT_SECONDS  # a scheduler may send several
         self._first_signal = self._first_signal if self._signals else now
@@ -193,38 +194,38 @@ class Manager:
     # an end
 
     def _end(self, outcome: Outcome, status: int) -> int:
-        """Returns what the whole job ends with: `LEFT` for what hosts held in memory only once that is on disk."""
-        folder, fault = self._ways.checkpoints, "there was no --checkpoints"
+        """Returns what the whole job ends with: `SAVED` for what hosts held in memory only once that is on disk."""
+        folder, fault = self._morphing.checkpoints, "there was no --checkpoints"
         if folder is not None and status:
             fault = self._checkpoints.save(list(self._hosts.up().values()))
         if status == HELD:
-            status = 1 if fault else LEFT
+            status = 1 if fault else SAVED
             if fault:
                 text = f"step {self._watch.num_steps} is gone with this job: {fault}"
                 if folder is not None:
                     from autovaruna.checkpoint.source import words_of_newest  # with torch, as above
 
                     text += f". {words_of_newest(folder)}"
-                self._log.note("unsaved", text)
+                self._log.record("unsaved", text)
         self._checkpoints.wait()
-        self._log.note("end", f"{outcome.why}: status {status}", status=status)
+        self._log.record("end", f"{outcome.why}: status {status}", status=status)
         return status
 
     def _give_up(self, outcome: Outcome) -> int | None:
-        """Notes the end of a run; returns the job's status if it is not to be started again."""
+        """Records the end of a run; returns the job's status if it is not to be started again."""
         self._began = outcome.began
-        why = self._restarts.note(outcome, self._watch.num_steps)
+        why = self._restarts.record(outcome, self._watch.num_steps)
         what_next = "" if why else ": the job is started again"
-        self._log.note("ended", outcome.why + what_next, lost=list(outcome.lost))
+        self._log.record("ended", outcome.why + what_next, lost=list(outcome.lost))
         for host in outcome.unfit:
             self._hosts.leave_out(host, "no rank can be started on it")
-        if not (why or self._has_told_of_resume or self._watch.is_kept or not self._watch.num_steps_here):
-            self._has_told_of_resume = True
+        if not (why or self._has_logged_resume or self._watch.is_kept or not self._watch.num_steps_here):
+            self._has_logged_resume = True
             text = "it has not called model.resume(), with which it would go on where it was"
-            self._log.note("from_start", f"the script is run again from its start: {text}")
+            self._log.record("from_start", f"the script is run again from its start: {text}")
         if not why:
             return None
-        self._log.note("given_up", f"{why}: the job is given up")
+        self._log.record("given_up", f"{why}: the job is given up")
         return outcome.error or 1
 
 
@@ -248,11 +249,11 @@ class Restarts:
 
     @property
     def delay_seconds(self) -> float:
-        """How long to wait before the next run: the longer, the more of the last have come no further."""
+        """How long to wait before the next run: doubled for each run in a row that came no further."""
         return min(60.0, 2.0 ** (self._num_in_vain - 3)) if self._num_in_vain > 2 else 0.0
 
-    def note(self, outcome: Outcome, step: int) -> str:
-        """Notes a run that has ended after so many steps; returns why there is to be no other one, empty: there is."""
+    def record(self, outcome: Outcome, step: int) -> str:
+        """Records the end of a run after so many steps; returns why there is no other one, empty if there is."""
         is_further, self._best_step = step > self._best_step, max(step, self._best_step)
         self._num_in_vain = 0 if is_further else self._num_in_vain + 1
         if is_further:
@@ -272,7 +273,7 @@ class Restarts:
 
 
 def _words_of_ends(outcome: Outcome, step: int) -> str:
-    """Says what has come again and again."""
+    """Says how runs have ended again and again."""
     if outcome.killed is None:
         return f"three runs failed and came no further than step {step}: {outcome.why}"
     rank, its_step = outcome.killed
@@ -281,14 +282,14 @@ def _words_of_ends(outcome: Outcome, step: int) -> str:
 
 
 def _name_of(options: LaunchOptions) -> str:
-    """Returns what a job has in common with itself when its manager is started again: what it runs."""
+    """Returns a name of a job, which a manager that is started again finds it by."""
     script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
     words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:
-    """Returns settings by which plans of other numbers of ranks, or of other speeds, are kept apart."""
+    """Returns the settings that name the plan's file, and have an old plan left aside."""
     found = {_DEPLOYMENT: deployment} if deployment not in ("", DEFAULT_DEPLOYMENT) else {}
     return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {})
 

@@ -1,4 +1,4 @@
-"""What a job tells people, and what they tell it: its events, and notices that a host will be taken away.
+"""The events that a job reports, and the notices that it gets of hosts that will be taken away.
 
 Notices reach the managers of this user's jobs from every host with the same HOME.
 """
@@ -20,12 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import Server, connect
 from autovaruna.config.files import at_home, read_record, write_whole
 from autovaruna.elastic.job import show
 from autovaruna.errors import ConfigError
+from autovaruna.runtime.token_server import Server, connect
 
 _FOLDER = "~/.autovaruna/jobs"
+HELP = "tell running jobs that a host will be taken away"
 
 
 class EventLog:
@@ -34,8 +35,8 @@ class EventLog:
     def __init__(self, path: str | None) -> None:
         self._path = path
 
-    def note(self, what: str, text: str, *, is_shown: bool = True, **details: Any) -> None:
-        """Notes an event: its kind, in one word; what happened, for a person; and details, for programs."""
+    def record(self, what: str, text: str, *, is_shown: bool = True, **details: Any) -> None:
+        """Records an event: its kind, in one word; what happened, for a person; and details, for programs."""
         if is_shown:
             show(sys.stderr, f"autovaruna: {text}\n")
         if self._path is not None:
@@ -69,11 +70,11 @@ class Address:
 class Notices:
     """Listens for notices while the context lasts; `path` is a file that tells how the manager of a `job` is reached.
 
-    `take` gets a host and after how many seconds it goes, and returns what is wrong with that, in words.
+    `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
     """
 
-    def __init__(self, take: Callable[[str, float], str], token: str, job: str, folder: str) -> None:
-        self._take = take
+    def __init__(self, record: Callable[[str, float], str], token: str, job: str, folder: str) -> None:
+        self._record = record
         self._known = token, os.getpid(), job, folder
         self.path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
 
@@ -95,12 +96,12 @@ class Notices:
         self.path.unlink(missing_ok=True)
 
     def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        fault = self._take(str(request["host"]), float(request["seconds"]))
+        fault = self._record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
 
 def take_over(job: str) -> Address | None:
-    """Returns, to one who asks, the address of a manager of the same job that was killed; None: there was none."""
+    """Returns the address of a killed manager of the same job, once; None: there was none."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         with suppress(OSError, ValueError):
             address = read_record(json.loads(path.read_bytes()), Address)
@@ -141,9 +142,6 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
             "the machine list of a job that `autovaruna run` looks after"
         )
     return num_told
-
-
-HELP = "tell running jobs that a host will be taken away"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -111,14 +111,14 @@ def options_in(given: argparse.Namespace) -> LaunchOptions:
 
 
 def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
-    ways = {name: getattr(given, name) for name in MorphingOptions.__dataclass_fields__}
-    ways["min_ranks"] = max(given.min_ranks, given.nstages or 1)
-    ways["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
+    found = {name: getattr(given, name) for name in MorphingOptions.__dataclass_fields__}
+    found["min_ranks"] = max(given.min_ranks, given.nstages or 1)
+    found["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
     if given.checkpoints:
         check_writable("--checkpoints", Path(given.checkpoints, "step"))
     if given.events:
         check_writable("--events", given.events)
-    return MorphingOptions(**ways)
+    return MorphingOptions(**found)
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:

@@ -46,8 +46,8 @@ def known_to(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> lis
     """Returns the options that a parser has, spelled as it spells them."""
     names = parser._option_string_actions
     spelled = {name: (f"--{name}", f"--{name.replace('_', '-')}") for name in options}
-    taken = {name: next((each for each in ways if each in names), "") for name, ways in spelled.items()}
-    return [f"{taken[name]}={value}" for name, value in options.items() if taken[name]]
+    known = {name: next((each for each in both if each in names), "") for name, both in spelled.items()}
+    return [f"{known[name]}={value}" for name, value in options.items() if known[name]]
 
 
 def give_options(options: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ KILL, NOTICE = "kill", "notice"
 _HEADERS = (["seconds", "hosts"], ["seconds", "hosts", "event"])
 _NEVER = math.inf
 _ROUNDING = 1e-9
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,6 @@ class Change:
     seconds: float
     hosts: int
     event: str = ""
-
-
-Number = TypeVar("Number", int, float)
 
 
 def _cost(default: Number, meaning: str) -> Number:

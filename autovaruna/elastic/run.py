@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import LOST_OTHERS, Grid, MpiJob
+from autovaruna.elastic.job_state import Checkpoints
 from autovaruna.elastic.link import answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.snapshots import Checkpoints
+from autovaruna.elastic.progress import HELD, SAVED, JobPlace
 from autovaruna.elastic.watch import JobWatch
-from autovaruna.runtime.progress import HELD, JobPlace
 
-LEFT = 75  # what a rank, or the job, ends with that can be started again from what it has saved
 _LEAVE_SECONDS = 120.0
 _OUTLIVED_SECONDS = 5.0
 """How long mpirun may go on when all ranks have ended well, as while a process that they left holds their output."""
@@ -76,7 +75,7 @@ class JobRun:
         self._first_step = options.resume_step or 0
         self._has_state = place.step is not None
         self._last_end = 0.0
-        self._has_told = False
+        self._has_logged_full = False
         self._asked: signal.Signals | None = None
         self._log = log
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -101,14 +100,14 @@ class JobRun:
         leaving: Outcome | None = None
         while True:
             hosts.look_around()
-            hosts.take_reports(self._own, self.watch)
+            hosts.poll_reports(self._own, self.watch)
             hosts.begin_anew(self._own, self._number)
             if (outcome := self._fault(leaving)) is not None:
                 return outcome
             if not has_stepped and self.watch.num_steps > self._first_step:
                 has_stepped = True
                 seconds["first_step"] = time.monotonic() - started
-                self._log.note("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
+                self._log.record("running", f"training, {time.monotonic() - since:.1f} s after", seconds=seconds)
             if (step := self.watch.held_step(self._own)) >= 0:
                 self.held = max(self.held, (step, self._number))
                 if kept != self.held[1]:
@@ -120,7 +119,7 @@ class JobRun:
                 self._pass_on(signals)
             if leaving is None and (leaving := self._reason_to_leave()) is not None:
                 self._deadline = time.monotonic() + self._patience()
-                hosts.take_now(self._own, self.watch)
+                hosts.ask_reports(self._own, self.watch)
                 is_script_asked = self._asked is not None and self.job.output.has_started and not self.watch.is_kept
                 if not self.watch.can_leave and not is_script_asked:
                     return leaving
@@ -150,11 +149,11 @@ class JobRun:
             if status == 0:
                 self._last_end = time.monotonic()
                 continue
-            lost = self._hosts.take_now(self._own, self.watch)
-            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_that_hear
+            lost = self._hosts.ask_reports(self._own, self.watch)
+            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_asked_to_end
             if self._asked is not None and (leaving is not None or not is_struck):
                 return self._as_asked(status)
-            if leaving is not None or (status in (LEFT, HELD) and self.watch.hosts_that_hear):
+            if leaving is not None or (status in (SAVED, HELD) and self.watch.hosts_asked_to_end):
                 return leaving or self._left_by_itself()
             return self._or_lost(lost, self._by_rank(rank, status))
         if status_of_all is None and self.job.has_finished and time.monotonic() > self._last_end + _OUTLIVED_SECONDS:
@@ -171,10 +170,10 @@ class JobRun:
 
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
         """Returns the outcome where mpirun has ended, and no rank has said that it failed."""
-        lost = self._hosts.take_now(self._own, self.watch)
-        if status == 0 and (self._asked is not None or not self.watch.hosts_that_hear):
+        lost = self._hosts.ask_reports(self._own, self.watch)
+        if status == 0 and (self._asked is not None or not self.watch.hosts_asked_to_end):
             return Outcome("the job has finished", 0)
-        if leaving is not None or self.watch.hosts_that_hear:
+        if leaving is not None or self.watch.hosts_asked_to_end:
             return leaving or self._left_by_itself()
         if self.job.output.ended and status != 128 + signal.SIGKILL:
             return self._or_lost(lost, self._by_script(_words_of_early(self.job.output.ended), status or 1))
@@ -200,7 +199,7 @@ class JobRun:
         if status == LOST_OTHERS:
             first = next(((its, each) for its, each in ended.items() if each not in (0, status)), None)
             if first is None:
-                gone = self.watch.words_of_gone(ended)
+                gone = self.watch.first_gone(ended)
                 if early and not gone:
                     return self._by_script(early, 1)
                 return Outcome(gone or f"rank {rank} has lost other ranks")
@@ -231,7 +230,7 @@ class JobRun:
 
     def _left_by_itself(self) -> Outcome:
         """Returns the outcome where ranks were asked to end by signals that came past the manager."""
-        hosts = self.watch.hosts_that_hear
+        hosts = self.watch.hosts_asked_to_end
         self._hosts.leave_if_others_suffice(hosts)
         return Outcome(f"a signal asked ranks on {', '.join(hosts)} to end")
 
@@ -253,13 +252,13 @@ class JobRun:
         assert self._asked is not None
         self.job.wait() if not self.job.is_running else None
         every = {status, *self.job.output.ended.values()}
-        status = next((each for each in (HELD, LEFT) if each in every), status)
+        status = next((each for each in (HELD, SAVED) if each in every), status)
         is_held = (status < 0 or status == LOST_OTHERS) and (self._has_state or self.watch.holds_any)
         return Outcome(f"{self._asked.name} came", HELD if is_held else status if status >= 0 else 128 - status)
 
     def _reason_to_leave(self) -> Outcome | None:
         """Returns why the run should end at the next border, and the job go on elsewhere; None: it should not."""
-        if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.hosts_that_hear):
+        if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.hosts_asked_to_end):
             return self._as_asked(-self._asked)
         why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
         return Outcome(why) if why else None
@@ -276,9 +275,9 @@ class JobRun:
                 for host in full:
                     hosts.leave_out(host, "it has no room for snapshots in memory")
                 return why
-            if not self._has_told:
-                self._has_told = True
-                self._log.note("full", f"{why}, and the job cannot do without: there are none from now on")
+            if not self._has_logged_full:
+                self._has_logged_full = True
+                self._log.record("full", f"{why}, and the job cannot do without: there are none from now on")
         slow = [host for host in self._own if hosts.slow.leaves_out(host)]
         return f"host {', '.join(slow)} is slow" if slow else ""
 

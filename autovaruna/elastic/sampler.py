@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from autovaruna.errors import ConfigError, InputError
-from autovaruna.runtime.environment import get_rank, get_world_size
+from autovaruna.runtime.environment import get_world
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -54,7 +54,8 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's samples of each batch that the epoch still has; InputError if one has fewer than ranks."""
-        rank, num_ranks = get_rank(), get_world_size()
+        world = get_world()
+        rank, num_ranks = world.rank, world.num_ranks
         least = self.num_samples - (len(self) - 1) * self.global_batch_size
         if min(least, self.global_batch_size) < num_ranks:
             raise InputError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
-import fcntl
 import gc
 import importlib
 import json
@@ -29,6 +28,7 @@ from typing import Any
 
 import autovaruna
 from autovaruna.elastic import rank_script
+from autovaruna.elastic.host_processes import acquire_lock
 
 LOCK, SOCKET = "keeper.lock", "standby"
 """Files of a job's folder: held by its keeper, and listened at by its standby process."""
@@ -78,16 +78,12 @@ def serve(path: Path, keeper_lock: Path) -> None:
 def _is_held(lock: Path) -> bool:
     """Says whether a process has a lock."""
     try:
-        file = os.open(lock, os.O_RDWR)
+        file = acquire_lock(lock)
     except OSError:
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
+    if file is not None:
         os.close(file)
-    return False
+    return file is None
 
 
 def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:

@@ -22,8 +22,8 @@ class SplitGradients(Protocol):
     def norm(self, tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Returns the norm of gradients of all ranks. Collective."""
 
-    def note_limit(self, max_norm: float) -> None:
-        """Takes what gradients are clipped to."""
+    def record_limit(self, max_norm: float) -> None:
+        """Records what gradients are clipped to."""
 
     def here(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns those parameters whose gradients are on this rank."""
@@ -53,7 +53,7 @@ def join_norms(find: Callable[[Sequence[Tensor]], SplitGradients | None]) -> Und
     def noting(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **options: Any) -> Any:
         model: SplitGradients | None = getattr(total_norm, _OF_MODEL, None)
         if model is not None:
-            model.note_limit(float(max_norm))
+            model.record_limit(float(max_norm))
             parameters = model.here([parameters] if isinstance(parameters, Tensor) else list(parameters))
         return plain_clip(parameters, max_norm, total_norm, *args, **options)
 

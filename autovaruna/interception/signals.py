@@ -1,4 +1,4 @@
-"""Notes the signals that ask a process to end, before what the script does with them."""
+"""Records the signals that ask a process to end, and then calls the script's own handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def heard_names() -> str:
     return ", ".join(sorted(each.name for each in _heard))
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _record(number: int, frame: FrameType | None) -> None:
     _heard.add(signal.Signals(number))
     if callable(_before.get(number)):
         _before[number](number, frame)
@@ -34,22 +34,22 @@ def _note(number: int, frame: FrameType | None) -> None:
 def script_handler(number: signal.Signals) -> Any:
     """Returns what the script does with a signal, as `signal.getsignal` does."""
     handler = signal.getsignal(number)
-    return _before.get(number) if handler is _note else handler
+    return _before.get(number) if handler is _record else handler
 
 
 def _listen() -> Undo | None:
-    """Notes signals from now on: they no longer end this process by themselves.
+    """Records signals from now on: they no longer end this process by themselves.
 
     Python takes signals in the main thread alone: elsewhere this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
-    _before.update((number, signal.signal(number, _note)) for number in SIGNALS)
+    _before.update((number, signal.signal(number, _record)) for number in SIGNALS)
 
     def undo() -> None:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if signal.getsignal(number) is _note:  # else the script has put a handler of its own there
+                if signal.getsignal(number) is _record:  # else the script has put a handler of its own there
                     signal.signal(number, _before.pop(number))
 
     return undo

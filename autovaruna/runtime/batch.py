@@ -20,7 +20,7 @@ from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.mail import MessageKind, Parcel, Stream
-from autovaruna.runtime.transport.base import empty_on_host, is_dense
+from autovaruna.runtime.transport.layout import empty_on_host, is_dense
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Instruction, slices

@@ -138,7 +138,7 @@ class JoinedNorm:
         options = {"norm_type": f"{norm_type:g}", "max_norm of the last clipping": limit}
         return total_norm(tensors, names, model, norm_type, error_if_nonfinite, options, "the norm of gradients")
 
-    def note_limit(self, max_norm: float) -> None:
+    def record_limit(self, max_norm: float) -> None:
         self._model.limits[:] = [max_norm]
 
     def here(self, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import Transport, pack, unpack
+from autovaruna.runtime.transport.base import Transport
+from autovaruna.runtime.transport.values import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +37,15 @@ EAGER_SECONDS = 3e-3
 REPORT_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
 """How long a rank with an error waits for the others to hear of it; then it ends them."""
-GRACE_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 """How long a rank waits for an answer to where the others are."""
 STEPS = 20
 """So many predicted steps are a long wait."""
+GRACE_SECONDS = 1.0
+_JOINED = "joined", -1, -1, -1
 
 Event = tuple[str, int, int, int]
 """What a rank counts: ("sent" or "received", the other rank, channel, tag); -1 where one has no meaning."""
-
-
-_JOINED = "joined", -1, -1, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,8 @@ class DeadlockDetector:
     known: dict[bytes, bytes] = field(default_factory=dict)
     mismatch_since: float | None = None
 
-    def take(self, rank: int, notice: Notice) -> None:
-        """Takes a notice of a rank and answers if it can."""
+    def record(self, rank: int, notice: Notice) -> None:
+        """Records a notice of a rank, and answers if it can."""
         if self.failure is not None:
             return
         self.reports.pop(rank, None)
@@ -150,14 +149,14 @@ class DeadlockDetector:
             self.ended[rank] = notice
         elif notice.words and rank not in self.ended:
             self.reports[rank] = notice
-        self._settle()
+        self._answer()
 
     def tick(self) -> None:
         """Ends the grace of ranks that did not come after others had disagreed."""
         if self.mismatch_since is not None and time.monotonic() - self.mismatch_since > GRACE_SECONDS:
             self.fail(self._mismatch_text())
 
-    def _settle(self) -> None:
+    def _answer(self) -> None:
         if len(self.ended) == self.num_ranks:
             self.answer_all(Farewell())
         elif self.joined and self.ended:
@@ -284,7 +283,7 @@ Waiting = Callable[[], tuple[str, tuple[Need, ...]]]
 
 
 class RankWatch:
-    """Waits on behalf of one rank, such that no wait lasts for ever.
+    """Waits on behalf of one rank.
 
     The rank counts what it does that others may wait for. If it waits for long it tells the detector for what, with
     these counts, and hears once no rank can go on. Collectives go through the detector, too.
@@ -319,7 +318,7 @@ class RankWatch:
         self.raise_failure()
         own = pack(value)
         self.counts[_JOINED] += 1
-        self.tell(Join(label, own))
+        self.send_notice(Join(label, own))
         answer = self._await_answer(f"in {label!r}", give_up)
         self._let_notices_leave()
         if isinstance(answer, Failure):
@@ -339,7 +338,7 @@ class RankWatch:
         """
         self.raise_failure()
         self._is_leaving = True
-        self.tell(Leave(dict(self.counts)))
+        self.send_notice(Leave(dict(self.counts)))
         answer = self._await_answer("for the other ranks to end")
         self._let_notices_leave()
         assert isinstance(answer, Farewell), answer
@@ -383,7 +382,7 @@ class RankWatch:
                 give_up()
             self.transport.rest(now - started)
         if long_wait is not None and not self._is_leaving:
-            self.tell(WaitReport("", (), {}))
+            self.send_notice(WaitReport("", (), {}))
 
     def raise_failure(self) -> None:
         """Raises what has been found, if anything."""
@@ -392,7 +391,7 @@ class RankWatch:
 
     def listen(self) -> None:
         """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
-        for source, data in self.transport.take_notices():
+        for source, data in self.transport.poll_notices():
             news = decoded(data)
             if isinstance(news, Places):
                 self.places = news.text
@@ -400,17 +399,17 @@ class RankWatch:
                 assert self._detector is not None
                 self.transport.send_notice(encoded(Places(self._detector.places(source))), source)
             elif self._detector is None or isinstance(news, Failure):
-                self._take_answer(news)
+                self._record_answer(news)
             else:
-                self._detector.take(source, news)
+                self._detector.record(source, news)
         if self._detector is not None:
             self._detector.tick()
 
-    def tell(self, notice: Notice) -> None:
+    def send_notice(self, notice: Notice) -> None:
         if self._detector is None:
             self.transport.send_notice(encoded(notice), 0)
         else:
-            self._detector.take(0, notice)
+            self._detector.record(0, notice)
 
     def ask(self) -> None:
         """Asks where the others are; the answer comes to `places`, on rank 0 at once."""
@@ -430,9 +429,9 @@ class RankWatch:
         data = encoded(answer)
         for rank in range(1, len(self.transport.hosts)):
             self.transport.send_notice(data, rank)
-        self._take_answer(answer)
+        self._record_answer(answer)
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _record_answer(self, answer: Answer) -> None:
         """Takes the answer to this rank's notice, or that no rank can go on."""
         if isinstance(answer, Failure) and answer.is_final:
             self._failure = self._failure or answer
@@ -460,15 +459,15 @@ class LongWait:
     def __init__(self, watch: RankWatch, waiting: Waiting) -> None:
         self._watch = watch
         self._words, needs = waiting()
-        self._told_at = 0.0
+        self._logged_at = 0.0
         self._asked_at: float | None = None
-        watch.tell(WaitReport(self._words, needs, dict(watch.counts)))
+        watch.send_notice(WaitReport(self._words, needs, dict(watch.counts)))
 
     def go_on(self, waited: float) -> None:
         """Asks where the others are, tells the log, and ends the wait, each at its time in seconds; never blocks."""
         watch, stalls = self._watch, self._watch.stalls
         limit = stalls.limit_seconds and max(stalls.limit_seconds, REPORT_SECONDS)
-        asks_at = max(stalls.first_seconds, 2 * self._told_at)
+        asks_at = max(stalls.first_seconds, 2 * self._logged_at)
         if self._asked_at is None and waited > (min(asks_at, limit) if limit else asks_at):
             self._asked_at = waited
             watch.ask()
@@ -476,7 +475,7 @@ class LongWait:
             return
         places = watch.places or "rank 0 does not say where the others are: it computes for long, or is stopped"
         text = f"rank {watch.transport.rank} has waited {waited:.0f} s {self._words}: {places}."
-        self._asked_at, self._told_at = None, waited
+        self._asked_at, self._logged_at = None, waited
         if not limit or waited < limit:
             logger.warning("%s", text)
         else:

@@ -23,10 +23,11 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import BatchJob, GlobalBatch, Traffic
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.step_runner import RankParts, StepRunner
-from autovaruna.runtime.trace import EventTrace, Metrics
+from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind, Schedule

@@ -23,7 +23,7 @@ from autovaruna.runtime.launcher import (
     remove_leftovers,
 )
 from autovaruna.runtime.transport.processes import ProcessTransport
-from autovaruna.runtime.transport.threads import single_world, world_of_thread
+from autovaruna.runtime.transport.threads import SingleTransport
 from autovaruna.runtime.world import World
 
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -35,6 +35,8 @@ LOCAL_RANK_VARIABLES = (*_OF_MPI, "SLURM_LOCALID", "LOCAL_RANK")
 """The number of a rank on its host, as set by the same, and by launchers of PyTorch."""
 
 logger = logging.getLogger(__name__)
+of_this_thread = threading.local()
+"""Has a `world` where ranks are threads of one process."""
 _lock = threading.Lock()
 _world: World | None = None
 _ending: Ending | None = None
@@ -56,6 +58,14 @@ def get_world() -> World:
         if _world is None:
             _world = _started(os.environ)
         return _world
+
+
+def world_of_thread() -> World | None:
+    return getattr(of_this_thread, "world", None)
+
+
+def single_world() -> World:
+    return World(SingleTransport())
 
 
 def _started(variables: Mapping[str, str]) -> World:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport.base import DONE, Layout, Pending, distinct
+from autovaruna.runtime.transport.base import DONE, Pending
+from autovaruna.runtime.transport.layout import Layout, distinct
 from autovaruna.runtime.world import World
 
 Layouts = tuple[Layout | None, ...]

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
 from autovaruna.interception.installed import ProcessPiece, Undo
-from autovaruna.interception.optimizer import OptimizerProxy, cut_groups, outermost_step, watch_steps
-from autovaruna.profiler.optimizer import Steps, steps_of
+from autovaruna.interception.optimizer_proxy import OptimizerProxy, cut_groups, outermost_step, watch_steps
+from autovaruna.profiler.optimizer_trial import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
 from autovaruna.runtime.weights import Placement, from_rank, share_of, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World

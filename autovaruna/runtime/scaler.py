@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.interception.optimizer import cut_groups
+from autovaruna.interception.optimizer_proxy import cut_groups
 from autovaruna.interception.scaler import UNSCALERS, Unscaled, enabled_scalers, num_seen
 from autovaruna.runtime.optimizer import OWN_PART
 from autovaruna.runtime.world import World, gather_on_all

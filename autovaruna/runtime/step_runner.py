@@ -46,10 +46,11 @@ from autovaruna.runtime.batch import (
 )
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.trace import EventTrace, Metrics
+from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind

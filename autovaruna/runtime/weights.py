@@ -23,7 +23,7 @@ from autovaruna.graph.module_state import replace_tensor
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
-from autovaruna.runtime.transport.base import distinct
+from autovaruna.runtime.transport.layout import distinct
 from autovaruna.runtime.world import GradientSums, World
 from autovaruna.stage.split import Assignment
 

@@ -24,23 +24,17 @@ from autovaruna.runtime.reduction import Group, broadcast_in_tree
 from autovaruna.runtime.transport.base import (
     CARRIER_CHANNEL,
     DONE,
-    MAX_PART_BYTES,
     OBJECT_CHANNEL,
     TENSOR_CHANNEL,
     Carrier,
-    Layout,
     Pair,
     Pending,
     TensorTransfer,
     Transport,
-    check_dense,
-    empty_on_host,
-    pack,
-    split,
     status_after,
-    to_host,
-    unpack,
 )
+from autovaruna.runtime.transport.layout import MAX_PART_BYTES, Layout, check_dense, empty_on_host, split, to_host
+from autovaruna.runtime.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__

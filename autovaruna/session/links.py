@@ -12,8 +12,9 @@ from statistics import median
 import torch
 
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.transport.base import Layout, Pair
-from autovaruna.runtime.transport.torch_channel import neighbours
+from autovaruna.runtime.torch_channel import neighbours
+from autovaruna.runtime.transport.base import Pair
+from autovaruna.runtime.transport.layout import Layout
 from autovaruna.runtime.world import GradientSums, World
 
 logger = logging.getLogger(__name__)

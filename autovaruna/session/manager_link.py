@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autovaruna.checkpoint.snapshot import HasPosition, Snapshots
 from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
+from autovaruna.elastic.progress import HELD, JobPlace, Reporter, job_place
+from autovaruna.elastic.snapshot import HasPosition, Snapshots
 from autovaruna.errors import ConfigError
-from autovaruna.interception.optimizer import OptimizerProxy
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.interception.signals import has_heard
 from autovaruna.planner.records import Plan, predicted_seconds
-from autovaruna.runtime.progress import HELD, JobPlace, Reporter, job_place
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def report_end(world: World) -> None:
     """Reports to the manager, if there is one, that the script ends because it was asked to, and has not finished."""
     if (place := job_place()) is not None:
         reporter = _reporter(place, world.rank)
-        reporter.progress.hears_end = True
+        reporter.progress.is_asked_to_end = True
         reporter.write()
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
+from autovaruna.elastic.progress import job_place
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph
@@ -38,10 +39,9 @@ from autovaruna.profiler.measure import (
     settle,
     to_profile,
 )
-from autovaruna.profiler.optimizer import measure_step, state_factor
+from autovaruna.profiler.optimizer_trial import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
-from autovaruna.runtime.progress import job_place
-from autovaruna.runtime.transport.torch_channel import open_to_measure
+from autovaruna.runtime.torch_channel import open_to_measure
 from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.agreement import SharedCall
 from autovaruna.session.links import measure_links, measure_sums

@@ -13,7 +13,7 @@ from typing import Any
 
 from autovaruna.checkpoint.folder import together
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
-from autovaruna.checkpoint.save import Saver, Way
+from autovaruna.checkpoint.save import SaveOptions, Saver
 from autovaruna.checkpoint.source import CheckpointSource
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import InputError, OrderError
@@ -53,13 +53,13 @@ class Persistence:
 
     # checkpoints
 
-    def save(self, root: str | os.PathLike[str], content: Content, way: Way) -> None:
+    def save(self, root: str | os.PathLike[str], content: Content, options: SaveOptions) -> None:
         """Saves a checkpoint. Collective."""
         if self.pending is not None:
             raise self.too_early("save_checkpoint")
         subject = self.subject()
         self._saver = self._saver or Saver(subject.world)
-        self._saver.save(subject, root, content, way)
+        self._saver.save(subject, root, content, options)
 
     def too_early(self, what: str) -> OrderError:
         """Returns the error for what the script does while a checkpoint is `pending`."""

@@ -20,6 +20,8 @@ from rich.console import Console
 
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
+from autovaruna.elastic.ahead import Request
+from autovaruna.elastic.progress import AHEAD, job_place
 from autovaruna.errors import (
     AutoVarunaError,
     ConfigError,
@@ -33,7 +35,6 @@ from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
-from autovaruna.planner import ahead
 from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
@@ -52,8 +53,7 @@ from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.planner.table import explain, plan_table
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizer import sharing_of
-from autovaruna.runtime.progress import job_place
-from autovaruna.runtime.trace import EventTrace
+from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
 from autovaruna.runtime.world import gather_on_all, on_all
 from autovaruna.schedule.registry import POLICIES
@@ -375,9 +375,9 @@ class Preparation:
         if place is None or path.name != place.deployment or self._world.rank > 0:
             return
         shares_memory = self.device.type == "cpu" and not self._settings.memory_limit_bytes
-        request = ahead.Request(problem, self._fingerprint, self._sharing, str(path.parent), shares_memory)
+        request = Request(problem, self._fingerprint, self._sharing, str(path.parent), shares_memory)
         with suppress(OSError):  # it would only save time
-            request.write(Path(place.folder, ahead.FILE))
+            request.write(Path(place.folder, AHEAD))
 
     def _on_first(self, act: Callable[[], Result], what: str) -> Result:
         """Returns, on every rank, what `act` returns on rank 0. Collective."""

@@ -7,19 +7,17 @@ from functools import cached_property
 from typing import NoReturn
 
 from autovaruna.config.settings import Settings, log_settings
+from autovaruna.elastic.progress import SAVED, job_place
 from autovaruna.interception.exits import ERRORS_IN_FEW_LINES
 from autovaruna.interception.installed import Installed
 from autovaruna.interception.signals import LISTENING, has_heard, heard_names
 from autovaruna.log import configure, show_all_frames
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.progress import job_place
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import ManagerLink
 from autovaruna.session.script_actions import ScriptActions
 
 logger = logging.getLogger(__name__)
-
-STATUS = 75  # what a run ends with after it has saved because of a signal; the system's EX_TEMPFAIL: start it again
 
 
 class Run:
@@ -109,7 +107,7 @@ class Stopping:
         return self._first_step + num_steps
 
     def end(self, step: int) -> NoReturn:
-        """Ends this rank with `STATUS`, once the state is saved under its number; every rank does."""
+        """Ends this rank with `SAVED`, once the state is saved under its number; every rank does."""
         names = heard_names() or "a signal on another rank"
-        logger.warning("got %s: saved step %d, and end with status %d", names, step, STATUS)
-        raise SystemExit(STATUS)
+        logger.warning("got %s: saved step %d, and end with status %d", names, step, SAVED)
+        raise SystemExit(SAVED)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autovaruna.graph.guards import is_plain
-from autovaruna.interception.optimizer import OptimizerProxy
-from autovaruna.profiler.optimizer import asks_for_closure
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
+from autovaruna.profiler.optimizer_trial import asks_for_closure
 
 _STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
 

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from autovaruna.checkpoint.save import Way
+from autovaruna.checkpoint.save import SaveOptions
 from autovaruna.checkpoint.source import words_of_newest
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
@@ -26,7 +26,7 @@ from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.transport.torch_channel import open_channel
+from autovaruna.runtime.torch_channel import open_channel
 from autovaruna.runtime.weights import note_shares, note_split
 from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.agreement import (
@@ -202,7 +202,7 @@ class Session:
             stopping.is_agreed = stopping.is_wanted_here
         if has_stepped and stopping.is_agreed:
             try:
-                self._persistence.save(folder, Content(step, scaler=self._scaler), Way())
+                self._persistence.save(folder, Content(step, scaler=self._scaler), SaveOptions())
             except CheckpointError as error:
                 raise CheckpointError(f"{error} {words_of_newest(folder)}.") from error
             stopping.end(step)

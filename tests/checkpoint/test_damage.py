@@ -18,9 +18,17 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
-from autovaruna.checkpoint.host_memory import INDEX, STATE
 from autovaruna.checkpoint.load import Loading
-from autovaruna.checkpoint.manifest import CHUNK_BYTES, MANIFEST, Manifest, _own_checksum, checksum, read_manifest
+from autovaruna.checkpoint.manifest import (
+    CHUNK_BYTES,
+    INDEX,
+    MANIFEST,
+    STATE,
+    Manifest,
+    _own_checksum,
+    checksum,
+    read_manifest,
+)
 from autovaruna.checkpoint.save import write_file
 from autovaruna.checkpoint.tensor_file import NOTE
 from autovaruna.errors import InputError

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
+from autovaruna.checkpoint.encoding import decode, encode
 from autovaruna.checkpoint.save import chunks_of, write_file
-from autovaruna.checkpoint.state import decode, encode
 from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, read_new
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway

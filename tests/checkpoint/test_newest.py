@@ -21,7 +21,7 @@ from autovaruna.checkpoint import folder
 from autovaruna.checkpoint import source as source_module
 from autovaruna.checkpoint.manifest import MANIFEST
 from autovaruna.checkpoint.source import choose
-from autovaruna.runtime.transport.threads import single_world
+from autovaruna.runtime.environment import single_world
 from tests.checkpoint.test_damage import trained
 
 

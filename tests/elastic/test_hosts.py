@@ -13,7 +13,8 @@ from autovaruna.elastic import hosts as module
 from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import MorphingOptions
-from autovaruna.elastic.watch import JobWatch, Slow
+from autovaruna.elastic.speeds import Slow
+from autovaruna.elastic.watch import JobWatch
 from tests.elastic.keepers import TOKEN
 from tests.hosts.emulation import wait_for
 from tests.mpi.launch import find_mpirun
@@ -22,10 +23,10 @@ HOST, OTHER = "localhost", "elsewhere.invalid"
 
 
 @contextmanager
-def job_hosts(folder: Path, ways: MorphingOptions) -> Iterator[Hosts]:
+def job_hosts(folder: Path, options: MorphingOptions) -> Iterator[Hosts]:
     """Returns the hosts of a job on this machine; its keeper ends with the context."""
     settings = {"folder": str(folder / "job"), "token": TOKEN, "standby": False}
-    hosts = Hosts({HOST: 1}, ways, settings, folder / "own", EventLog(None))
+    hosts = Hosts({HOST: 1}, options, settings, folder / "own", EventLog(None))
     try:
         hosts.start(lambda: None)
         assert set(hosts.usable()) == {HOST}
@@ -93,9 +94,9 @@ def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     with job_hosts(tmp_path, MorphingOptions(None, 1)) as hosts:
         watch = JobWatch(0)
-        watch.take(HOST, {"attempt": 0, "ranks": {"0": {"state": "R", "calls": 0, "work": []}}, "predicted": {}})
+        watch.record(HOST, {"attempt": 0, "ranks": {"0": {"state": "R", "calls": 0, "work": []}}, "predicted": {}})
         watch.changes.append(Slow(0, 30, 2.0, "its own past"))
-        hosts.slow.take(watch)
+        hosts.slow.record(watch)
         assert hosts.slow.leaves_out(HOST) and set(hosts.usable()) == {HOST} and not hosts.slow.leaves_out(HOST)
 
 
@@ -126,7 +127,7 @@ def test_a_host_whose_ranks_are_asked_to_end_is_left_if_others_suffice(
     tmp_path: Path, min_ranks: int, left: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job_hosts(tmp_path, MorphingOptions(None, 1, min_ranks=1)) as hosts:
-        monkeypatch.setattr(hosts, "_ways", MorphingOptions(None, 1, min_ranks=min_ranks))
+        monkeypatch.setattr(hosts, "_options", MorphingOptions(None, 1, min_ranks=min_ranks))
         monkeypatch.setattr(hosts, "usable", lambda: dict.fromkeys({HOST, OTHER} - hosts.noticed.keys(), 1))
         hosts.leave_if_others_suffice([HOST])
         assert hosts.noticed.keys() == left

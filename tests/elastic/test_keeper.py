@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autovaruna.checkpoint.host_memory import Pointer, RankPart, connect, open_bytes, write_record
+from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
-from autovaruna.elastic.keeper import processes_with
+from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.link import Link
+from autovaruna.elastic.rank_part import RankPart, write_record
 from autovaruna.elastic.standby import LOCK
 from autovaruna.errors import CheckpointError
+from autovaruna.runtime.token_server import connect
 from tests.elastic.keepers import TOKEN, keeper
 from tests.hosts.emulation import wait_for
 
@@ -52,7 +54,7 @@ def part_in(slot: Path, rank: int = 1, step: int = 3, text: bytes = b"weights") 
     """Writes a part and returns what it is."""
     slot.mkdir(parents=True)
     record = write_file(slot / "weights", [np.frombuffer(text, np.uint8)], is_new=True)
-    part = RankPart(step, rank, 2, {"weights": record}, {}, {}, {})
+    part = RankPart({"weights": record}, {}, 0, {}, step, rank, 2, {})
     write_record(slot, part)
     return part
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic.keeper import processes_with
+from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts
 from autovaruna.elastic.run import Outcome
 from tests.mpi.launch import QUIET, ROOT, find_mpirun
 
 FAILED, NOBODY = Outcome("rank 1 ended with status 3", error=3), Outcome("mpirun ended with status 137")
+DIES = "MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
 NOT_STARTED = Outcome("not every rank has started", unfit=("h2",))
 
 
@@ -46,14 +47,14 @@ def test_a_job_is_given_up_if_its_script_fails_in_vain_or_it_ends_too_often(
 ) -> None:
     """Faults during recoveries are not the script's; neither are hosts on which no rank can be started."""
     restarts = Restarts(most)
-    *earlier, last = [restarts.note(outcome, step) for outcome, step in runs]
+    *earlier, last = [restarts.record(outcome, step) for outcome, step in runs]
     assert not any(earlier) and last.startswith(why) and bool(last) == bool(why)
 
 
 def test_starts_again_that_come_no_further_are_spaced_out() -> None:
     restarts, found = Restarts(100), []
     for step in (7, 7, 7, 7, 7, 7, 8, 8):
-        restarts.note(NOBODY, step)
+        restarts.record(NOBODY, step)
         found.append(restarts.delay_seconds)
     assert found == [0, 0, 0, 1, 2, 4, 0, 0]
 
@@ -98,13 +99,15 @@ def read_until(job: subprocess.Popen[str], words: str) -> str:
     [
         ("MPI.COMM_WORLD.rank == 1 and os._exit(0)\ntime.sleep(60)", 1, "rank 1 ended with status 0 before the others"),
         ("sys.exit(75)", 75, "ended with status 75: status 75"),
+        (DIES, 137, "was ended by SIGKILL"),
     ],
-    ids=["too early", "as if a signal had come"],
+    ids=["too early", "as if a signal had come", "killed"],
 )
 def test_a_script_that_ends_by_itself_before_any_step_is_not_started_again(
     tmp_path: Path, script: str, status: int, words: str
 ) -> None:
-    found, said = run(tmp_path, f"from mpi4py import MPI\n{script}")
+    options = ["--no_morphing"] if script == DIES else []
+    found, said = run(tmp_path, f"from mpi4py import MPI\n{script}", *options)
     assert found == status and words in said and "started again" not in said, said
 
 
@@ -118,7 +121,9 @@ def test_a_job_has_finished_when_its_ranks_have_whatever_they_leave_running(tmp_
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGUSR1, 5), (signal.SIGTERM, 128 + signal.SIGTERM)], ids=["handled", "not handled"]
+    ("number", "status"),
+    [(signal.SIGUSR1, 5), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)],
+    ids=["handled", "not handled", "interrupted"],
 )
 def test_what_a_signal_means_is_for_the_script_to_say(tmp_path: Path, number: signal.Signals, status: int) -> None:
     """Once, the manager kept signals to itself, and ended with a status that says that all is saved."""

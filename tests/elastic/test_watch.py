@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0, **more: Any) -> dict[str, Any]:
     """Returns what a keeper says of a rank."""
     said = {"calls": calls, "steps": calls, "is_inside": is_inside, "state": state, "gone_seconds": gone}
-    return {**said, "hears_end": False, "is_kept": True, "work_seconds": 0.0, "work": [], **more}
+    return {**said, "is_asked_to_end": False, "is_kept": True, "work_seconds": 0.0, "work": [], **more}
 
 
 def report(newest: int | None = None, copied: object = None, **ranks: dict[str, Any]) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def trained(clock: SimpleNamespace, seconds: float = 0.5, num_calls: int = 5) ->
     watch = JobWatch(1)
     for calls in range(1, num_calls + 1):
         clock.now += seconds
-        watch.take("a", report(r0=rank(calls)))
-        watch.take("b", report(r1=rank(calls)))
+        watch.record("a", report(r0=rank(calls)))
+        watch.record("b", report(r1=rank(calls)))
     return watch
 
 
@@ -46,8 +46,8 @@ def test_a_rank_that_is_stopped_is_named_within_seconds(clock: SimpleNamespace) 
     watch = trained(clock)
     for _ in range(5):
         assert watch.hang() is None
-        watch.take("a", report(r0=rank(6)))
-        watch.take("b", report(r1=rank(5, state="T")))
+        watch.record("a", report(r0=rank(6)))
+        watch.record("b", report(r1=rank(5, state="T")))
         clock.now += 1.0
     found = watch.hang()
     assert found is not None and found.words == "rank 1 on b is stopped by a signal" and 4 < found.seconds < 6
@@ -57,7 +57,7 @@ def test_a_rank_that_is_stopped_is_named_within_seconds(clock: SimpleNamespace) 
 def test_a_rank_that_is_stopped_for_a_moment_is_not(clock: SimpleNamespace) -> None:
     watch = trained(clock)
     for state in ("T", "T", "S", "T", "T", "T"):
-        watch.take("b", report(r1=rank(5, state=state)))
+        watch.record("b", report(r1=rank(5, state=state)))
         clock.now += 1.2
     assert watch.hang() is None
 
@@ -79,8 +79,8 @@ def test_words_say_which_rank_hangs_and_where(
     clock: SimpleNamespace, first: dict[str, Any], second: dict[str, Any], words: str
 ) -> None:
     watch = trained(clock)
-    watch.take("a", report(r0=first))
-    watch.take("b", report(r1=second))
+    watch.record("a", report(r0=first))
+    watch.record("b", report(r1=second))
     clock.now += 19.0
     assert watch.hang() is None
     clock.now += 2.0
@@ -102,7 +102,7 @@ def test_a_false_alarm_makes_the_next_run_wait_longer(clock: SimpleNamespace) ->
     assert watch.hang() is not None
     again = JobWatch(1, watch.longest_seconds)
     for calls in range(1, 4):
-        again.take("a", report(r0=rank(calls)))
+        again.record("a", report(r0=rank(calls)))
         clock.now += 0.5
     clock.now += 200.0
     assert again.hang() is None
@@ -116,17 +116,17 @@ def test_nobody_hangs_who_has_not_trained_yet(clock: SimpleNamespace) -> None:
 
 def test_reports_of_an_earlier_run_are_not_taken(clock: SimpleNamespace) -> None:
     watch = trained(clock)
-    watch.take("a", {**report(r0=rank(99)), "attempt": 0})
+    watch.record("a", {**report(r0=rank(99)), "attempt": 0})
     assert watch.num_steps == 5
 
 
 def test_a_state_is_held_once_each_host_has_it_and_a_copy(clock: SimpleNamespace) -> None:
     watch = trained(clock)
     assert not watch.holds_any
-    watch.take("a", report(newest=3, r0=rank(5)))
-    watch.take("b", report(newest=3, copied=[1, 3], r1=rank(5)))
+    watch.record("a", report(newest=3, r0=rank(5)))
+    watch.record("b", report(newest=3, copied=[1, 3], r1=rank(5)))
     assert watch.holds_any and watch.held_step(["a", "b"]) == -1 and watch.held_step(["a"]) == 3
-    watch.take("a", report(newest=4, copied=[1, 2], r0=rank(5)))
+    watch.record("a", report(newest=4, copied=[1, 2], r0=rank(5)))
     assert watch.held_step(["a", "b"]) == 2
 
 
@@ -134,18 +134,18 @@ def test_ranks_can_leave_at_a_border_once_they_have_trained_and_take_snapshots(c
     watch = JobWatch(1)
     assert not watch.can_leave
     for its, expected in ((rank(1), False), (rank(1, is_inside=False), True), (rank(2), True)):
-        watch.take("a", report(r0=its))
+        watch.record("a", report(r0=its))
         assert watch.can_leave is expected
-    watch.take("a", report(r0=rank(2, is_kept=False)))
+    watch.record("a", report(r0=rank(2, is_kept=False)))
     assert not watch.can_leave
-    watch.take("a", {**report(r0=rank(2)), "is_full": True})
+    watch.record("a", {**report(r0=rank(2)), "is_full": True})
     assert not watch.can_leave and watch.full_hosts == ["a"], "the step at the border would not be whole"
 
 
 def test_the_first_that_went_is_named(clock: SimpleNamespace) -> None:
     watch = trained(clock)
-    watch.take("a", report(r0=rank(5, gone=0.3)))
-    watch.take("b", report(r1=rank(5, gone=0.9)))
-    assert watch.words_of_gone([]) == "rank 1 on b is gone"
-    assert watch.words_of_gone([1]) == "rank 0 on a is gone"
-    assert watch.words_of_gone([0, 1]) == ""
+    watch.record("a", report(r0=rank(5, gone=0.3)))
+    watch.record("b", report(r1=rank(5, gone=0.9)))
+    assert watch.first_gone([]) == "rank 1 on b is gone"
+    assert watch.first_gone([1]) == "rank 0 on a is gone"
+    assert watch.first_gone([0, 1]) == ""

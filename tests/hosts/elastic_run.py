@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from autovaruna.runtime.progress import Progress
+from autovaruna.elastic.progress import Progress
 from tests.hosts.emulation import Command, Hosts, wait_for
 
 SCRIPT = Path(__file__).with_name("elastic_train.py")
@@ -113,6 +113,15 @@ class ElasticRun:
 
         self.wait(lambda: bool(found()), f"an event {kind}", seconds)
         return found()[0]
+
+    def wait_until_training_on(self, names: Sequence[str]) -> None:
+        """Returns once the newest run has come to a step, on some hosts, however many starts that takes."""
+
+        def is_so() -> bool:
+            last = [event for event in self.events if event["event"] in ("start", "running")][-2:]
+            return [event["event"] for event in last] == ["start", "running"] and last[0]["hosts"] == names
+
+        self.wait(is_so, f"training on {names}", 90.0)
 
     def finish(self, seconds: float = 60.0) -> int:
         """Returns the status at the job's end; AssertionError if it does not end in time."""

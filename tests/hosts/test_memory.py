@@ -18,15 +18,9 @@ MOST_LOST = 40
 OTHERS = ("h2", "h3")
 
 
-def trains_on(run: ElasticRun, hosts: list[str]) -> bool:
-    """Says whether the newest run has come to a step, on some hosts."""
-    last = [event for event in run.events if event["event"] in ("start", "running")][-2:]
-    return [event["event"] for event in last] == ["start", "running"] and last[0]["hosts"] == hosts
-
-
 def go_on(run: ElasticRun, strike: Callable[[ElasticRun], object]) -> list[str]:
     """Strikes a job that trains on all hosts; returns those on which it goes on from about where it was."""
-    run.wait(lambda: trains_on(run, run.hosts.names), "training on all hosts", 90.0)
+    run.wait_until_training_on(run.hosts.names)
     run.wait_for_steps(MOST_LOST + 10)
     newest, since = run.steps[-1][1], len(run.events)
     strike(run)
@@ -37,17 +31,17 @@ def go_on(run: ElasticRun, strike: Callable[[ElasticRun], object]) -> list[str]:
 
 
 def stop_keepers(run: ElasticRun) -> None:
-    """Stops all keepers for 6 s; once, the job started from step 0."""
+    """Stops all keepers for 5 s; once, the job started from step 0."""
     keepers = [run.process(host, "elastic.keeper") for host in run.hosts.names]
-    for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
+    for number, seconds in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.0)):
         for process in keepers:
             run.strike(process, number)
         time.sleep(seconds)
 
 
 def cut_off(run: ElasticRun) -> None:
-    """Cuts two hosts of three off for 8 s; once, the job started from step 0."""
-    for do, seconds in ((run.hosts.cut, 8.0), (run.hosts.mend, 0.0)):
+    """Cuts two hosts of three off for 6 s; once, the job started from step 0."""
+    for do, seconds in ((run.hosts.cut, 6.0), (run.hosts.mend, 0.0)):
         for host in OTHERS:
             do(host)
         time.sleep(seconds)

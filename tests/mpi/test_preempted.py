@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.session.run import STATUS
+from autovaruna.elastic.progress import SAVED
 from tests.mpi.launch import mpirun
 from tests.products import some
 
@@ -26,7 +26,7 @@ def test_all_ranks_stop_at_one_step(num_ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", some([3, 1], 1))
 def test_a_setting_saves_and_ends_with_a_status_of_its_own(num_ranks: int, tmp_path: Path) -> None:
     done = mpirun(num_ranks, SCRIPT, tmp_path, "setting", check=False, is_warm=True)
-    assert done.returncode == STATUS, done.stderr
+    assert done.returncode == SAVED, done.stderr
     (saved,) = tmp_path.glob("step-*")
-    assert f"got SIGUSR1: saved step {int(saved.name[5:])}, and end with status {STATUS}" in done.stderr
+    assert f"got SIGUSR1: saved step {int(saved.name[5:])}, and end with status {SAVED}" in done.stderr
     assert "Traceback" not in done.stderr

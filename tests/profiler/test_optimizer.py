@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.profiler import optimizer
-from autovaruna.profiler.optimizer import measure_step, state_factor, steps_of, work_factors
+from autovaruna.profiler import optimizer_trial
+from autovaruna.profiler.optimizer_trial import measure_step, state_factor, steps_of, work_factors
 from tests.profiler.clock import WorkClock, work_clock
 from tests.profiler.models import CPU
 from tests.profiler.own_optimizers import JOINT, SEPARATE, EachAlone, Lamb, Langevin, Unknown
@@ -144,8 +144,8 @@ def test_the_steps_of_a_model_are_predicted_from_its_own_shapes(
 ) -> None:
     """Once, tensors of a fixed size were tried out: a step that grows with the side of a matrix took minutes."""
     model = nn.Sequential(*(nn.Linear(48, 96, bias=False) for _ in range(3)), nn.Linear(8, 48, bias=False))
-    monkeypatch.setattr(optimizer, "_BUDGET_SECONDS", 100.0)  # of this clock
-    with work_clock(optimizer) as clock:
+    monkeypatch.setattr(optimizer_trial, "_BUDGET_SECONDS", 100.0)  # of this clock
+    with work_clock(optimizer_trial) as clock:
         found = measure_step(make(model), CPU)
         begin = clock()
         plain = plain_step_seconds(model, make(model), clock)
@@ -157,8 +157,8 @@ def test_a_large_matrix_is_extrapolated_by_its_growth(monkeypatch: pytest.Monkey
     """A matrix that takes longer than the budget is tried out as a smaller one of its shape."""
     model = nn.Linear(2048, 1024, bias=False)
     made = Cubic(model.parameters(), lr=0.1)
-    monkeypatch.setattr(optimizer, "_BUDGET_SECONDS", 100.0)  # of this clock
-    with work_clock(optimizer) as clock:
+    monkeypatch.setattr(optimizer_trial, "_BUDGET_SECONDS", 100.0)  # of this clock
+    with work_clock(optimizer_trial) as clock:
         found, taken = measure_step(made, CPU), clock()
         plain = plain_step_seconds(model, made, clock)
     assert found.seconds(1, model.weight.nbytes) == pytest.approx(plain, rel=0.5)

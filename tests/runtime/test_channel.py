@@ -8,7 +8,7 @@ import torch
 from autovaruna.errors import ConfigError
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.transport.torch_channel import lacking_for_nccl, open_channel, open_to_measure
+from autovaruna.runtime.torch_channel import lacking_for_nccl, open_channel, open_to_measure
 from autovaruna.runtime.world import World
 from autovaruna.session.links import measure_links, measure_sums
 from tests.catalogue import DEVICE, PLAIN

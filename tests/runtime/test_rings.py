@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.transport import processes
-from autovaruna.runtime.transport.base import DONE, Arrival, Layout, TensorTransfer
-from autovaruna.runtime.transport.processes import (
+from autovaruna.runtime.transport import rings
+from autovaruna.runtime.transport.base import DONE, Arrival, TensorTransfer
+from autovaruna.runtime.transport.layout import Layout
+from autovaruna.runtime.transport.rings import (
     MAX_BYTES,
     NUM_BYTES,
     NUM_SLOTS,
@@ -44,9 +45,9 @@ def send(sender: RingSender, tensor: Tensor, key: int) -> TensorTransfer:
     return DONE if sender.put(tensor, key) else sender.queue(tensor, key)
 
 
-def brought(receiver: RingReceiver, layout: Layout = LARGE, key: int = 0) -> Tensor:
+def borrowed(receiver: RingReceiver, layout: Layout = LARGE, key: int = 0) -> Tensor:
     """Returns the next message, which must be there."""
-    tensor = receiver.bring(layout, key)
+    tensor = receiver.borrow(layout, key)
     assert tensor is not None
     return tensor
 
@@ -61,7 +62,7 @@ def layout_of(size: int) -> Layout:
 
 
 class Traffic:
-    """Random messages, and what is known of them. Those of keys 0 and 1 are brought, of 2 posted.
+    """Random messages, and what is known of them. Those of keys 0 and 1 are borrowed, of 2 posted.
 
     Args:
         seed: Of what is drawn.
@@ -94,7 +95,7 @@ class Traffic:
         if key == 2:
             tensor = torch.empty_like(self.sent[key].popleft())
             self.posted.append((self.receiver.post(tensor, key), tensor, expected))
-        elif (arrived := self.receiver.bring(layout_of(len(expected)), key)) is not None:
+        elif (arrived := self.receiver.borrow(layout_of(len(expected)), key)) is not None:
             self.kept.append((arrived, self.sent[key].popleft()))
 
     def look(self) -> None:
@@ -136,9 +137,9 @@ def test_messages_arrive_in_order_whatever_each_end_does(seed: int) -> None:
 def test_a_large_message_lies_where_it_arrived() -> None:
     sender, receiver = make_ring()
     sent = torch.randn(LARGE.shape)
-    assert receiver.bring(LARGE, 4) is None
+    assert receiver.borrow(LARGE, 4) is None
     assert send(sender, sent, 4).is_done()
-    tensor = brought(receiver, key=4)
+    tensor = borrowed(receiver, key=4)
     assert torch.equal(tensor, sent) and tensor.stride() == sent.stride() and lies_in(tensor, receiver)
     sent.zero_()
     assert bool((tensor != 0).any())
@@ -147,12 +148,12 @@ def test_a_large_message_lies_where_it_arrived() -> None:
 def test_memory_is_lent_again_once_no_tensor_and_no_view_lies_there() -> None:
     sender, receiver = make_ring()
     send(sender, torch.full(LARGE.shape, -1.0), 0)
-    kept = brought(receiver).view(-1)[10:20].detach()
+    kept = borrowed(receiver).view(-1)[10:20].detach()
     gc.collect()
     places = set()
     for turn in range(50):
         send(sender, torch.full(LARGE.shape, float(turn)), 0)
-        view = brought(receiver)[3:, 5:]
+        view = borrowed(receiver)[3:, 5:]
         places.add(view.data_ptr())
         assert bool((view == turn).all())
     assert len(places) <= 2 and bool((kept == -1).all())
@@ -163,7 +164,7 @@ def test_what_finds_no_room_to_be_lent_is_copied() -> None:
     kept = []
     for turn in range(20):
         send(sender, torch.full(LARGE.shape, float(turn)), 0)
-        kept.append(brought(receiver))
+        kept.append(borrowed(receiver))
     assert all(bool((tensor == turn).all()) for turn, tensor in enumerate(kept))
     assert 0 < sum(lies_in(tensor, receiver) for tensor in kept) < len(kept)
 
@@ -174,11 +175,11 @@ def test_a_message_comes_past_others_that_nobody_takes() -> None:
     pending = [send(sender, torch.full(LARGE.shape, float(turn)), 1) for turn in range(30)]
     pending.append(send(sender, torch.full(LARGE.shape, 99.0), 0))
     for _ in range(100):
-        if (tensor := receiver.bring(LARGE, 0)) is not None:
+        if (tensor := receiver.borrow(LARGE, 0)) is not None:
             break
         sender.advance()
     assert tensor is not None and bool((tensor == 99).all())
-    assert all(bool((brought(receiver, key=1) == turn).all()) for turn in range(30))
+    assert all(bool((borrowed(receiver, key=1) == turn).all()) for turn in range(30))
 
 
 def test_what_two_micro_batches_send_over_a_cut_with_skips_leaves_at_once() -> None:
@@ -187,7 +188,7 @@ def test_what_two_micro_batches_send_over_a_cut_with_skips_leaves_at_once() -> N
     skips = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (MAX_BYTES, 4 << 20, 2 << 20, 1 << 20)]
     sent = [send(sender, each, 0) for each in (*skips, *skips)]
     assert all(each.is_done() for each in sent)
-    assert all(lies_in(brought(receiver, layout_of(each.numel())), receiver) for each in skips)
+    assert all(lies_in(borrowed(receiver, layout_of(each.numel())), receiver) for each in skips)
 
 
 def test_a_sender_waits_for_room_without_blocking() -> None:
@@ -214,7 +215,7 @@ def test_another_size_than_expected_is_an_error() -> None:
             if is_early:
                 receiver.advance()
             with pytest.raises(RankError, match=message):
-                receiver.bring(layout_of(expected), 0)
+                receiver.borrow(layout_of(expected), 0)
         sender, receiver = make_ring()
         arrival = receiver.post(torch.zeros(expected, dtype=torch.uint8), 0)
         send(sender, torch.ones(size, dtype=torch.uint8), 0)
@@ -226,7 +227,7 @@ def test_a_forked_process_gives_nothing_back() -> None:
     """It holds copies of the tensors, which it may forget, as a loader's worker does."""
     sender, receiver = make_ring()
     send(sender, torch.ones(LARGE.shape), 0)
-    tensor = brought(receiver)
+    tensor = borrowed(receiver)
     child = os.fork()
     if not child:
         del tensor
@@ -266,8 +267,8 @@ def test_both_ends_have_a_ring_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (processes, "_path", lambda file: "/proc/self/nothing"),
-        (processes, "_path", lambda file: __file__),  # something else lies there
+        (rings, "_path", lambda file: "/proc/self/nothing"),
+        (rings, "_path", lambda file: __file__),  # something else lies there
         (platform, "machine", lambda: "aarch64"),
         (ctypes, "CDLL", lambda *_, **__: object()),
         (os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError("no space"))),

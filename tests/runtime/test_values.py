@@ -17,7 +17,7 @@ import torch
 from autovaruna.errors import CheckpointError, RankError
 from autovaruna.log import error_text
 from autovaruna.runtime.deadlock import Join, Need, RankWatch
-from autovaruna.runtime.transport.base import pack, unpack
+from autovaruna.runtime.transport.values import pack, unpack
 
 VALUES = [
     (None, True, 10**30, 1.5, "é", b"x", 1j),

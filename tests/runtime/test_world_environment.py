@@ -7,10 +7,9 @@ import torch
 
 from autovaruna.interception.exits import status_of
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads
-from autovaruna.runtime.transport.base import is_dense
-from autovaruna.runtime.transport.threads import single_world
-from autovaruna.runtime.transport.torch_channel import neighbours
+from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads, single_world
+from autovaruna.runtime.torch_channel import neighbours
+from autovaruna.runtime.transport.layout import is_dense
 from autovaruna.runtime.world import World
 from autovaruna.session import links
 from autovaruna.session.links import measure_sums, sample_of_gradients

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from autovaruna.errors import RankError
+from autovaruna.runtime.environment import single_world
 from autovaruna.runtime.transport.base import GROUP_CHANNEL, TensorTransfer
-from autovaruna.runtime.transport.threads import ThreadTransport, single_world
+from autovaruna.runtime.transport.threads import ThreadTransport
 from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 from tests.runtime.world_laws import LAWS

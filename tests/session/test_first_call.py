@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna import AutoVaruna, InputError, TraceError
 from autovaruna.config.settings import Settings
+from autovaruna.elastic.progress import VARIABLE, JobPlace, job_place
 from autovaruna.errors import ConfigError
 from autovaruna.graph.fakes import fake_like
 from autovaruna.graph.trace import trace
@@ -27,7 +28,6 @@ from autovaruna.profiler import measure
 from autovaruna.profiler.bytes import Bytes
 from autovaruna.profiler.measure import Key, Pace, PartCost, settle
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
-from autovaruna.runtime.progress import VARIABLE, JobPlace, job_place
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
 from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError, InputError
+from autovaruna.runtime.environment import single_world
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.transport.threads import single_world
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES, DEVICE, Batch, Case
 from tests.catalogue.small import words

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
-from autovaruna.runtime.deadlock import Failure, encoded
-from autovaruna.runtime.trace import Metrics
+from autovaruna.elastic.progress import SAVED
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.transport.base import TensorTransfer
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
-from autovaruna.session.run import STATUS
 from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled
 from tests.products import some
-from tests.ranks import run_ranks
+from tests.ranks import RankThread, run_ranks
 from tests.session.training import QUIET, trace_shared
 
 
@@ -217,7 +216,7 @@ class Held(TensorTransfer):
         return self.has_left
 
 
-class Lazy(ThreadTransport):
+class Lazy(RankThread):
     """Moves nothing but while it is called, and then not at once: each message, or notice, is held for some calls."""
 
     def __init__(self, rank: int, mailboxes: Mailboxes, seed: int) -> None:
@@ -238,13 +237,9 @@ class Lazy(ThreadTransport):
     def send_notice(self, data: bytes, destination: int) -> None:
         self._hold(lambda: ThreadTransport.send_notice(self, data, destination))
 
-    def take_notices(self) -> Iterator[tuple[int, bytes]]:
+    def poll_notices(self) -> Iterator[tuple[int, bytes]]:
         self.advance()
-        yield from super().take_notices()
-
-    def fail(self, text: str) -> None:
-        for rank in range(len(self.hosts)):
-            super().send_notice(encoded(Failure(text, is_final=True)), rank)
+        yield from super().poll_notices()
 
     def are_notices_out(self) -> bool:
         self.advance()
@@ -353,7 +348,7 @@ def test_a_checkpoint_is_saved_once_the_optimizer_has_stepped(num_ranks: int, tm
             if call % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        with pytest.raises(SystemExit, match=str(STATUS)):
+        with pytest.raises(SystemExit, match=str(SAVED)):
             model(torch.ones(2, 4))
         return model.should_stop()
 
@@ -462,11 +457,11 @@ def test_a_loss_that_is_not_finite_is_told_once(has_loss: bool, caplog: pytest.L
             said.append(metrics.is_finite)
         return said
 
-    with caplog.at_level(logging.WARNING, "autovaruna.runtime.trace"):
+    with caplog.at_level(logging.WARNING, "autovaruna.runtime.metrics"):
         first, second = run_ranks(2, run)
     assert first[0] == second[0] == (0, None, None)
     assert second[1:] == [True, False, False, False]
     assert first[1:] == (second[1:] if has_loss else [True] * 4)
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "autovaruna.runtime.trace")
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "autovaruna.runtime.metrics")
     assert line.startswith("step 2: ") and "stage 1" in line and "rank 1" in line
     assert ("micro-batch 3 (samples 2 to 3 of rank 1) is nan" in line) == has_loss

@@ -22,7 +22,7 @@ from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan, StagePlan
-from autovaruna.profiler.optimizer import Steps, steps_of
+from autovaruna.profiler.optimizer_trial import Steps, steps_of
 from autovaruna.runtime import optimizer
 from autovaruna.runtime.world import World
 from autovaruna.session import traces

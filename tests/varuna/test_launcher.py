@@ -163,7 +163,7 @@ def test_events_that_nobody_reads_any_more_do_not_end_the_job(monkeypatch: pytes
     with os.fdopen(writer, "w") as stream:
         for target in (stream, None):
             monkeypatch.setattr(sys, "stderr", target)
-            EventLog("events").note("start", "start on 2 ranks")
+            EventLog("events").record("start", "start on 2 ranks")
     assert len(Path("events").read_text().splitlines()) == 2
 
 

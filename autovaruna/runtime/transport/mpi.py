@@ -73,7 +73,7 @@ class MpiTransport(ProcessTransport):
             self._notices.popleft()
         return not self._notices
 
-    def take_notices(self) -> Iterator[tuple[int, bytearray]]:
+    def poll_notices(self) -> Iterator[tuple[int, bytearray]]:
         while self._control.Iprobe(MPI.ANY_SOURCE, 0, self._status):
             source = self._status.Get_source()
             data = bytearray(self._status.Get_count(MPI.BYTE))

@@ -58,7 +58,7 @@ Key = tuple[int, int]
 
 
 class Peer:
-    """The connection with a rank, whose two ends differ if that is this one; never blocks."""
+    """The connection with a rank, never blocking; `outgoing` is not `incoming` where that is this rank itself."""
 
     def __init__(self, outgoing: socket.socket, incoming: socket.socket) -> None:
         outgoing.setblocking(False)
@@ -120,10 +120,10 @@ class Peer:
                 return
             self._into = self._into[num_bytes:]
             if not len(self._into):
-                self._take()
+                self._end_part()
 
-    def _take(self) -> None:
-        """Goes on from a whole header to its message, from a whole message to the next header."""
+    def _end_part(self) -> None:
+        """Goes on from a whole header to its message, or delivers a whole message."""
         channel, tag, size = _HEADER.unpack(self._header)
         if self._body is None:
             posted = self.posted[channel, tag]
@@ -210,7 +210,7 @@ class SocketTransport(ProcessTransport):
             peer.push()
         return all(peer.is_quiet for peer in self._peers.values())
 
-    def take_notices(self) -> Iterator[tuple[int, bytearray]]:
+    def poll_notices(self) -> Iterator[tuple[int, bytearray]]:
         for source, peer in self._peers.items():
             peer.push()
             peer.pull()
@@ -342,7 +342,7 @@ def _call(place: list[str], greeting: tuple[bytes, int, bool]) -> socket.socket:
 def _answer(
     server: socket.socket, token: bytes, expected: set[tuple[int, bool]]
 ) -> dict[tuple[int, bool], socket.socket]:
-    """Takes the connections of other ranks; strangers, who do not know the secret, are sent away."""
+    """Accepts the connections of other ranks; those of strangers, who do not know the secret, are closed."""
     found: dict[tuple[int, bool], socket.socket] = {}
     while expected - found.keys():
         connection, _ = server.accept()

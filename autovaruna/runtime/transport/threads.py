@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -12,20 +11,17 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from autovaruna.runtime.deadlock import Failure, encoded
 from autovaruna.runtime.transport.base import (
     DONE,
     SMALL_BYTES,
     TensorTransfer,
     Transport,
     check_size,
-    flat,
     show,
     status_after,
 )
-from autovaruna.runtime.world import World, describe
+from autovaruna.runtime.transport.layout import flat
 
-of_this_thread = threading.local()
 Address = tuple[int, int, int, int]
 """Source, destination, channel, tag."""
 
@@ -56,7 +52,7 @@ class Delivery(TensorTransfer):
 
 
 class ThreadTransport(Transport):
-    """One rank of several in one process."""
+    """One rank of several in one process; how its errors end the others is for whoever starts them to say."""
 
     def __init__(self, rank: int, mailboxes: Mailboxes) -> None:
         self.rank = rank
@@ -80,7 +76,7 @@ class ThreadTransport(Transport):
     def send_notice(self, data: bytes, destination: int) -> None:
         self._mailboxes.notices[destination].append((self.rank, data))
 
-    def take_notices(self) -> Iterator[tuple[int, bytes]]:
+    def poll_notices(self) -> Iterator[tuple[int, bytes]]:
         notices = self._mailboxes.notices[self.rank]
         while notices:
             yield notices.popleft()
@@ -88,15 +84,6 @@ class ThreadTransport(Transport):
     def rest(self, waited_seconds: float) -> None:
         """Lets the other threads run; a long wait becomes longer by a fiftieth at most."""
         time.sleep(0.0 if waited_seconds < 1e-3 else min(100e-6 + waited_seconds / 50, 3e-3))
-
-    def abort(self, error: BaseException, where: str) -> NoReturn:
-        """Ends the waits of all ranks with an error that quotes this one, and raises it."""
-        self.fail(f"{where}: {describe(error)}")
-        raise error
-
-    def fail(self, text: str) -> None:
-        for rank in range(len(self.hosts)):
-            self.send_notice(encoded(Failure(text, is_final=True)), rank)
 
 
 class SingleTransport(ThreadTransport):
@@ -109,11 +96,3 @@ class SingleTransport(ThreadTransport):
         """Prints the traceback, headed by `where`, and ends the program with `status_after`."""
         show(error, where)
         self.end(status_after(error))
-
-
-def single_world() -> World:
-    return World(SingleTransport())
-
-
-def world_of_thread() -> World | None:
-    return getattr(of_this_thread, "world", None)

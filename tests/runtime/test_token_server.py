@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from autovaruna.checkpoint.host_memory import Server, connect
+from autovaruna.runtime.token_server import Server, connect
 from tests.hosts.emulation import wait_for
 
 TOKEN = b"t" * 64

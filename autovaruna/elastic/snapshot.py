@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from autovaruna.checkpoint.host_memory import COPIED, HOLD, LEAVE, RankPart, clear_slot, slots_of, write_record
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, ModelInTraining, compose, config_files
+from autovaruna.elastic.progress import JobPlace, Reporter, folders_in, record_full
+from autovaruna.elastic.rank_part import COPIED, HOLD, LEAVE, RankPart, clear_slot, slots_of, write_record
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.progress import JobPlace, Reporter, folders_in, note_full
 
 _SHARE = 0.01  # of a step's seconds that snapshots may take
 _FIRST_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them
@@ -106,10 +106,10 @@ class Snapshots:
             self._write(subject, content)
         except (OSError, CheckpointError) as error:
             self._is_broken = True
-            note_full(Path(self._place.folder), error)
+            record_full(Path(self._place.folder), error)
             logger.warning("no more snapshots in memory of this host: %s", error)
             return
-        self._reporter.note_snapshot(self._next, content.step)
+        self._reporter.record_snapshot(self._next, content.step)
         self._next = 1 - self._next
         self._latest, self._steps_since = content.step, 0
         seconds = time.perf_counter() - begin
@@ -123,15 +123,15 @@ class Snapshots:
     def _write(self, subject: ModelInTraining, content: Content) -> None:
         slot = self._slots[self._next]
         part = compose(subject, content, is_shared=True)
-        self._reporter.note_snapshot(self._next, -1)
+        self._reporter.record_snapshot(self._next, -1)
         clear_slot(slot, part.files)
         files = {name: write_file(slot / name, chunks_of(rows), False, False) for name, rows in part.files.items()}
         world = subject.world
         if self._texts is None:
             found = config_files(subject.model) if world.rank == 0 else {}
             self._texts = {name: data.decode() for name, data in found.items()}
-        whose = content.step, world.rank, world.num_ranks
-        write_record(slot, RankPart(*whose, files, part.weights, part.documents, self._texts))
+        written = files, part.weights, part.num_weight_bytes, part.documents
+        write_record(slot, RankPart(*written, content.step, world.rank, world.num_ranks, self._texts))
 
     def wait_for_copy(self) -> None:
         """Returns when the latest snapshot is on another host, too, or the host does not answer for long."""

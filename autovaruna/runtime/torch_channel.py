@@ -32,12 +32,19 @@ from autovaruna._torch import nccl_options
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer, flat
+from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer
+from autovaruna.runtime.transport.layout import flat
 from autovaruna.runtime.world import World, on_all
 
 logger = logging.getLogger(__name__)
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
 _CONNECT_SECONDS = 2.0
+_NO_LIMIT = timedelta(days=7)
+"""The deadlock detector finds waits that cannot end; how long others may last, a setting says."""
+_POOL_THREADS = 32
+_numbers = count()
+_CARRIES_ALL = "Pass channel='mpi'."
+Ranks = tuple[int, ...]
 
 
 class Transfer(TensorTransfer):
@@ -89,13 +96,6 @@ class ChannelSums(Pending):
             work.wait()
             if result is not tensor:
                 tensor.copy_(result)
-
-
-_NO_LIMIT = timedelta(days=7)
-"""The deadlock detector finds waits that cannot end; how long others may last, a setting says."""
-_POOL_THREADS = 32
-
-Ranks = tuple[int, ...]
 
 
 class TorchChannel:
@@ -259,10 +259,6 @@ class TorchChannel:
         for ranks in groups:
             self._sums[ranks].allreduce([torch.zeros(1, device=self.device)]).wait()
         torch.cuda.synchronize(self.device)
-
-
-_numbers = count()
-_CARRIES_ALL = "Pass channel='mpi'."
 
 
 def open_channel(setting: str, plan: Plan, world: World, device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
-from autovaruna.runtime.trace import account, offset_to_first
+from autovaruna.runtime.timeline import account, offset_to_first
 from tests.catalogue import PLAIN
 from tests.ranks import run_ranks
 from tests.reference import sgd

@@ -1,6 +1,6 @@
 """Plans for fewer ranks than there are, before any is lost: a job that starts again then need not search.
 
-A rank of a job with a manager writes down what its plan was made from. ``python -m autovaruna.planner.ahead FILE``
+A rank of a job with a manager writes down what its plan was made from. ``python -m autovaruna.elastic.ahead FILE``
 reads that, needs no torch, has the lowest priority, and saves the plans where the next run of the job looks for them.
 """
 
@@ -21,20 +21,13 @@ from typing import Literal
 import msgspec
 
 from autovaruna.config.files import parse, read_record, write_whole
+from autovaruna.elastic.progress import deployment_name
 from autovaruna.errors import AutoVarunaError, DeploymentError
 from autovaruna.planner.deployment import Fingerprint, deployment_of, differences, host_counts, load, save
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan, plan_with_sharing
 
-FILE = "ahead.json"
-"""What a rank writes in the folder of its job."""
-
 logger = logging.getLogger(__name__)
-
-
-def deployment_name(counts: Collection[int]) -> str:
-    """Returns the file of the plan for so many ranks on each host."""
-    return f"deployment-{'-'.join(map(str, counts))}.json"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Finds the newest state that the hosts of a job have whole, and puts it where the next ranks find it, or on disk."""
+"""Finds the newest state of a job that is whole in memory of hosts, and hands it to the next ranks, or to the disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autovaruna.checkpoint.host_memory import PINNED, Pointer, RankPart, small_files
+from autovaruna.checkpoint.remote_file import Pointer
 from autovaruna.config.files import read_record
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
+from autovaruna.elastic.rank_part import PINNED, RankPart, small_files
 
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0
@@ -24,7 +25,7 @@ _NUM_KEPT = 2  # checkpoints that stay in the folder
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPart:
     """A part that a host has, and where it is in the job's folder there."""
 
     host: str
@@ -37,7 +38,7 @@ class State:
     """A state that is whole; `held` has the parts of each rank, those of its host first."""
 
     step: int
-    held: Mapping[int, Sequence[Held]]
+    held: Mapping[int, Sequence[HeldPart]]
 
     @property
     def hosts(self) -> list[str]:
@@ -48,11 +49,11 @@ class State:
 def find_state(links: Sequence[Link], within: str = "") -> State | None:
     """Returns the newest state of which every part is on a host that answers, intact; None: there is none."""
     asked = {link.host: link.ask("inventory", within=within) for link in links}
-    found: dict[tuple[int, int, int], dict[int, list[Held]]] = {}
+    found: dict[tuple[int, int, int], dict[int, list[HeldPart]]] = {}
     for host, entries in answers(asked, _INVENTORY_SECONDS).items():
         for entry in entries:
             part = read_record(entry["part"], RankPart)
-            held = Held(host, entry["place"], part)
+            held = HeldPart(host, entry["place"], part)
             places = found.setdefault((part.step, entry["attempt"], part.num_ranks), {}).setdefault(part.rank, [])
             places.insert(0 if "copy-" not in held.place else len(places), held)
     whole = [key for key, held in found.items() if held.keys() == set(range(key[2]))]
@@ -60,7 +61,7 @@ def find_state(links: Sequence[Link], within: str = "") -> State | None:
 
 
 def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
-    """Puts a state together on each host of the next run: files that it has itself, and where the others are.
+    """Has each host of the next run link its own files of a state, and write pointers to those of other hosts.
 
     Returns the hosts that cannot, with why; their keepers answer.
     """
@@ -105,12 +106,12 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Waits for the checkpoint that is being written."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def save(self, links: Sequence[Link]) -> str:
-        """Writes the newest state that some hosts have; returns, and notes, why it cannot be, empty if it is there."""
+        """Writes the newest state that some hosts have; returns, and records, why that failed, empty if it did not."""
         self.wait()
         assert self._folder is not None
         try:
@@ -122,9 +123,9 @@ class Checkpoints:
             if state.step != self._step:
                 path = self._write(state, {link.host: link for link in links}, self._folder)
                 self._step = state.step
-                self._log.note("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
+                self._log.record("checkpoint", f"step {state.step} is on disk: {path}", step=state.step, path=str(path))
         except Exception as error:
-            self._log.note("checkpoint", f"no checkpoint could be written: {error}")
+            self._log.record("checkpoint", f"no checkpoint could be written: {error}")
             return str(error)
         finally:
             answers({link.host: link.ask("unpin") for link in links}, _HOLD_SECONDS)
@@ -133,7 +134,7 @@ class Checkpoints:
     def _write(self, state: State, links: Mapping[str, Link], root: str) -> Path:
         """Has hosts write a state that they have pinned; returns the checkpoint's folder."""
         from autovaruna.checkpoint import folder  # with torch, which a manager does not otherwise need
-        from autovaruna.checkpoint.save import WrittenPart, commit
+        from autovaruna.checkpoint.save import commit
 
         chosen = [held[0] for _, held in sorted(state.held.items())]
         with ExitStack() as locks:
@@ -144,6 +145,5 @@ class Checkpoints:
                 asked.append(links[host].ask("save", places=places, partial=os.fspath(partial)))
             for answer in asked:
                 answer.result(_WRITE_SECONDS)
-            reports = [WrittenPart(held.part.files, held.part.documents) for held in chosen]
             texts = {name: text.encode() for held in chosen for name, text in held.part.extra_files.items()}
-            return commit(partial, state.step, reports, texts, _NUM_KEPT)
+            return commit(partial, state.step, [held.part for held in chosen], texts, _NUM_KEPT)

@@ -1,7 +1,6 @@
-"""What a rank tells its host while a manager looks after the job, in memory that the host's keeper reads.
+"""What a rank reports while a manager looks after its job, in memory that the keeper of its host reads.
 
-A report costs a microsecond, so that every call makes two: nobody needs a time-out to know a rank that stands still
-from one that others wait for.
+A report costs a microsecond, so every call makes two. So a rank that hangs is told from those that wait for it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,19 @@ from autovaruna.config.files import write_whole
 
 VARIABLE = "VARUNA_JOB"
 """Holds where a rank of a job with a manager finds its host's memory, as JSON."""
+SAVED = 75  # what a rank, or the job, ends with that can be started again from what it has saved (EX_TEMPFAIL)
 HELD = 76  # what a rank ends with whose state is in memory of its host, and nowhere else yet
 _FORMAT = struct.Struct("<QQ?Q?d?2q")
 _NUM_KEPT = 64
 _WORK = struct.Struct("<Qd")
 _FILE, _PREDICTED = "progress", "predicted.json"
+AHEAD = "ahead.json"  # the file in a job's folder by which a rank asks for plans for fewer ranks
 FULL = "full"  # the file that tells a keeper that its host has no room for snapshots
 
 
 @dataclass(frozen=True)
 class JobPlace:
-    """Where a rank leaves what outlives it.
+    """Where a rank leaves its reports and snapshots, and what the manager tells it.
 
     Attributes:
         folder: a folder in memory of this host, for this job alone.
@@ -67,18 +68,23 @@ def folders_in(folder: Path, prefix: str) -> list[Path]:
         return []
 
 
+def deployment_name(counts: Collection[int]) -> str:
+    """Returns the file of the plan for so many ranks on each host."""
+    return f"deployment-{'-'.join(map(str, counts))}.json"
+
+
 def attempt_folder(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt:05d}"
 
 
-def note_full(folder: Path, error: BaseException) -> None:
-    """Notes in a job's folder that this host has no room, if that is what an error says."""
+def record_full(folder: Path, error: BaseException) -> None:
+    """Records in a job's folder that this host has no room, if an error says so."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         (folder / FULL).touch()  # an empty file needs none
 
 
 def job_place() -> JobPlace | None:
-    """Returns where this process leaves what outlives it; None: no manager looks after it."""
+    """Returns the place of this process; None: no manager looks after its job."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -102,7 +108,7 @@ class Progress:
     calls: int = 0
     is_inside: bool = False
     steps: int = 0
-    hears_end: bool = False
+    is_asked_to_end: bool = False
     work_seconds: float = 0.0
     is_kept: bool = False
     snapshots: tuple[int, int] = (-1, -1)
@@ -154,7 +160,7 @@ class Reporter:
     def write(self) -> None:
         self._memory[: _FORMAT.size] = self.progress.pack()
 
-    def note_snapshot(self, place: int, step: int) -> None:
+    def record_snapshot(self, place: int, step: int) -> None:
         """Shows the step of what a place for snapshots holds; -1: nothing whole."""
         first, second = self.progress.snapshots
         self.progress.snapshots = (step, second) if place == 0 else (first, step)
@@ -166,13 +172,13 @@ class Reporter:
             self._has_predicted = True
             write_whole(self._folder / _PREDICTED, json.dumps(dict(seconds())), is_synced=False)
 
-    def begin_call(self, steps: int, hears_end: bool, work_seconds: float) -> None:
+    def begin_call(self, steps: int, is_asked_to_end: bool, work_seconds: float) -> None:
         progress = self.progress
         place = _FORMAT.size + progress.calls % _NUM_KEPT * _WORK.size
         work = progress.calls, work_seconds - progress.work_seconds
         self._memory[place : place + _WORK.size] = _WORK.pack(*work)
         progress.calls, progress.is_inside = progress.calls + 1, True
-        progress.steps, progress.hears_end, progress.work_seconds = steps, hears_end, work_seconds
+        progress.steps, progress.is_asked_to_end, progress.work_seconds = steps, is_asked_to_end, work_seconds
         self.write()
 
     def end_call(self) -> None:

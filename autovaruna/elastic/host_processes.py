@@ -1,0 +1,70 @@
+"""Finds, watches and ends processes of a job on this host; locks that go with a process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PATIENCE_SECONDS = 5.0
+
+
+def processes_with(words: bytes) -> list[int]:
+    """Returns the processes of this host, but not this one, whose variables or command line hold some words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if words in (entry / "environ").read_bytes() or words in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def end_all(words: bytes) -> int:
+    """Kills the processes whose variables or command line hold some words; returns how many there were.
+
+    They have gone when it returns, but for such as the system cannot end.
+    """
+    num_ended = 0
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (left := list(filter(is_alive, processes_with(words)))) and time.monotonic() < deadline:
+        num_ended += len(left)
+        for process in left:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    return num_ended
+
+
+def state_of(process: int) -> str:
+    """Returns the state of a process as the system names it: ``T`` is stopped, ``Z`` has ended; empty: it has gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def memory_kills() -> int:
+    """Returns how many processes the kernel has ended because memory was short, as far as it says so."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/vmstat").read_text().split("oom_kill ")[1].split()[0])
+    return 0
+
+
+def is_alive(process: int) -> bool:
+    """Says whether a process is there and has not ended."""
+    return state_of(process) not in ("", "Z")
+
+
+def acquire_lock(lock: Path) -> int | None:
+    """Acquires a lock that goes with this process, and returns its open file; None: another process has it."""
+    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file
