@@ -30,7 +30,8 @@ from autovaruna.runtime.trace import EventTrace, Metrics
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind, Schedule
-from autovaruna.stage.module import CompiledPiece, StageModule
+from autovaruna.stage.compiled import CompiledPiece
+from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Assignment, Split, carry_over, split
 
 logger = logging.getLogger(__name__)

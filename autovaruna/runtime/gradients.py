@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.buckets import GradientSums
 from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
 from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
-from autovaruna.runtime.world import GradientSums, World
+from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 

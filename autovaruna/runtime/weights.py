@@ -22,9 +22,10 @@ from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.export.fakes import put
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan, share_out
+from autovaruna.runtime.buckets import GradientSums
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
 from autovaruna.runtime.transport.base import distinct
-from autovaruna.runtime.world import GradientSums, World
+from autovaruna.runtime.world import World
 from autovaruna.stage.split import Assignment
 
 

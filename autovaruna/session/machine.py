@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from autovaruna.config.settings import Settings
 from autovaruna.errors import ConfigError
 from autovaruna.profiler.records import LinkCost
+from autovaruna.runtime.buckets import GradientSums
 from autovaruna.runtime.environment import get_world, local_rank_in
 from autovaruna.runtime.transport.base import Layout, Pair
 from autovaruna.runtime.transport.torch_channel import neighbours
-from autovaruna.runtime.world import GradientSums, World
+from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 _FIRST = torch.device("cuda", 0)
