@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.buckets import GradientSums
-from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
-from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
+from autovaruna.runtime.messages import PARAMETER_TAG
+from autovaruna.runtime.remote_parameter import RemoteTensor, show_remote_gradients
+from autovaruna.runtime.weights import OwnedState, Placement, show_gradients_of_owners, steps_here
 from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
-_CHAIN_TAG = 1 << 19
 Key = TypeVar("Key")
 
 
@@ -109,16 +109,16 @@ class Summation:
     def _add(self, stage: Mapping[str, list[StageUse]], ranks: tuple[int, ...]) -> None:
         """Adds up the uses of each parameter of a stage; its ranks, if there are several, sum the totals."""
         for name, (first, *others) in stage.items():
-            total = self._take(name, first)
+            total = self._pop(name, first)
             for use in others:
-                total.add_(self._take(name, use))
+                total.add_(self._pop(name, use))
             if len(ranks) > 1:
                 is_contiguous = self._parameters[name].is_contiguous()
                 total = total.contiguous() if is_contiguous else total
                 self._sums.add(total, ranks, is_contiguous=is_contiguous, owner=self._order.owners.get(name))
             self._totals[name] = total
 
-    def _take(self, name: str, use: StageUse) -> Tensor:
+    def _pop(self, name: str, use: StageUse) -> Tensor:
         """Returns an accumulator; a replica that had no micro-batch adds zeros."""
         found = self._accumulators.pop((name, use.block), None)
         return found if found is not None else torch.zeros_like(self._parameters[name])
@@ -127,7 +127,7 @@ class Summation:
         """Sums a parameter over the stages that use it; the total is on the first rank of the first one."""
         runs = [list(run) for _, run in groupby(uses, key=attrgetter("stage"))]
         mine = [use for use in uses if self._world.rank in use.ranks]
-        parts = {use.block: self._take(name, use) for use in mine}
+        parts = {use.block: self._pop(name, use) for use in mine}
         for use in mine:
             if len(use.ranks) > 1:
                 self._world.all_reduce(parts[use.block], use.ranks)
@@ -139,13 +139,13 @@ class Summation:
             before = heads[place - 1] if place else self._world.rank
             if before != self._world.rank:
                 total = torch.empty_like(self._parameters[name])
-                self._world.receive([total], before, _CHAIN_TAG).wait()
+                self._world.receive([total], before, PARAMETER_TAG).wait()
             for use in run:
                 total = parts[use.block] if total is None else total.add_(parts[use.block])
             after = heads[place + 1] if place + 1 < len(runs) else self._world.rank
             if after != self._world.rank:
                 assert total is not None, "a run has a use"
-                self._world.send([total], after, _CHAIN_TAG).wait()
+                self._world.send([total], after, PARAMETER_TAG).wait()
         return total if total is not None else torch.empty_like(self._parameters[name])
 
 
@@ -156,7 +156,7 @@ def _use(split: Split, plan: Plan, block: int) -> StageUse:
 
 
 class GradientBook:
-    """Takes gradients from the leaves of a split's stages, sums them, and keeps back what is not to be summed yet.
+    """Collects the gradients of a split's stages, sums them, and keeps back what is not to be summed yet.
 
     `may_have_kept` says whether some rank may keep gradients back.
     """
@@ -190,14 +190,14 @@ class GradientBook:
     def end_stage(self, stage: int) -> None:
         """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
         if self._early is not None:
-            self._early.end_stage(stage, _taken([each for each in self._stages if each.index == stage]))
+            self._early.end_stage(stage, _pop_gradients([each for each in self._stages if each.index == stage]))
 
-    def take(self) -> dict[ParameterUse, Tensor]:
-        """Takes the gradients of the last step away from the leaves, by use."""
-        return _taken(self._stages)
+    def pop(self) -> dict[ParameterUse, Tensor]:
+        """Returns the gradients of the last step, by use; the leaves keep none."""
+        return _pop_gradients(self._stages)
 
     def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
-        """Keeps gradients of this rank back until the next `take_kept`."""
+        """Keeps gradients of this rank back until the next `pop_kept`."""
         _add_to(self._kept, accumulators)
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ class GradientBook:
             early = Summation(self._agree(accumulators, origin), self._world, self._parameters)
         return early.finish(accumulators)
 
-    def take_kept(self) -> dict[str, Tensor]:
+    def pop_kept(self) -> dict[str, Tensor]:
         """Sums what was kept back. Collective."""
         if not self.may_have_kept:
             return {}
@@ -225,7 +225,7 @@ class GradientBook:
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
         self._early = None
-        _taken(self._stages)
+        _pop_gradients(self._stages)
 
     def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
         """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
@@ -258,24 +258,25 @@ class Backwards:
         self._owes_gradients = False
         self._totals: dict[str, Tensor] = {}
 
-    def note(self, gradient: str) -> None:
+    def record(self, gradient: str) -> None:
+        """Counts a backward, by what came into it."""
         self.num += 1
         self.last_gradient = gradient
 
-    def note_gradients(self, is_summed: bool) -> None:
+    def show_gradients_elsewhere(self, is_summed: bool) -> None:
         """Shows gradients that other ranks have, where plain PyTorch has them."""
         self._owes_gradients = not is_summed
         if is_summed:
-            note_gradients(self._away)
-            note_gradients_of_others(self._of_others)
+            show_remote_gradients(self._away)
+            show_gradients_of_owners(self._of_others)
 
     def synchronise(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
         self._add(self._kept())
         if self._owes_gradients:
-            self.note_gradients(True)
+            self.show_gradients_elsewhere(True)
 
-    def take_kept(self) -> dict[str, Tensor]:
+    def pop_kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back; no backward gives a parameter its own that was frozen since."""
         kept = self._kept()
         if not kept:
@@ -302,7 +303,7 @@ class Backwards:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
         totals, self._totals = self._totals, {}
         for book in self._books:
-            _add_to(totals, book.take_kept())
+            _add_to(totals, book.pop_kept())
         return totals
 
     @cached_property
@@ -321,10 +322,10 @@ def _add_to(totals: dict[Key, Tensor], others: Mapping[Key, Tensor]) -> None:
         totals[key] = totals[key].add_(other) if key in totals else other
 
 
-def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
-    taken: dict[ParameterUse, Tensor] = {}
+def _pop_gradients(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
+    found: dict[ParameterUse, Tensor] = {}
     for stage in stages:
         for use, leaf in stage.leaves.items():
             if leaf.grad is not None:
-                taken[use], leaf.grad = leaf.grad, None
-    return taken
+                found[use], leaf.grad = leaf.grad, None
+    return found

@@ -24,7 +24,7 @@ from autovaruna.interception.installed import ProcessPiece, Undo
 from autovaruna.interception.optimizer import OptimizerProxy, cut_groups, outermost_step, watch_steps
 from autovaruna.profiler.optimizer import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
-from autovaruna.runtime.weights import Placement, from_rank, share_of, split_models, spread_steps, steps_here
+from autovaruna.runtime.weights import Placement, from_rank, shared_parameter, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ def _join(optimizer: Optimizer, *_: Any) -> None:
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     away = [each.home for each in parameters if isinstance(each, RemoteTensor)]
-    shared = {id(each): share.home for each in parameters if (share := share_of(each)) is not None}
+    shared = {id(each): share.home for each in parameters if (share := shared_parameter(each)) is not None}
     outermost = outermost_step()
     if outermost is not None and shared.keys() - set(map(id, outermost.listed)):
         raise InputError(

@@ -70,7 +70,8 @@ class LossScale:
         """The loop's scaler, which lives as long as the loop keeps it."""
         return None if self._known is None else self._known()
 
-    def after(self, factor: float) -> None:
+    def record(self, factor: float) -> None:
+        """Takes what came into the last backward."""
         self._last = factor
 
     def _search(self) -> None:

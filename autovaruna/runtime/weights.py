@@ -237,7 +237,7 @@ class SplitModel:
 _models: WeakKeyDictionary[OwnedState, SplitModel] = WeakKeyDictionary()
 
 
-def note_split(state: OwnedState, placement: Placement, world: World) -> None:
+def register_split(state: OwnedState, placement: Placement, world: World) -> None:
     """Takes a model in, for as long as its state is there."""
     _models[state] = SplitModel(ref(state), placement, world)
 
@@ -353,7 +353,7 @@ class SharedParameter:
 _shares: Any = by_tensor()
 
 
-def share_of(parameter: Tensor) -> SharedParameter | None:
+def shared_parameter(parameter: Tensor) -> SharedParameter | None:
     """Returns the share that a parameter is; None: every rank that holds it has gradient and state."""
     found: SharedParameter | None = _shares.get(parameter)
     return found
@@ -363,11 +363,11 @@ def steps_here(parameter: Tensor) -> bool:
     """Says whether an optimizer of this rank steps over a parameter."""
     if isinstance(parameter, RemoteTensor):
         return False
-    share = share_of(parameter)
+    share = shared_parameter(parameter)
     return share is None or share.owner == share.world.rank
 
 
-def note_shares(state: OwnedState, placement: Placement, world: World, device: torch.device) -> None:
+def register_shared_parameters(state: OwnedState, placement: Placement, world: World, device: torch.device) -> None:
     """Takes in the parameters of a model, which has been split, whose state is shared out."""
     for name, parameter in state.parameters().items():
         ranks = placement.ranks_of(name)
@@ -376,10 +376,10 @@ def note_shares(state: OwnedState, placement: Placement, world: World, device: t
             _shares[parameter] = SharedParameter(home, ranks, world)
 
 
-def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
+def show_gradients_of_owners(parameters: Iterable[nn.Parameter]) -> None:
     """Shows the gradients that other ranks have, of those parameters that are shared out and trained."""
     for parameter in parameters:
-        share = share_of(parameter)
+        share = shared_parameter(parameter)
         if share is not None and parameter.requires_grad and parameter.grad is None:
             if share.gradient is None:
                 share.gradient = RemoteGradient.of(parameter, share.home)
@@ -390,7 +390,7 @@ def spread_steps(parameters: Iterable[Tensor]) -> None:
     """Gives the numbers of shared parameters, listed alike on every rank, from their owners to all. Collective."""
     sums: GradientSums | None = None
     for parameter in parameters:
-        share = share_of(parameter)
+        share = shared_parameter(parameter)
         if share is not None:
             sums = sums or GradientSums(share.world, gathers=True)
             own = parameter.detach()

@@ -43,7 +43,7 @@ from autovaruna.runtime.transport.base import (
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__
-Bring = Callable[[Layout], Tensor | None]
+NextTensor = Callable[[Layout], Tensor | None]
 Ranks = tuple[int, ...]
 
 
@@ -95,20 +95,22 @@ class Message(Pending):
         return words, (Need(other, (act, self._world.rank, channel, tag), self._count),)
 
 
-class Brought(Message):
-    """A message that makes its own `tensors`; `bring` gives the next one, if it is here."""
+class EagerMessage(Message):
+    """A message that comes without a posted receive; `next_tensor` returns the next of its `tensors`, if it is here."""
 
-    __slots__ = ("_bring", "_layouts", "tensors")
+    __slots__ = ("_layouts", "_next_tensor", "tensors")
 
-    def __init__(self, world: World, bring: Bring, layouts: Sequence[Layout], event: Event, count: int) -> None:
+    def __init__(
+        self, world: World, next_tensor: NextTensor, layouts: Sequence[Layout], event: Event, count: int
+    ) -> None:
         self._world, self._event, self._count = world, event, count
-        self._bring, self._layouts = bring, layouts
+        self._next_tensor, self._layouts = next_tensor, layouts
         self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
         tensors = self.tensors
         while len(tensors) < len(self._layouts):
-            tensor = self._bring(self._layouts[len(tensors)])
+            tensor = self._next_tensor(self._layouts[len(tensors)])
             if tensor is None:
                 return False
             tensors.append(tensor)
@@ -239,16 +241,16 @@ class World:
         self.coming.add(message)
         return message
 
-    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
-        """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
+    def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
+        """Returns whether tensors of `source` come without a posted receive: `receive_eager` in place of `receive`."""
         is_carried = self.carrier is not None and self.carrier.receives_from(source)
         return not is_carried and self.transport.brings(source, layouts)
 
-    def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
-        """Waits for the next message of `source`, without memory posted for it; where `brings` says so."""
+    def receive_eager(self, layouts: Sequence[Layout], source: int, tag: int) -> EagerMessage:
+        """Returns the next message of `source`, which makes its own tensors; where messages are eager."""
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
         count = counts[event] = counts[event] + len(layouts)
-        return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
+        return EagerMessage(self, self.transport.bringing(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send a value that can be packed; never blocks. Its tags are apart from those of tensors."""
@@ -345,7 +347,7 @@ class World:
         self.watch.listen()
         self.watch.raise_failure()
 
-    def glance(self) -> None:
+    def poll(self) -> None:
         """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
         lagging = self.lagging
         while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance

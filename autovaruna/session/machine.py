@@ -299,8 +299,8 @@ def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, dev
         world.send([outgoing], peer, LINK_TAG).wait()
 
     def back() -> None:
-        if world.brings(peer, blanks):
-            world.bring(blanks, peer, LINK_TAG).wait()
+        if world.is_eager(peer, blanks):
+            world.receive_eager(blanks, peer, LINK_TAG).wait()
         else:
             world.receive([incoming], peer, LINK_TAG).wait()
 

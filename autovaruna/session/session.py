@@ -24,13 +24,13 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.optimizer import OptimizerProxy
 from autovaruna.log import phase
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
+from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS, OWN_PART, CutOptimizer, step_over_own_part
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.transport.torch_channel import open_channel
-from autovaruna.runtime.weights import note_shares, note_split
+from autovaruna.runtime.weights import register_shared_parameters, register_split
 from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session import calls
 from autovaruna.session.borders import NO_WISHES, refuse_several
@@ -302,7 +302,7 @@ class Session:
         settings, world = self._wrapped.settings, self._wrapped.world
         batch = cut_batch(shared.sizes, plan.num_micro_batches, shared.groups)
         weights = calls.micro_batch_weights(settings.micro_batch_weight, self._wrapped.module, shared, batch, world)
-        return weigh(batch, weights, settings.reduction == "sum")
+        return weight_micro_batches(batch, weights, settings.reduction == "sum")
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
@@ -401,9 +401,9 @@ class Session:
         wrapped, preparation = self._wrapped, self.preparation
         settings, world = wrapped.settings, wrapped.world
         plan, placement, device = preparation.plan, preparation.placement, preparation.device
-        note_shares(wrapped.state, placement, world, device)
+        register_shared_parameters(wrapped.state, placement, world, device)
         if placement.divides(placement.holders):
-            note_split(wrapped.state, placement, world)
+            register_split(wrapped.state, placement, world)
             wrapped.installed.add(CLIPPING.use())
             wrapped.installed.add(LATER_OPTIMIZERS.use())
         self.traces = self.traces or Traces(wrapped.module, settings, world, device)
