@@ -31,6 +31,8 @@ ROOMS = [
 ROOM_OF_FILE = {"run_varuna": "varuna"}
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
+UNORDERED = ("_torch", "elastic/", "graph/", "planner/", "runtime/t", "session/", "varuna/")
+"""Where constants do not stand before classes and functions yet."""
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 ROOM_FILES = [file for file in FILES if file != "__init__.py"]
 
@@ -99,6 +101,27 @@ def private_names(file: str) -> list[str]:
 @pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
 def test_private_names_of_torch_are_in_one_file(file):
     assert not private_names(file)
+
+
+def late_constants(file: str) -> list[str]:
+    """Returns the constants (UPPER_CASE) after a file's first class or function that refer to none of the file."""
+    own, late = set(), []
+    for node in ast.parse((PACKAGE / file).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            names = {each.id: type(each.ctx) for each in ast.walk(node) if isinstance(each, ast.Name)}
+            targets = [name for name, context in names.items() if context is ast.Store]
+            if names.keys() & own:
+                own.update(targets)
+            elif own:
+                late += [name for name in targets if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name)]
+    return late
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(UNORDERED)])
+def test_constants_come_first(file):
+    assert late_constants(file) == []
 
 
 def test_no_file_is_a_drawer_for_everything():

@@ -28,6 +28,11 @@ from autovaruna.runtime.weights import Placement, from_rank, shared_parameter, s
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
+_DOES = {
+    "joint": "joins numbers of several parameters in its steps",
+    "random": "draws random numbers in its steps",
+    "unknown": "cannot be tried out",
+}
 
 
 class OwnPart:
@@ -262,13 +267,6 @@ def _show_whole_state(proxy: OptimizerProxy, optimizer: Optimizer, parameters: S
                 state_dict=partial(cut.state_dict, model.placement, model.world),
                 load_state_dict=partial(cut.load_state_dict, placement=model.placement, rank=rank),
             )
-
-
-_DOES = {
-    "joint": "joins numbers of several parameters in its steps",
-    "random": "draws random numbers in its steps",
-    "unknown": "cannot be tried out",
-}
 
 
 def _refusal_to_share(name: str, steps: Steps) -> str:
