@@ -197,7 +197,7 @@ class AutoVaruna(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._persistence.poll()
-        self._wrapped.lent.settle()
+        self._wrapped.state_copies.write_back()
         if self._session.is_plain:
             with self._session.reported():
                 self._session.at_border()
@@ -226,7 +226,7 @@ class AutoVaruna(nn.Module):
             with own_calls(self.module, self._call_itself):
                 return plain(*args, **kwargs)
         self._persistence.poll()
-        self._wrapped.lent.settle()
+        self._wrapped.state_copies.write_back()
         return self._call(name, args, kwargs)
 
     @property
@@ -470,7 +470,7 @@ class AutoVaruna(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters of the model, under its own names; those that other ranks hold are `RemoteTensor`."""
-        self._wrapped.lent.settle()
+        self._wrapped.state_copies.write_back()
         yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(

@@ -237,7 +237,7 @@ def _join(optimizer: Optimizer, *_: Any) -> None:
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     away = [each.home for each in parameters if isinstance(each, RemoteTensor)]
-    shared = {id(each): share.home for each in parameters if (share := shared_parameter(each)) is not None}
+    shared = {id(each): known.home for each in parameters if (known := shared_parameter(each)) is not None}
     outermost = outermost_step()
     if outermost is not None and shared.keys() - set(map(id, outermost.listed)):
         raise InputError(

@@ -76,7 +76,6 @@ class Message(Pending):
             if not parts[-1].is_done():
                 return False
             parts.pop()
-        self._world.coming.discard(self)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -123,7 +122,6 @@ class World:
     Attributes:
         num_models: how many models this rank's script has called; their order tells them apart.
         carrier: what moves tensors of some ranks straight between their devices, if anything.
-        coming: the messages that are on their way to this rank.
         lagging: messages that advance only while this rank calls the transport, the oldest first; some may be done.
     """
 
@@ -135,7 +133,6 @@ class World:
         self.transport = transport
         self.watch = RankWatch(transport, self._advance)
         self.carrier: Carrier | None = None
-        self.coming: set[Message] = set()
         self.lagging: deque[Message] = deque()
         self._sends: deque[TensorTransfer] = deque()
         self._groups: dict[Ranks, Group] = {}
@@ -189,33 +186,23 @@ class World:
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
         """Starts to send dense tensors; never blocks. They must not change until they have left."""
-        carrier = self.carrier
-        if len(tensors) == 1 and carrier is None and tensors[0].is_cpu and tensors[0].nbytes <= MAX_PART_BYTES:
-            return self._send_one(tensors[0], destination, tag)
+        carrier, channel = self.carrier, TENSOR_CHANNEL
         if carrier is not None and carrier.sends_to(destination):
+            channel = CARRIER_CHANNEL
             there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
             parts = [carrier.post_send(part, destination, tag) for part in there]
-            return self._sent(parts, destination, CARRIER_CHANNEL, tag)
-        parts = self.transport.post_sends(list(map(to_host, tensors)), destination, TENSOR_CHANNEL, tag)
-        return self._sent(parts, destination, TENSOR_CHANNEL, tag)
-
-    def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """Does the same for one tensor of the host: what most messages are, and small stages wait for each line."""
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            check_dense(tensor)
-        part = self.transport.post_send(tensor, destination, TENSOR_CHANNEL, tag)
-        event, counts = ("sent", destination, TENSOR_CHANNEL, tag), self.watch.counts
-        count = counts[event] = counts[event] + 1
-        if part is DONE:
-            return DONE
-        message = Message(self, [part], event, count)
-        self._sends.append(message)
-        return message
+        elif len(tensors) == 1 and tensors[0].is_cpu and tensors[0].nbytes <= MAX_PART_BYTES:  # what most messages are
+            if not tensors[0].is_contiguous() or tensors[0].is_conj() or tensors[0].is_neg():
+                check_dense(tensors[0])
+            parts = [self.transport.post_send(tensors[0], destination, channel, tag)]
+        else:
+            parts = self.transport.post_sends(list(map(to_host, tensors)), destination, channel, tag)
+        return self._sent(parts, destination, channel, tag)
 
     def _sent(self, parts: list[TensorTransfer], destination: int, channel: int, tag: int) -> Pending:
         """Returns what has been started as a message, which is kept until it has left."""
-        event = "sent", destination, channel, tag
-        count = self.watch.count(event, len(parts))
+        event, counts = ("sent", destination, channel, tag), self.watch.counts
+        count = counts[event] = counts[event] + len(parts)
         if parts.count(DONE) == len(parts):
             return DONE
         message = Message(self, parts, event, count)
@@ -237,9 +224,7 @@ class World:
         self, parts: list[TensorTransfer], source: int, channel: int, tag: int, finish: Callable[[], None] | None = None
     ) -> Message:
         event = "received", source, channel, tag
-        message = Message(self, parts, event, self.watch.count(event, len(parts)), finish)
-        self.coming.add(message)
-        return message
+        return Message(self, parts, event, self.watch.count(event, len(parts)), finish)
 
     def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Returns whether tensors of `source` come without a posted receive: `receive_eager` in place of `receive`."""

@@ -122,9 +122,9 @@ class Persistence:
         wrapped = self._wrapped
         if wrapped.engine is None or kwargs.get("keep_vars"):
             return dict(wrapped.module.state_dict(*args, **kwargs))
-        wrapped.lent.settle()
+        wrapped.state_copies.write_back()
         what, destination = f"state_dict{wrapped.of_model}", kwargs.get("destination")
-        whole = whole_state(wrapped.state, wrapped.placement, wrapped.world, what, wrapped.lent)
+        whole = whole_state(wrapped.state, wrapped.placement, wrapped.world, what, wrapped.state_copies)
         entries = {kwargs.get("prefix", "") + name: value for name, value in whole.items()}
         if destination is not None:  # a module around the wrapper asks
             destination.update(entries)
@@ -136,7 +136,7 @@ class Persistence:
         if self.pending is not None:
             self.pending.weights = False
         wrapped.acts.note("load_state_dict()")
-        wrapped.lent.settle()
+        wrapped.state_copies.write_back()
         if wrapped.engine is None:
             result = wrapped.module.load_state_dict(state_dict, strict=strict, assign=assign)
             wrapped.take_state()

@@ -46,13 +46,13 @@ class Wrapped:
         self.proxy = None if optimizer is None else OptimizerProxy(optimizer, OWN_PART)
         self.installed = Installed()
         self.acts = ScriptActions()  # what the script has done with both
-        self.lent = StateCopies()  # what the script was given to write into
+        self.state_copies = StateCopies()  # what the script was given to write into
         self.installed.add(ERRORS_IN_FEW_LINES.use())
         if self.optimizer is not None and self.proxy is not None:
             self.installed.add_method(self.proxy.remove)
             self.installed.add(SCALERS.use())
             self.acts.watch(self.proxy, self.optimizer.optimizer, self.optimizer.names)
-            self.proxy.before.append(self.lent.settle)
+            self.proxy.before.append(self.state_copies.write_back)
             if not is_alone():
                 self.optimizer.check()
                 self._direct_calls = DirectCalls(module)
@@ -117,7 +117,7 @@ class Wrapped:
 
     def subject(self) -> ModelInTraining:
         """Returns what checkpoints are of."""
-        self.lent.settle()
+        self.state_copies.write_back()
         self.follow_groups()
         engine = self.engine
         placement, seed = (None, None) if engine is None else (engine.placement, engine.seed)
