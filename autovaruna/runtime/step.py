@@ -232,12 +232,13 @@ class WholeStep(Step):
         scale = factor / self._factor
         totals, kept = _scaled(found.totals, scale), found.kept
         self._book.keep(_scaled(found.own, scale))
-        if self._is_summed and not is_asked:
-            backwards.keep_totals(totals)
-            backwards.keep_totals(kept)
-            totals, kept = {}, {}
-        elif is_asked and not self._is_summed:
-            kept = backwards.pop_kept()
+        match self._is_summed, is_asked:
+            case True, False:
+                backwards.keep_totals(totals)
+                backwards.keep_totals(kept)
+                totals, kept = {}, {}
+            case False, True:
+                kept = backwards.pop_kept()
         return self._for_sources(totals, kept, _scaled(found.inputs, scale))
 
     def _pop_gradients(self, is_kept: bool) -> StepGradients:
