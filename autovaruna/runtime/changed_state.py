@@ -1,4 +1,4 @@
-"""Keeps buffers right that forwards change: once a call, not again by a recompute, and alike on all ranks."""
+"""Restores buffers that a forward changed, where it runs again, and makes them alike on all ranks."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from autovaruna.stage.module import StageModule
 
 
 class ChangedState:
-    """The state of this rank's stages that the forwards of one call change.
+    """The buffers (and parameters) of this rank's stages that the forwards of one call change.
 
-    If it `is_steady`, micro-batches must `start_alike`: some of it changes whatever their samples are, which is once a
-    call in plain PyTorch.
+    Some change once a call in plain PyTorch, whatever the samples are: the vectors of spectral normalisation, say. Of
+    these, if there are several micro-batches, each finds what the first one found.
     """
 
     def __init__(self, traced: TracedModel, num_micro_batches: int) -> None:
-        self.is_steady = num_micro_batches > 1 and bool(traced.steady_state)
+        self.changes_once = num_micro_batches > 1 and bool(traced.steady_state)
         self._traced = traced
-        self._found_first: dict[int, dict[str, Tensor]] = {}
+        self._before_first: dict[int, dict[str, Tensor]] = {}
 
-    def start_alike(self, stage: StageModule) -> None:
+    def restore_once_a_call(self, stage: StageModule) -> None:
         """Gives a micro-batch what the first one found of the state that changes once a call."""
         steady = stage.changed_state(self._traced.steady_state)
-        if stage.index in self._found_first:
-            _overwrite(steady, self._found_first[stage.index])
+        if stage.index in self._before_first:
+            _overwrite(steady, self._before_first[stage.index])
         else:
-            self._found_first[stage.index] = _copies(steady)
+            self._before_first[stage.index] = _copies(steady)
 
     def copy(self, stage: StageModule) -> dict[str, Tensor]:
-        """Returns what a forward finds now, for when it runs again."""
+        """Returns the state before a forward, for when it runs again."""
         return _copies(stage.changed_state(self._traced.changed_state))
 
     @contextmanager
-    def as_before(self, stage: StageModule, before: Mapping[str, Tensor]) -> Iterator[None]:
-        """Puts back what a forward has found, as long as it runs again."""
+    def restored(self, stage: StageModule, before: Mapping[str, Tensor]) -> Iterator[None]:
+        """Restores the state before a forward while it runs again; afterwards the state is what it was."""
         changed = stage.changed_state(self._traced.changed_state)
         now = _copies(changed)
         _overwrite(changed, before)
@@ -54,7 +54,7 @@ def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Puts values back into what forward changes; no backward reads that, so autograd need not know."""
+    """Overwrites what forwards change; no backward reads it, so autograd need not know."""
     for name, value in values.items():
         with preserve_version_counter(state[name]):
             state[name].copy_(value)

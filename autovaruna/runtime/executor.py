@@ -122,8 +122,8 @@ class Executor:
     def _forward(self, stage: StageModule, task: Task) -> None:
         part = task.part
         state = InFlight(self._received(task))
-        if self._state.is_steady:
-            self._state.start_alike(stage)
+        if self._state.changes_once:
+            self._state.restore_once_a_call(stage)
         needs_gradient = self._call.needs_gradient
         keeps_graph = needs_gradient and stage.index not in self._program.graph.recomputing
         if needs_gradient and not keeps_graph:
@@ -149,7 +149,7 @@ class Executor:
         state.tensors = state.stash.pop()
         if self.keeps_graphs:
             state.stash = Stash(state.tensors, is_offloaded=self._rank.offload)
-        with self._state.as_before(stage, state.before):
+        with self._state.restored(stage, state.before):
             state.returned = self._run_stage(stage, task.part, state, keeps_graph=True)
         state.tensors = NOTHING
 

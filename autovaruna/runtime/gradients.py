@@ -70,7 +70,7 @@ class Order:
 
 
 class Summation:
-    """The gradients of one step on their way; those of a stage start when its last backward here has ended."""
+    """Sums the gradients of one step; those of a stage from when its last backward on this rank has ended."""
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._order, self._world, self._parameters = order, world, parameters
@@ -107,7 +107,7 @@ class Summation:
                 self._sums.start()
 
     def _add(self, stage: Mapping[str, list[StageUse]], ranks: tuple[int, ...]) -> None:
-        """Adds up the uses of each parameter of a stage; its ranks, if there are several, sum the totals."""
+        """Adds up the uses of each parameter of a stage; where the stage has replicas, their totals are summed."""
         for name, (first, *others) in stage.items():
             total = self._pop(name, first)
             for use in others:
@@ -247,9 +247,9 @@ class GradientBook:
 
 
 class Backwards:
-    """The caller's backwards through all calls of one model, and the gradients that they have left to be summed.
+    """Counts the caller's backwards through one model, and sums the gradients that they have kept back.
 
-    `books` are of the model's graphs, and grow with these; `last_gradient` came into the last of `num` backwards.
+    `books` are those of the model's graphs, as they come; `last_gradient` came into the last of `num` backwards.
     """
 
     def __init__(self, state: OwnedState, books: Sequence[GradientBook]) -> None:
@@ -264,7 +264,7 @@ class Backwards:
         self.last_gradient = gradient
 
     def show_gradients_elsewhere(self, is_summed: bool) -> None:
-        """Shows gradients that other ranks have, where plain PyTorch has them."""
+        """Sets ``.grad`` of parameters whose gradient other ranks have to a tensor without numbers."""
         self._owes_gradients = not is_summed
         if is_summed:
             show_remote_gradients(self._away)
@@ -277,7 +277,7 @@ class Backwards:
             self.show_gradients_elsewhere(True)
 
     def pop_kept(self) -> dict[str, Tensor]:
-        """Sums the gradients that were kept back; no backward gives a parameter its own that was frozen since."""
+        """Returns the sums of what was kept back; a parameter that was frozen since gets its own here."""
         kept = self._kept()
         if not kept:
             return {}

@@ -212,7 +212,7 @@ class OwnedState:
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """A model of which this rank has a part, for as long as it is there; `limits`: what it clipped to the last time."""
+    """A model of which this rank holds a part; `limits` has what its gradients were last clipped to, if they were."""
 
     known_state: ReferenceType[OwnedState]
     placement: Placement

@@ -67,7 +67,7 @@ class Message(Pending):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was done when somebody last asked."""
+        """Whether it was done when last asked."""
         return not self._parts
 
     def is_done(self) -> bool:
@@ -321,7 +321,7 @@ class World:
     # Progress.
 
     def progress(self) -> None:
-        """Lets pending messages and sums advance and forgets finished sends, or raises a `RankError`; never blocks."""
+        """Advances messages and sums, and drops sends that have left; never blocks. Raises what the watch has found."""
         for _ in range(min(len(self._sends), SENDS_AT_ONCE)):  # some of them in turn: thousands may be on their way
             message = self._sends.popleft()
             if not message.is_done():
@@ -333,7 +333,7 @@ class World:
         self.watch.raise_failure()
 
     def poll(self) -> None:
-        """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
+        """Calls `progress` if something on its way does not advance by itself; a rank does it between instructions."""
         lagging = self.lagging
         while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
             lagging.popleft()
@@ -357,7 +357,7 @@ class World:
             self.watch.wait_until(part.is_done, waiting)
 
     def _advance(self) -> None:
-        """Lets sums advance, and what the transport moves only while it is called."""
+        """Advances sums, and what the transport moves only while it is called."""
         for group in self._groups.values():
             group.is_idle()
         self.transport.advance()
