@@ -41,12 +41,9 @@ OutputGradient = Callable[[int, MicroBatch], Tensor | None]
 
 @dataclass
 class RankContext:
-    """What all calls of a model have in common on this rank.
+    """What all calls of a model have in common on this rank, which holds these `parameters`.
 
-    Attributes:
-        parameters: those that it holds.
-        delivers_all: whether a step returns outputs beside the loss.
-        offload: whether what waits for a recompute is on the host meanwhile.
+    `delivers_all`: steps return outputs beside the loss; `offload`: what waits for a recompute is on the host.
     """
 
     world: World
@@ -100,10 +97,10 @@ class Executor:
         with torch.set_grad_enabled(self._call.needs_gradient):
             for position, task in enumerate(tasks, 1):
                 self._task, instruction = task, task.instruction
-                if trace is None:
-                    _METHODS[instruction.kind](self, graph.stages[instruction.stage], task)
-                else:
-                    self._run_traced(task, trace)
+                began, waited = perf_counter(), mail.waited_seconds
+                _METHODS[instruction.kind](self, graph.stages[instruction.stage], task)
+                if trace is not None:
+                    trace.noted.append((instruction, began, perf_counter(), mail.waited_seconds - waited))
                 if task.ends_stage:
                     idle.discard(instruction.stage)
                     graph.book.end_stage(instruction.stage)
@@ -113,11 +110,6 @@ class Executor:
         self._rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - begin
         for stage in idle:
             graph.book.end_stage(stage)
-
-    def _run_traced(self, task: Task, trace: EventTrace) -> None:
-        begin, waited = perf_counter(), self._mail.waited_seconds
-        _METHODS[task.instruction.kind](self, self._program.graph.stages[task.instruction.stage], task)
-        trace.noted.append((task.instruction, begin, perf_counter(), self._mail.waited_seconds - waited))
 
     def _forward(self, stage: StageModule, task: Task) -> None:
         part = task.part

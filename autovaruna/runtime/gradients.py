@@ -182,9 +182,10 @@ class GradientBook:
         self.may_have_kept = False
         self._early: Summation | None = None
 
-    def begin(self, origin: str) -> None:
-        """Begins a step whose gradients will be summed, stage by stage if ranks know what they will sum."""
-        order = None if self._varies else self._orders.get(origin)
+    def begin(self, origin: str, *, is_summed: bool) -> None:
+        """Begins a step; its gradients are summed stage by stage, if they are and ranks know what they will sum."""
+        self.may_have_kept |= not is_summed
+        order = self._orders.get(origin) if is_summed and not self._varies else None
         self._early = None if order is None else Summation(order, self._world, self._parameters)
 
     def end_stage(self, stage: int) -> None:

@@ -102,10 +102,8 @@ class Step:
         """Sends samples to where they are used, and begins the sums; returns what is to be run."""
         if Kind.FORWARD in kinds:
             self._executor.hand_out_samples()
-        if Kind.BACKWARD in kinds and self._is_summed:
-            self._book.begin(self._exchange.origin)
-        elif Kind.BACKWARD in kinds:
-            self._book.may_have_kept = True  # on some rank
+        if Kind.BACKWARD in kinds:
+            self._book.begin(self._exchange.origin, is_summed=self._is_summed)
         return self._program.tasks(kinds, self._exchange.origin)
 
     def _sum(self) -> StepGradients:
