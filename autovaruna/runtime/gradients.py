@@ -49,7 +49,7 @@ class Order:
         holders: The ranks that hold each of them: a use without a gradient, and another graph, may need it elsewhere.
 
     Attributes:
-        spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
+        spread: the uses of those that several stages use, or ranks without a gradient hold, and who gets the sum.
         stages: the uses of the others, by the ranks that sum them and by stage.
     """
 
@@ -57,13 +57,12 @@ class Order:
         self, uses: Mapping[str, list[StageUse]], holders: Mapping[str, tuple[int, ...]], owners: Mapping[str, int]
     ) -> None:
         self.owners = owners
-        self.uses: dict[str, list[StageUse]] = {}
-        self.spread: dict[str, tuple[int, ...]] = {}
+        self.spread: dict[str, tuple[list[StageUse], tuple[int, ...]]] = {}
         self.stages: dict[tuple[int, ...], dict[int, dict[str, list[StageUse]]]] = {}
         for name, each in uses.items():
             if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
                 getting = {each[-1].ranks[0], owners[name]} if name in owners else holders[name]
-                self.uses[name], self.spread[name] = each, tuple(sorted(getting))
+                self.spread[name] = each, tuple(sorted(getting))
         for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
             if name not in self.spread:
                 self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
@@ -91,13 +90,13 @@ class Summation:
         self._accumulators.update(accumulators)
         self._ended.update(stage for stages in self._coming.values() for stage in stages)
         self._start()
-        for name, uses in self._order.uses.items():
+        for name, (uses, _) in self._order.spread.items():
             self._totals[name] = self._chain(name, uses)
         self._sums.finish()
         owners, rank = self._order.owners, self._world.rank
-        for name, ranks in self._order.spread.items():
+        for name, (uses, ranks) in self._order.spread.items():
             if len(ranks) > 1 and rank in ranks:
-                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
+                self._world.broadcast(self._totals[name], uses[-1].ranks[0], ranks)
         return {name: total for name, total in self._totals.items() if owners.get(name, rank) == rank}
 
     def _start(self) -> None:
@@ -176,7 +175,7 @@ class GradientBook:
             for parameter in split.traced.graph.parameters
             if parameter.needs_gradient
         }
-        self._orders: dict[str, Order] = {}
+        self._orders: dict[str | None, Order] = {}
         self._varies = split.traced.has_kept_modules
         self._kept: dict[ParameterUse, Tensor] = {}
         self.may_have_kept = False
@@ -235,13 +234,13 @@ class GradientBook:
         module that is kept whole chooses among its own.
         """
         origin = None if self._varies else origin
-        order = None if origin is None else self._orders.get(origin)
-        if order is None:
-            agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
-            live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
-            holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
-            own = {name: live[name] for name in holders if self._world.rank in holders[name]}
-            order = Order(own, holders, self._placement.owners)
+        if origin in self._orders:
+            return self._orders[origin]
+        agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+        live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
+        holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
+        own = {name: live[name] for name in holders if self._world.rank in holders[name]}
+        order = Order(own, holders, self._placement.owners)
         if origin is not None:
             self._orders[origin] = order
         return order
