@@ -141,7 +141,7 @@ class Engine:
             name=f"call {number + 1}{self.of_model}",
         )
         is_whole = needs_gradient and traced.loss is not None
-        factor = self.loss_scale.before(graph.is_half) if is_whole else 1.0
+        factor = self.loss_scale.expected_factor(graph.is_half) if is_whole else 1.0
         step = WholeStep(call, self._rank, factor) if is_whole else SplitStep(call, self._rank)
         outputs = step.run(self.placement)
         found: list[Any] = [

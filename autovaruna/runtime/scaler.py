@@ -38,7 +38,7 @@ class LossScale:
         if optimizer is not None:
             UNSCALERS[optimizer] = ref(self)
 
-    def before(self, is_half: bool) -> float:
+    def expected_factor(self, is_half: bool) -> float:
         """Returns the factor to go backward with.
 
         Without a scaler it is one, or for float16 gradients the factor of the last backward: a loop may scale by hand.
