@@ -93,7 +93,7 @@ class Executor:
         self._output_gradient = output_gradient
         mail.follow(tasks)
         idle = set(graph.stages)
-        begin = perf_counter() - mail.waited_seconds
+        start = perf_counter() - mail.waited_seconds
         with torch.set_grad_enabled(self._call.needs_gradient):
             for position, task in enumerate(tasks, 1):
                 self._task, instruction = task, task.instruction
@@ -107,7 +107,7 @@ class Executor:
                 if position >= mail.due:
                     mail.go_to(position)
                 world.poll()
-        self._rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - begin
+        self._rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - start
         for stage in idle:
             graph.book.end_stage(stage)
 

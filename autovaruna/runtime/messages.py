@@ -47,15 +47,17 @@ class Messages:
 
     def inputs(self, stage: int, part: MicroBatch, names: tuple[str, ...]) -> Parcel:
         """Returns the message that takes inputs to a stage; those that are no batches are the same on all ranks."""
-        return self._parcel("", part.origin, self.plan.rank_of(stage, part.index), 4 * stage + 2, part, names)
+        route = Stream(part.origin, self.plan.rank_of(stage, part.index), 4 * stage + 2)
+        return Parcel(MessageKind(self.key, route, part.size), names)
 
     def activations(self, edge: StageEdge, part: MicroBatch) -> Parcel:
         source, destination = self._ends(edge, part)
-        return self._parcel("", source, destination, 4 * edge.index, part, edge.values)
+        return Parcel(MessageKind(self.key, Stream(source, destination, 4 * edge.index), part.size), edge.values)
 
     def gradients(self, edge: StageEdge, part: MicroBatch, origin: str) -> Parcel:
         source, destination = self._ends(edge, part)
-        return self._parcel(origin, destination, source, 4 * edge.index + 1, part, edge.gradients)
+        route = Stream(destination, source, 4 * edge.index + 1)
+        return Parcel(MessageKind(self.key + origin, route, part.size), edge.gradients)
 
     def output(self, place: int, part: MicroBatch, receiver: int) -> MessageKind:
         return self.numbers(place, self.maker_of(place, part), receiver, part.size)
@@ -71,8 +73,9 @@ class Messages:
     def input_gradient(self, name: str, part: MicroBatch, receiver: int, origin: str) -> MessageKind:
         holders = self.split.input_gradients
         tag = INPUT_GRADIENT_TAG + sorted(holders).index(name)
-        route = Stream(self.plan.rank_of(holders[name], part.index), receiver, tag)
-        return MessageKind(self.key + origin, route, part.size)
+        return MessageKind(
+            self.key + origin, Stream(self.plan.rank_of(holders[name], part.index), receiver, tag), part.size
+        )
 
     def maker_of(self, place: int, part: MicroBatch) -> int:
         """Returns the rank that makes an output of a micro-batch."""
@@ -80,8 +83,3 @@ class Messages:
 
     def _ends(self, edge: StageEdge, part: MicroBatch) -> tuple[int, int]:
         return self.plan.rank_of(edge.source, part.index), self.plan.rank_of(edge.destination, part.index)
-
-    def _parcel(
-        self, origin: str, source: int, destination: int, tag: int, part: MicroBatch, names: tuple[str, ...]
-    ) -> Parcel:
-        return Parcel(MessageKind(self.key + origin, Stream(source, destination, tag), part.size), names)
