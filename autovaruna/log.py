@@ -34,6 +34,7 @@ LEVELS = {
     "off": logging.CRITICAL + 1,
 }
 _LONG_SECONDS = 1.0
+ALL_FRAMES_VARIABLE = "AUTOVARUNA_FULL_TRACEBACKS"
 
 
 class RankHandler(logging.Handler):
@@ -144,7 +145,6 @@ def _bar(*more: ProgressColumn) -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-ALL_FRAMES_VARIABLE = "AUTOVARUNA_FULL_TRACEBACKS"
 _all_frames: bool | None = None
 
 

@@ -50,7 +50,7 @@ def delay_messages(world: World, latency_seconds: float) -> None:
         sent = _stamp(0.0)
         return Delayed(world, receive([sent, *buffers], source, tag), sent, latency_seconds)
 
-    world.brings = lambda *_: False  # type: ignore[method-assign]
+    world.is_eager = lambda *_: False  # type: ignore[method-assign]
     world.send = send_stamped  # type: ignore[method-assign]
     world.receive = receive_delayed  # type: ignore[method-assign]
 

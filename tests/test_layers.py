@@ -65,7 +65,7 @@ LEVELS = {
         "gradients",
         "program",
         "outputs executor",
-        "step step_runner",
+        "step",
         "engine",
     ),
     "checkpoint": (
@@ -89,6 +89,8 @@ LEVELS = {
 """Files and folders of a room by level: each imports those of its own level and of earlier ones alone."""
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
+UNORDERED = ("_torch", "elastic/", "graph/", "planner/", "runtime/t", "session/", "varuna/")
+"""Where constants do not stand before classes and functions yet."""
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 ROOM_FILES = [file for file in FILES if file != "__init__.py"]
 
@@ -206,6 +208,27 @@ def test_private_attributes_of_torch_are_read_in_one_file(file):
     read = {each.attr for each in attributes} - own
     read |= {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert not read & PRIVATE - KEYS_OF_FILES
+
+
+def late_constants(file: str) -> list[str]:
+    """Returns the constants (UPPER_CASE) after a file's first class or function that refer to none of the file."""
+    own, late = set(), []
+    for node in ast.parse((PACKAGE / file).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            names = {each.id: type(each.ctx) for each in ast.walk(node) if isinstance(each, ast.Name)}
+            targets = [name for name, context in names.items() if context is ast.Store]
+            if names.keys() & own:
+                own.update(targets)
+            elif own:
+                late += [name for name in targets if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name)]
+    return late
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(UNORDERED)])
+def test_constants_come_first(file):
+    assert late_constants(file) == []
 
 
 def test_no_file_is_a_drawer_for_everything():

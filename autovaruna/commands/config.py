@@ -13,6 +13,8 @@ from autovaruna.config.files import PACKAGED
 from autovaruna.config.settings import REFUSALS, Settings, declarations, known_names, meanings, resolve
 from autovaruna.errors import ConfigError
 
+HELP = "print each setting, its value, and where the value came from"
+
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Adds an option for each of some settings."""
@@ -45,9 +47,6 @@ def _read(name: str, text: str) -> object:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-HELP = "print each setting, its value, and where the value came from"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

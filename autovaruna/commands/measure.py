@@ -17,6 +17,8 @@ from autovaruna.profiler.measure import lasting_parts, measure, merge, to_profil
 from autovaruna.profiler.records import Profile
 from autovaruna.session.device import find_device
 
+HELP = "measure a model on this machine, block by block, and save the profile"
+
 
 def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:
     """Measures what the cache does not know; returns the profile, and how many parts that were."""
@@ -39,9 +41,6 @@ def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tu
     if cache:
         cache.write({key: fresh[key] for key in lasting if key in fresh})
     return to_profile(traced, merge([known, fresh]), device), len(fresh)
-
-
-HELP = "measure a model on this machine, block by block, and save the profile"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

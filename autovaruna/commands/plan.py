@@ -43,6 +43,17 @@ from autovaruna.session.memory import host_memory, keep_freed_memory
 from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")
+_MOST_ROWS = 24
+HELP = "plan a model for any number of ranks, none of which has to be there"
+_SETTINGS = (
+    *SHAPING,
+    "memory_margin",
+    "optimizer_bytes_factor",
+    "batch_inputs",
+    "batch_dims",
+    "profile_iterations",
+    "profile_cache",
+)
 
 
 class Planning:
@@ -239,9 +250,6 @@ def _number(text: str) -> float | bool:
     return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else float(text)
 
 
-_MOST_ROWS = 24
-
-
 def report(planning: Planning, options: argparse.Namespace) -> None:
     """Plans, and shows and saves what the options ask for."""
     graph, (plan, choices) = planning.traced.graph, planning.plan_and_choices
@@ -325,18 +333,6 @@ def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
         return []
     parts = len(plan.stages[0].ranks) // len(pipeline.stages[0].ranks)
     return [rank for stage in plan.stages for rank in stage.ranks[::parts]]
-
-
-HELP = "plan a model for any number of ranks, none of which has to be there"
-_SETTINGS = (
-    *SHAPING,
-    "memory_margin",
-    "optimizer_bytes_factor",
-    "batch_inputs",
-    "batch_dims",
-    "profile_iterations",
-    "profile_cache",
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ _EXPECTED = (
 
 
 _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_DRAWING = {"uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"}
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,6 @@ class _WithoutRandomNumbers(TorchFunctionMode):
         if getattr(func, "__name__", "") in _DRAWING:  # of a tensor, of torch.nn.init, or what stands for that
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
-
-
-_DRAWING = {"uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"}
 
 
 def load_target(

@@ -21,6 +21,19 @@ import tomli
 
 from autovaruna.errors import ConfigError
 
+CONF_DIR_VARIABLE = "AUTOVARUNA_CONF_DIR"
+PACKAGED = Path(__file__).parents[1] / "conf"
+_CHECKSUM = "checksum"
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
 
 def at_home(path: str | os.PathLike[str]) -> str:
     """Returns a path with the user's directory in place of ``~``, which shells leave alone in ``--option=~/file``."""
@@ -80,10 +93,6 @@ def check_writable(option: str, path: str | os.PathLike[str]) -> None:
 def _is_special(target: Path) -> bool:
     """Returns whether something is there that no file may take the place of."""
     return target.exists() and not target.is_file()
-
-
-CONF_DIR_VARIABLE = "AUTOVARUNA_CONF_DIR"
-PACKAGED = Path(__file__).parents[1] / "conf"
 
 
 def conf_dir(environ: Mapping[str, str]) -> Path:
@@ -146,17 +155,6 @@ Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]  # infinite where there is nothing to send
 Count = Annotated[int, msgspec.Meta(ge=1, lt=10**18)]
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
-
-_CHECKSUM = "checksum"
-_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
 
 
 def parse(text: str | bytes) -> Any:

@@ -21,6 +21,8 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 T = TypeVar("T")
 REFUSALS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """What `SettingKind.read` and `SettingKind.parse` raise for a value that they do not accept."""
+PREFIX = "AUTOVARUNA_"
+_LIST = PACKAGED / "conf.toml"
 
 
 @dataclass(frozen=True)
@@ -275,9 +277,6 @@ def known_names() -> dict[str, tuple[Field[Any], SettingKind]]:
         known |= {name: (each, kind) for name, kind in kinds.items()}
     return known
 
-
-PREFIX = "AUTOVARUNA_"
-_LIST = PACKAGED / "conf.toml"
 
 logger = logging.getLogger(__name__)
 

@@ -45,6 +45,16 @@ from autovaruna.profiler.work import (
 
 _LOOKS = 20
 _FINE_SECONDS = 20e-6
+_LENGTH = {"cpu": 256, "cuda": 4096}
+_LEAST_SAMPLES = 15
+_LEAST_SECONDS, _MOST_SECONDS = 0.04, 0.2  # some turns of programs that share a core, and many
+_SHARED = 1.2  # a core that takes so many times a rank's own time is shared
+_SAMPLE_SECONDS = 200e-6
+_MOST_REPEATS = 200
+_IN_FLIGHT = 3
+_MOST_CACHED_BYTES = 64 << 20  # what a run of more bytes leaves behind is in no cache, however few are in flight
+_LEAST_SHARE = 0.1  # a measured time is never cut below this share of itself, however much of it a call costs
+_NOISE = 1.25  # what takes this much longer than at another time was disturbed
 
 
 def own_clock(device: torch.device) -> Callable[[], float]:
@@ -70,12 +80,6 @@ def _is_fine() -> bool:
             steps.append(now - last)
             last = now
     return min(steps, default=1.0) <= _FINE_SECONDS
-
-
-_LENGTH = {"cpu": 256, "cuda": 4096}
-_LEAST_SAMPLES = 15
-_LEAST_SECONDS, _MOST_SECONDS = 0.04, 0.2  # some turns of programs that share a core, and many
-_SHARED = 1.2  # a core that takes so many times a rank's own time is shared
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,6 @@ def _run(matrix: torch.Tensor) -> None:
     for _ in range(2):
         torch.tanh(matrix @ matrix)
 
-
-_SAMPLE_SECONDS = 200e-6
-_MOST_REPEATS = 200
-_IN_FLIGHT = 3
-_MOST_CACHED_BYTES = 64 << 20  # what a run of more bytes leaves behind is in no cache, however few are in flight
-_LEAST_SHARE = 0.1  # a measured time is never cut below this share of itself, however much of it a call costs
 
 Seconds = tuple[float, float]  # of one forward and one backward
 
@@ -233,7 +231,6 @@ def _without(seconds: float, call: float) -> float:
     return max(seconds - call, seconds * _LEAST_SHARE)
 
 
-_NOISE = 1.25  # what takes this much longer than at another time was disturbed
 Key = tuple[str, int]  # signature of a part, and samples in the micro-batch
 
 

@@ -40,6 +40,13 @@ _MOST_ELEMENTS = 1 << 16  # a larger tensor is tried out as a smaller one of abo
 
 Options = dict[str, Any]
 Tried = TypeVar("Tried")
+_TRIAL_STEPS, _NUM_ALIKE = 12, 8
+"""Steps of a trial, and how many of them have gradients of about the same direction: sums over steps then grow."""
+_LONGEST = 8
+_RATE = 1e-3
+_SCALES = (1.0, 1.0), (1e3, 1e3), (1.0, 1e-4), (1e3, 1e-4)
+"""What rates and gradients are multiplied by: what is joined may count only where something is large or small."""
+_MOST_GROUPS, _MOST_ALIKE = 12, 2
 
 
 def _by_shape(
@@ -299,11 +306,6 @@ def _cut(new: Tensor, tensor: Tensor) -> Tensor:
     return tensor.detach()[tuple(map(slice, sizes))].clone()
 
 
-_TRIAL_STEPS, _NUM_ALIKE = 12, 8
-"""Steps of a trial, and how many of them have gradients of about the same direction: sums over steps then grow."""
-_LONGEST = 8
-_RATE = 1e-3
-
 Paths = dict[int, list[Tensor]]
 """The numbers of each parameter after each step, by its place among those that are tried."""
 
@@ -430,9 +432,6 @@ def _numbers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
                     yield f"{owner} {name}" + (f" (optimizer {place})" if place else ""), float(value)
 
 
-_SCALES = (1.0, 1.0), (1e3, 1e3), (1.0, 1e-4), (1e3, 1e-4)
-"""What rates and gradients are multiplied by: what is joined may count only where something is large or small."""
-_MOST_GROUPS, _MOST_ALIKE = 12, 2
 _one_at_a_time = RLock()
 """Ranks that are threads share a generator: one that gives it back would have another one draw its numbers again."""
 

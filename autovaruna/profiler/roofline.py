@@ -36,6 +36,14 @@ from autovaruna.profiler.records import LinkCost, OptimizerCost, Profile
 from autovaruna.profiler.work import MeasuredPart, Samples, block_parts, distinct, make_work, repeated_part
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+aten = torch.ops.aten
+# Of these, only as much of the first argument is read as comes out.
+_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.take}
+_ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+_WITHOUT_FORMULA = ("rnn", "lstm", "gru", "linalg_", "fft", "conv", "mm")
+_ALIGNED_BYTES = 16
+_CPU = torch.device("cpu")
+_DROPOUT_PLACE = 4
 
 
 class _Compute(msgspec.Struct, forbid_unknown_fields=True):
@@ -160,12 +168,6 @@ def read_device(name: str) -> DeviceSpec:
 
 logger = logging.getLogger(__name__)
 
-aten = torch.ops.aten
-# Of these, only as much of the first argument is read as comes out.
-_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.take}
-_ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-_WITHOUT_FORMULA = ("rnn", "lstm", "gru", "linalg_", "fft", "conv", "mm")
-
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the predicted seconds of everything that runs in its context."""
@@ -195,9 +197,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(map(_is_aligned, tensors_in((args, kwargs, result)))):
             rate *= self.device.unaligned_share
         return max(seconds, float(formula(*args, **kwargs, out_val=result)) / rate)
-
-
-_ALIGNED_BYTES = 16
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -247,10 +246,6 @@ def _num_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's elements; those that share memory (an expanded mask) count once."""
     lengths = (length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(lengths) * tensor.element_size() if tensor.numel() else 0
-
-
-_CPU = torch.device("cpu")
-_DROPOUT_PLACE = 4
 
 
 def predict(

@@ -40,6 +40,10 @@ from autovaruna.graph.traced import TracedModel
 aten = torch.ops.aten
 _OF_SHARES = (aten.binary_cross_entropy, aten.bernoulli, aten.multinomial, aten.poisson, aten.binomial)
 """Operations that refuse other numbers; on a GPU that ends the process, so none is tried out there."""
+_LEAST_BLOCKS = 12
+_MOST_BLOCKS = 64
+_PATTERN_LENGTH = 65_521
+_SCALE = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,6 @@ def make_code(traced: TracedModel, nodes: Sequence[str], outputs: Sequence[str])
     needs_gradient = any(traced.facts[name].needs_gradient for name in outputs)
     split = split_backward(piece) if needs_gradient else None
     return Code(direct(piece.module), piece.arguments, needs_gradient, split, takes_shares)
-
-
-_LEAST_BLOCKS = 12
-_MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,6 @@ def _part(traced: TracedModel, blocks: Iterable[Block]) -> MeasuredPart:
     nodes = tuple(name for block in blocks for name in block.nodes)
     name = blocks[0].name if len(blocks) == 1 else f"{blocks[0].name} to {blocks[-1].name}"
     return MeasuredPart(traced, blocks, nodes, name)
-
-
-_PATTERN_LENGTH = 65_521
-_SCALE = 0.05
 
 
 class Numbers(str, Enum):

@@ -50,7 +50,7 @@ def total_norm(
 ) -> Tensor:
     """Returns the norm of tensors, of which each rank knows some, in the order of rank 0's list. Collective.
 
-    As a rule all ranks list the same, and each norm is told by one rank.
+    As a rule all ranks list the same, and each norm is reported by one rank.
 
     Args:
         names: The parameter that a tensor is, or is the gradient of, by identity; others count on every rank.
@@ -63,13 +63,13 @@ def total_norm(
     """
     listed = _listed(tensors, names)
     own = _norms({name: each for name, each in listed.items() if not isinstance(each, RemoteTensor)}, norm_type)
-    told = dict(own)
+    reported = dict(own)
     for name in own:
         parameter = names.get(id(listed[name]))
         if parameter is not None and model.placement.steppers_of(parameter)[0] != model.world.rank:
-            del told[name]
+            del reported[name]
     digest = crc32("\n".join(listed).encode())
-    parts = model.world.gather_objects((digest, told, options), what)
+    parts = model.world.gather_objects((digest, reported, options), what)
     if words := differences([of_rank for _, _, of_rank in parts]):
         raise RankError(
             f"The ranks ask for different norms of gradients: {words}. Expected the same options on every rank."

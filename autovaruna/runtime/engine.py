@@ -20,43 +20,30 @@ from autovaruna.graph.tree import Opaque, Undelivered
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.batch import BatchJob, GlobalBatch, Traffic
+from autovaruna.runtime.batch import GlobalBatch
+from autovaruna.runtime.executor import RankContext
 from autovaruna.runtime.gradients import Backwards, GradientBook
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.metrics import Metrics
+from autovaruna.runtime.program import BoundGraph, ModelCall, Program
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.scaler import LossScale
-from autovaruna.runtime.step_runner import RankParts, StepRunner
+from autovaruna.runtime.step import SplitStep, WholeStep
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import OwnedState, Placement, placement_of
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind, Schedule
-from autovaruna.stage.module import CompiledPiece, StageModule
+from autovaruna.stage.compiled import CompiledPiece
+from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Assignment, Split, carry_over, split
 
 logger = logging.getLogger(__name__)
+Programs = Callable[[GlobalBatch, str, tuple[int, ...]], Program]
+"""Returns the program of a batch, by the key of its messages and the lengths that vary."""
+
 _KNOWN_SIZES = 1024
 _KNOWN_BATCHES = 8
 """Batches of other sizes whose messages are kept: the last one of an epoch, for example."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A graph, split and bound to this rank's parameters.
-
-    Attributes:
-        stages: those of this rank, whose gradients the book sums.
-        recomputing, splitting: the stages that run forward again, and those that compute weight gradients apart.
-        is_half: whether some of its gradients are float16.
-    """
-
-    split: Split
-    stages: dict[int, StageModule]
-    book: GradientBook
-    traffic: Callable[[GlobalBatch, str], Traffic]
-    recomputing: frozenset[int]
-    splitting: frozenset[int]
-    is_half: bool
 
 
 def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
@@ -95,7 +82,7 @@ class Engine:
             raise PlanError(SPLIT_REFUSAL)
         if settings.offload and device.type != "cuda" and world.rank == 0:
             logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
-        self._known: dict[str, Prepared] = {}
+        self._known: dict[str, tuple[BoundGraph, Programs]] = {}
         self._books: list[GradientBook] = []
         self._recent: OrderedDict[str, None] = OrderedDict()
         self.backwards = Backwards(self.state, self._books)
@@ -105,9 +92,18 @@ class Engine:
             for name, each in self.state.parameters().items()  # calls refuse others in their place
             if not isinstance(each, RemoteTensor) and not each.is_meta
         }
-        kept = own, self.backwards, self.loss_scale, self.metrics
-        self._rank = RankParts(
-            world, device, Mail(world, device), self.state, *kept, settings.outputs == "all", self.trace
+        self._rank = RankContext(
+            world=world,
+            device=device,
+            mail=Mail(world, device),
+            state=self.state,
+            parameters=own,
+            backwards=self.backwards,
+            loss_scale=self.loss_scale,
+            metrics=self.metrics,
+            delivers_all=settings.outputs == "all",
+            offload=settings.offload,
+            trace=self.trace,
         )
 
     def run(
@@ -128,51 +124,45 @@ class Engine:
                 node.
             lengths: Those that vary in the graph, in this call.
         """
-        prepared = self._prepared(traced)
+        graph, program_of = self._bound(traced)
         needs_gradient = torch.is_grad_enabled() and traced.needs_gradient
         if needs_gradient and not self.plan.needs_gradient:
             raise InputError(
                 "The model was planned for evaluation, in a first call without gradients and without an optimizer: got "
                 "a call with gradients. Pass the optimizer to AutoVaruna, or make the first call one with gradients."
             )
-        job = BatchJob(
-            split=prepared.split,
-            plan=self.plan,
-            batch=batch,
-            needs_gradient=needs_gradient,
+        call = ModelCall(
+            program=program_of(batch, self._key(traced, lengths), lengths),
+            number=number,
             seed=self.seed,
-            step=number,
-            graph_key=self._key(traced, lengths),
-            is_sum=self.settings.reduction == "sum",
-            recomputing=prepared.recomputing,
-            splitting=prepared.splitting,
-            offload=self.settings.offload,
-            lengths=lengths,
+            needs_gradient=needs_gradient,
+            inputs=dict(zip(traced.inputs, tensors, strict=True)),
             of_batch=of_batch,
+            asks_for_sums=asks_for_sums,
             name=f"call {number + 1}{self.of_model}",
         )
         is_whole = needs_gradient and traced.loss is not None
-        factor = self.loss_scale.before(prepared.is_half) if is_whole else None
-        traffic, inputs = prepared.traffic(batch, job.graph_key), dict(zip(traced.inputs, tensors, strict=True))
-        parts = prepared.stages, traffic, prepared.book, self.placement, inputs
-        outputs = StepRunner(job, self._rank, *parts, asks_for_sums, factor).run()
+        factor = self.loss_scale.expected_factor(graph.is_half) if is_whole else 1.0
+        step = WholeStep(call, self._rank, factor) if is_whole else SplitStep(call, self._rank)
+        outputs = step.run(self.placement)
         found: list[Any] = [
             Undelivered(Opaque(spec.path, "tensor")) if output is None else output
             for output, spec in zip(outputs, traced.outputs, strict=True)
         ]
         return traced.output_tree.unflatten(found, Undelivered)
 
-    def _prepared(self, traced: TracedModel) -> Prepared:
-        """Returns a graph's stages, bound to the parameters as they are now."""
+    def _bound(self, traced: TracedModel) -> tuple[BoundGraph, Programs]:
+        """Returns a graph's stages, bound to the parameters as they are now, and what makes programs of them."""
         if traced.key not in self._known:
-            self._known[traced.key] = self._prepare(traced)
-        prepared = self._known[traced.key]
-        for stage in prepared.stages.values():
+            graph = self._bind(traced)
+            self._known[traced.key] = graph, lru_cache(_KNOWN_BATCHES)(partial(Program, graph))
+        known = self._known[traced.key]
+        for stage in known[0].stages.values():
             if not stage.is_bound():
                 stage.bind()
-        return prepared
+        return known
 
-    def _prepare(self, traced: TracedModel) -> Prepared:
+    def _bind(self, traced: TracedModel) -> BoundGraph:
         assignment = carry_over(self.assignment, traced)
         self._learn_holders(traced, assignment)
         parts = split(traced, assignment)
@@ -181,11 +171,19 @@ class Engine:
         parameters, rank = self.state.parameters(), self.world.rank
         book = GradientBook(parts, self.plan, self.world, parameters, self.placement, list(stages.values()))
         self._books.append(book)
-        traffic = lru_cache(_KNOWN_BATCHES)(partial(Traffic, parts, self.plan, rank, schedule[rank]))
         values = [fact.value for fact in traced.facts.values() if fact.needs_gradient]
-        is_half = any(isinstance(each, Tensor) and each.dtype is torch.float16 for each in values)
-        recomputing, splitting = (_stages_with(kind, schedule) for kind in (Kind.RECOMPUTE, Kind.WEIGHT))
-        return Prepared(parts, stages, book, traffic, recomputing, splitting, is_half)
+        return BoundGraph(
+            split=parts,
+            plan=self.plan,
+            rank=rank,
+            stages=stages,
+            book=book,
+            instructions=schedule[rank],
+            recomputing=_stages_with(Kind.RECOMPUTE, schedule),
+            splitting=_stages_with(Kind.WEIGHT, schedule),
+            is_sum=self.settings.reduction == "sum",
+            is_half=any(isinstance(each, Tensor) and each.dtype is torch.float16 for each in values),
+        )
 
     def _stages(self, parts: Split, traced: TracedModel) -> dict[int, StageModule]:
         """Returns the stages of this rank, compiled if they are to be."""
@@ -226,10 +224,10 @@ class Engine:
 
     def forget(self, key: str) -> None:
         """Forgets a graph, unless it has kept gradients back. All ranks do at the same call."""
-        prepared = self._known.get(key)
-        if prepared is not None and not prepared.book.may_have_kept:
+        known = self._known.get(key)
+        if known is not None and not known[0].book.may_have_kept:
             del self._known[key]
-            self._books.remove(prepared.book)
+            self._books.remove(known[0].book)
         self._rank.mail.forget(key)
 
     @property

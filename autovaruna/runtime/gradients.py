@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
-from autovaruna.runtime.remote_parameter import RemoteTensor, note_gradients
-from autovaruna.runtime.weights import OwnedState, Placement, note_gradients_of_others, steps_here
-from autovaruna.runtime.world import GradientSums, World
+from autovaruna.runtime.buckets import GradientSums
+from autovaruna.runtime.messages import PARAMETER_TAG
+from autovaruna.runtime.remote_parameter import RemoteTensor, show_remote_gradients
+from autovaruna.runtime.weights import OwnedState, Placement, show_gradients_of_owners, steps_here
+from autovaruna.runtime.world import World
 from autovaruna.stage.module import ParameterUse, StageModule
 from autovaruna.stage.split import Split
 
-_CHAIN_TAG = 1 << 19
 Key = TypeVar("Key")
 
 
@@ -48,7 +49,7 @@ class Order:
         holders: The ranks that hold each of them: a use without a gradient, and another graph, may need it elsewhere.
 
     Attributes:
-        spread: those that several stages use, or that ranks without a gradient hold, with the ranks that get the sum.
+        spread: the uses of those that several stages use, or ranks without a gradient hold, and who gets the sum.
         stages: the uses of the others, by the ranks that sum them and by stage.
     """
 
@@ -56,20 +57,19 @@ class Order:
         self, uses: Mapping[str, list[StageUse]], holders: Mapping[str, tuple[int, ...]], owners: Mapping[str, int]
     ) -> None:
         self.owners = owners
-        self.uses: dict[str, list[StageUse]] = {}
-        self.spread: dict[str, tuple[int, ...]] = {}
+        self.spread: dict[str, tuple[list[StageUse], tuple[int, ...]]] = {}
         self.stages: dict[tuple[int, ...], dict[int, dict[str, list[StageUse]]]] = {}
         for name, each in uses.items():
             if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
                 getting = {each[-1].ranks[0], owners[name]} if name in owners else holders[name]
-                self.uses[name], self.spread[name] = each, tuple(sorted(getting))
+                self.spread[name] = each, tuple(sorted(getting))
         for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
             if name not in self.spread:
                 self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
 
 
 class Summation:
-    """The gradients of one step on their way; those of a stage start when its last backward here has ended."""
+    """Sums the gradients of one step; those of a stage from when its last backward on this rank has ended."""
 
     def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._order, self._world, self._parameters = order, world, parameters
@@ -90,13 +90,13 @@ class Summation:
         self._accumulators.update(accumulators)
         self._ended.update(stage for stages in self._coming.values() for stage in stages)
         self._start()
-        for name, uses in self._order.uses.items():
+        for name, (uses, _) in self._order.spread.items():
             self._totals[name] = self._chain(name, uses)
         self._sums.finish()
         owners, rank = self._order.owners, self._world.rank
-        for name, ranks in self._order.spread.items():
+        for name, (uses, ranks) in self._order.spread.items():
             if len(ranks) > 1 and rank in ranks:
-                self._world.broadcast(self._totals[name], self._order.uses[name][-1].ranks[0], ranks)
+                self._world.broadcast(self._totals[name], uses[-1].ranks[0], ranks)
         return {name: total for name, total in self._totals.items() if owners.get(name, rank) == rank}
 
     def _start(self) -> None:
@@ -106,18 +106,18 @@ class Summation:
                 self._sums.start()
 
     def _add(self, stage: Mapping[str, list[StageUse]], ranks: tuple[int, ...]) -> None:
-        """Adds up the uses of each parameter of a stage; its ranks, if there are several, sum the totals."""
+        """Adds up the uses of each parameter of a stage; where the stage has replicas, their totals are summed."""
         for name, (first, *others) in stage.items():
-            total = self._take(name, first)
+            total = self._pop(name, first)
             for use in others:
-                total.add_(self._take(name, use))
+                total.add_(self._pop(name, use))
             if len(ranks) > 1:
                 is_contiguous = self._parameters[name].is_contiguous()
                 total = total.contiguous() if is_contiguous else total
                 self._sums.add(total, ranks, is_contiguous=is_contiguous, owner=self._order.owners.get(name))
             self._totals[name] = total
 
-    def _take(self, name: str, use: StageUse) -> Tensor:
+    def _pop(self, name: str, use: StageUse) -> Tensor:
         """Returns an accumulator; a replica that had no micro-batch adds zeros."""
         found = self._accumulators.pop((name, use.block), None)
         return found if found is not None else torch.zeros_like(self._parameters[name])
@@ -126,7 +126,7 @@ class Summation:
         """Sums a parameter over the stages that use it; the total is on the first rank of the first one."""
         runs = [list(run) for _, run in groupby(uses, key=attrgetter("stage"))]
         mine = [use for use in uses if self._world.rank in use.ranks]
-        parts = {use.block: self._take(name, use) for use in mine}
+        parts = {use.block: self._pop(name, use) for use in mine}
         for use in mine:
             if len(use.ranks) > 1:
                 self._world.all_reduce(parts[use.block], use.ranks)
@@ -138,13 +138,13 @@ class Summation:
             before = heads[place - 1] if place else self._world.rank
             if before != self._world.rank:
                 total = torch.empty_like(self._parameters[name])
-                self._world.receive([total], before, _CHAIN_TAG).wait()
+                self._world.receive([total], before, PARAMETER_TAG).wait()
             for use in run:
                 total = parts[use.block] if total is None else total.add_(parts[use.block])
             after = heads[place + 1] if place + 1 < len(runs) else self._world.rank
             if after != self._world.rank:
                 assert total is not None, "a run has a use"
-                self._world.send([total], after, _CHAIN_TAG).wait()
+                self._world.send([total], after, PARAMETER_TAG).wait()
         return total if total is not None else torch.empty_like(self._parameters[name])
 
 
@@ -155,7 +155,7 @@ def _use(split: Split, plan: Plan, block: int) -> StageUse:
 
 
 class GradientBook:
-    """Takes gradients from the leaves of a split's stages, sums them, and keeps back what is not to be summed yet.
+    """Collects the gradients of a split's stages, sums them, and keeps back what is not to be summed yet.
 
     `may_have_kept` says whether some rank may keep gradients back.
     """
@@ -175,28 +175,29 @@ class GradientBook:
             for parameter in split.traced.graph.parameters
             if parameter.needs_gradient
         }
-        self._orders: dict[str, Order] = {}
+        self._orders: dict[str | None, Order] = {}
         self._varies = split.traced.has_kept_modules
         self._kept: dict[ParameterUse, Tensor] = {}
         self.may_have_kept = False
         self._early: Summation | None = None
 
-    def begin(self, origin: str) -> None:
-        """Begins a step whose gradients will be summed, stage by stage if ranks know what they will sum."""
-        order = None if self._varies else self._orders.get(origin)
+    def begin(self, origin: str, *, is_summed: bool) -> None:
+        """Begins a step; its gradients are summed stage by stage, if they are and ranks know what they will sum."""
+        self.may_have_kept |= not is_summed
+        order = self._orders.get(origin) if is_summed and not self._varies else None
         self._early = None if order is None else Summation(order, self._world, self._parameters)
 
     def end_stage(self, stage: int) -> None:
         """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
         if self._early is not None:
-            self._early.end_stage(stage, _taken([each for each in self._stages if each.index == stage]))
+            self._early.end_stage(stage, _pop_gradients([each for each in self._stages if each.index == stage]))
 
-    def take(self) -> dict[ParameterUse, Tensor]:
-        """Takes the gradients of the last step away from the leaves, by use."""
-        return _taken(self._stages)
+    def pop(self) -> dict[ParameterUse, Tensor]:
+        """Returns the gradients of the last step, by use; the leaves keep none."""
+        return _pop_gradients(self._stages)
 
     def keep(self, accumulators: Mapping[ParameterUse, Tensor]) -> None:
-        """Keeps gradients of this rank back until the next `take_kept`."""
+        """Keeps gradients of this rank back until the next `pop_kept`."""
         _add_to(self._kept, accumulators)
 
     def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
@@ -213,7 +214,7 @@ class GradientBook:
             early = Summation(self._agree(accumulators, origin), self._world, self._parameters)
         return early.finish(accumulators)
 
-    def take_kept(self) -> dict[str, Tensor]:
+    def pop_kept(self) -> dict[str, Tensor]:
         """Sums what was kept back. Collective."""
         if not self.may_have_kept:
             return {}
@@ -224,7 +225,7 @@ class GradientBook:
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
         self._early = None
-        _taken(self._stages)
+        _pop_gradients(self._stages)
 
     def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
         """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
@@ -233,22 +234,22 @@ class GradientBook:
         module that is kept whole chooses among its own.
         """
         origin = None if self._varies else origin
-        order = None if origin is None else self._orders.get(origin)
-        if order is None:
-            agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
-            live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
-            holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
-            own = {name: live[name] for name in holders if self._world.rank in holders[name]}
-            order = Order(own, holders, self._placement.owners)
+        if origin in self._orders:
+            return self._orders[origin]
+        agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+        live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
+        holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
+        own = {name: live[name] for name in holders if self._world.rank in holders[name]}
+        order = Order(own, holders, self._placement.owners)
         if origin is not None:
             self._orders[origin] = order
         return order
 
 
 class Backwards:
-    """The caller's backwards through all calls of one model, and the gradients that they have left to be summed.
+    """Counts the caller's backwards through one model, and sums the gradients that they have kept back.
 
-    `books` are of the model's graphs, and grow with these; `last_gradient` came into the last of `num` backwards.
+    `books` are those of the model's graphs, as they come; `last_gradient` came into the last of `num` backwards.
     """
 
     def __init__(self, state: OwnedState, books: Sequence[GradientBook]) -> None:
@@ -257,25 +258,26 @@ class Backwards:
         self._owes_gradients = False
         self._totals: dict[str, Tensor] = {}
 
-    def note(self, gradient: str) -> None:
+    def record(self, gradient: str) -> None:
+        """Counts a backward, by what came into it."""
         self.num += 1
         self.last_gradient = gradient
 
-    def note_gradients(self, is_summed: bool) -> None:
-        """Shows gradients that other ranks have, where plain PyTorch has them."""
+    def show_gradients_elsewhere(self, is_summed: bool) -> None:
+        """Sets ``.grad`` of parameters whose gradient other ranks have to a tensor without numbers."""
         self._owes_gradients = not is_summed
         if is_summed:
-            note_gradients(self._away)
-            note_gradients_of_others(self._of_others)
+            show_remote_gradients(self._away)
+            show_gradients_of_owners(self._of_others)
 
     def synchronise(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
         self._add(self._kept())
         if self._owes_gradients:
-            self.note_gradients(True)
+            self.show_gradients_elsewhere(True)
 
-    def take_kept(self) -> dict[str, Tensor]:
-        """Sums the gradients that were kept back; no backward gives a parameter its own that was frozen since."""
+    def pop_kept(self) -> dict[str, Tensor]:
+        """Returns the sums of what was kept back; a parameter that was frozen since gets its own here."""
         kept = self._kept()
         if not kept:
             return {}
@@ -301,7 +303,7 @@ class Backwards:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""
         totals, self._totals = self._totals, {}
         for book in self._books:
-            _add_to(totals, book.take_kept())
+            _add_to(totals, book.pop_kept())
         return totals
 
     @cached_property
@@ -320,10 +322,10 @@ def _add_to(totals: dict[Key, Tensor], others: Mapping[Key, Tensor]) -> None:
         totals[key] = totals[key].add_(other) if key in totals else other
 
 
-def _taken(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
-    taken: dict[ParameterUse, Tensor] = {}
+def _pop_gradients(stages: Iterable[StageModule]) -> dict[ParameterUse, Tensor]:
+    found: dict[ParameterUse, Tensor] = {}
     for stage in stages:
         for use, leaf in stage.leaves.items():
             if leaf.grad is not None:
-                taken[use], leaf.grad = leaf.grad, None
-    return taken
+                found[use], leaf.grad = leaf.grad, None
+    return found

@@ -20,6 +20,12 @@ from typing import NamedTuple
 
 from autovaruna.errors import RankError
 
+_PATIENCE_SECONDS = 2.0
+"""How long a rank may take to appear: a launcher starts all of a host at once."""
+_STARTING_SECONDS = 60.0
+"""What is younger may be of a job that starts just now."""
+_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
+
 
 class Names(NamedTuple):
     """The variables by which a launcher says which job of the host this is, its rank, and how many ranks are here."""
@@ -31,12 +37,6 @@ class Names(NamedTuple):
 
 OF_OPEN_MPI = Names(("PMIX_NAMESPACE",), "PMIX_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 OF_TORCHRUN = Names(("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"), "RANK", "LOCAL_WORLD_SIZE")
-
-_PATIENCE_SECONDS = 2.0
-"""How long a rank may take to appear: a launcher starts all of a host at once."""
-_STARTING_SECONDS = 60.0
-"""What is younger may be of a job that starts just now."""
-_LAUNCHERS = ("prterun", "prted", "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
 
 
 def expect_siblings(names: Names, variables: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> None:

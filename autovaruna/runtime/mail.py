@@ -20,7 +20,13 @@ from autovaruna.runtime.transport.base import DONE, Pending
 from autovaruna.runtime.transport.layout import Layout, distinct
 from autovaruna.runtime.world import World
 
+AHEAD = 3
+"""Instructions whose receives are posted before they start."""
+SMALL_AHEAD, SMALL_BYTES = 32, 1 << 20
+"""The same while a rank waits and all that is posted is known to be less than these bytes."""
+
 Layouts = tuple[Layout | None, ...]
+TensorList = list[Tensor | None]
 
 
 def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -61,13 +67,6 @@ def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:
     )
 
 
-TensorList = list[Tensor | None]
-AHEAD = 3
-"""Instructions whose receives are posted before they start."""
-SMALL_AHEAD, SMALL_BYTES = 32, 1 << 20
-"""The same while a rank waits and all that is posted is known to be less than these bytes."""
-
-
 class Stream(NamedTuple):
     """A stream of messages: from one rank to another, under one tag."""
 
@@ -99,14 +98,14 @@ class Receiver(Protocol):
 
 
 _Posted = tuple[Layouts, list[Tensor], Pending, int]
-"""A receive that is posted and not taken: its layouts, their memory, the message, and its bytes."""
+"""A receive that is posted: its layouts, their memory, the message, and its bytes."""
 
 
 class Mail:
     """Sends and receives lists of tensors.
 
     Attributes:
-        num_posted_bytes: memory of receives that are posted and not taken.
+        num_posted_bytes: memory of receives that are posted and have not returned.
         waited_seconds: how long this rank has waited for messages in all.
         due: the first position in the program that more receives have to be posted for.
     """
@@ -119,7 +118,7 @@ class Mail:
         self._program: Sequence[Receiver] = ()
         self._position = self._next = 0
         self._layouts: dict[MessageKind, Layouts] = {}
-        self._brought: dict[MessageKind, tuple[Layout, ...]] = {}
+        self._eager: dict[MessageKind, tuple[Layout, ...]] = {}
         self._local: defaultdict[Stream, deque[TensorList]] = defaultdict(deque)
         self._posted: defaultdict[Stream, deque[_Posted]] = defaultdict(deque)
         self._expected: defaultdict[Stream, deque[MessageKind]] = defaultdict(deque)
@@ -128,14 +127,14 @@ class Mail:
         """Forgets the layouts of a graph's messages, on all ranks at the same call; they are sent again."""
         for kind in [each for each in self._layouts if each.graph.startswith(graph)]:
             del self._layouts[kind]
-            self._brought.pop(kind, None)
+            self._eager.pop(kind, None)
 
     def follow(self, program: Sequence[Receiver]) -> None:
         """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
         self._program, self._next = program, 0
         if self._carrier is not self._world.carrier:  # another model has opened one, which moves what came by itself
-            self._carrier, brings = self._world.carrier, self._world.brings
-            self._brought = {kind: each for kind, each in self._brought.items() if brings(kind.route.source, each)}
+            self._carrier, is_eager = self._world.carrier, self._world.is_eager
+            self._eager = {kind: each for kind, each in self._eager.items() if is_eager(kind.route.source, each)}
         self.go_to(0, ahead=0)  # more once the first instruction has ended: others wait for what it sends
 
     def go_to(self, position: int, ahead: int = AHEAD) -> None:
@@ -173,10 +172,10 @@ class Mail:
     def expect(self, kind: MessageKind) -> None:
         """Posts the receive of the next message on a route once its layouts are known; never blocks.
 
-        Messages are taken in the order in which they are expected. Those that come by themselves need no post.
+        Messages of a route come in the order in which they are expected. Those that come by themselves need no post.
         """
         route = kind.route
-        if route.source == self._world.rank or kind in self._brought:
+        if route.source == self._world.rank or kind in self._eager:
             return
         expected = self._expected[route]
         if not expected and (layouts := self._layouts.get(kind)) is not None:
@@ -185,21 +184,21 @@ class Mail:
             expected.append(kind)
             self._post_known(route)
 
-    def take(self, kind: MessageKind) -> TensorList:
+    def receive(self, kind: MessageKind) -> TensorList:
         """Returns the next message on a route; blocks until it is here."""
         route = kind.route
         if route.source == self._world.rank:
             return self._local[route].popleft()
-        if kind not in self._brought and not self._posted[route]:
+        if kind not in self._eager and not self._posted[route]:
             if not self._expected[route]:
                 self.expect(kind)
             if kind not in self._layouts:
                 self._learn(kind)
             self._post_known(route)
-        if (blanks := self._brought.get(kind)) is not None:
-            brought = self._world.bring(blanks, route.source, route.tag)
-            self._await(brought)
-            return unpacked(self._layouts[kind], brought.tensors)
+        if (blanks := self._eager.get(kind)) is not None:
+            message = self._world.receive_eager(blanks, route.source, route.tag)
+            self._await(message)
+            return unpacked(self._layouts[kind], message.tensors)
         layouts, buffers, pending, num_bytes = self._posted[route].popleft()
         self._await(pending)
         self.num_posted_bytes -= num_bytes
@@ -221,7 +220,7 @@ class Mail:
         """Posts the receives of a route up to the first message whose layouts are not known."""
         expected = self._expected[route]
         while expected and (layouts := self._layouts.get(expected[0])) is not None:
-            if expected.popleft() not in self._brought:
+            if expected.popleft() not in self._eager:
                 self._post(route, layouts)
 
     def _learn(self, kind: MessageKind) -> None:
@@ -230,8 +229,8 @@ class Mail:
         layouts: Layouts = self._world.receive_object(route.source, route.tag)
         self._layouts[kind] = layouts
         blanks = tuple(layout.travelling for layout in layouts if layout is not None)
-        if blanks and self._world.brings(route.source, blanks):
-            self._brought[kind] = blanks
+        if blanks and self._world.is_eager(route.source, blanks):
+            self._eager[kind] = blanks
 
     def _post(self, route: Stream, layouts: Layouts) -> None:
         buffers, num_bytes = [], 0

@@ -24,10 +24,15 @@ from autovaruna.interception.installed import ProcessPiece, Undo
 from autovaruna.interception.optimizer_proxy import OptimizerProxy, cut_groups, outermost_step, watch_steps
 from autovaruna.profiler.optimizer_trial import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
-from autovaruna.runtime.weights import Placement, from_rank, share_of, split_models, spread_steps, steps_here
+from autovaruna.runtime.weights import Placement, from_rank, shared_parameter, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
+_DOES = {
+    "joint": "joins numbers of several parameters in its steps",
+    "random": "draws random numbers in its steps",
+    "unknown": "cannot be tried out",
+}
 
 
 class OwnPart:
@@ -232,7 +237,7 @@ def _join(optimizer: Optimizer, *_: Any) -> None:
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     away = [each.home for each in parameters if isinstance(each, RemoteTensor)]
-    shared = {id(each): share.home for each in parameters if (share := share_of(each)) is not None}
+    shared = {id(each): known.home for each in parameters if (known := shared_parameter(each)) is not None}
     outermost = outermost_step()
     if outermost is not None and shared.keys() - set(map(id, outermost.listed)):
         raise InputError(
@@ -262,13 +267,6 @@ def _show_whole_state(proxy: OptimizerProxy, optimizer: Optimizer, parameters: S
                 state_dict=partial(cut.state_dict, model.placement, model.world),
                 load_state_dict=partial(cut.load_state_dict, placement=model.placement, rank=rank),
             )
-
-
-_DOES = {
-    "joint": "joins numbers of several parameters in its steps",
-    "random": "draws random numbers in its steps",
-    "unknown": "cannot be tried out",
-}
 
 
 def _refusal_to_share(name: str, steps: Steps) -> str:

@@ -11,19 +11,20 @@ from torch import Tensor
 
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import OutputKind, OutputSpec, joined, opened
-from autovaruna.runtime.batch import BatchJob, GlobalBatch, MicroBatch
-from autovaruna.runtime.mail import Mail, MessageKind, Stream
+from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.mail import Mail, MessageKind
+from autovaruna.runtime.program import Program
 from autovaruna.runtime.world import World
 
 
 @dataclass(eq=False, repr=False)
 class OutputCollector:
-    """Collects the outputs of one job on a device. Every rank takes part.
+    """Collects the outputs of one call on a device. Every rank takes part.
 
     `made` are those that this rank's stages made, by (output, micro-batch).
     """
 
-    job: BatchJob
+    program: Program
     world: World
     mail: Mail
     made: Mapping[tuple[int, int], Tensor]
@@ -38,7 +39,7 @@ class OutputCollector:
                 makers = self._makers(place, self._parts(spec))
                 for maker in dict.fromkeys(makers):
                     if maker != self.world.rank:
-                        self.mail.expect(self._number_kind(place, maker, self.world.rank, _num_slots(makers, maker)))
+                        self.mail.expect(self._numbers(place, makers, maker, self.world.rank))
 
     def send(self, places: Mapping[int, OutputSpec]) -> None:
         """Starts to send what this rank's stages made to the ranks that get it; never blocks."""
@@ -46,11 +47,12 @@ class OutputCollector:
             if spec.kind is not OutputKind.SAMPLES:
                 self._send_numbers(place, spec)
                 continue
-            for part in self.job.batch.micro_batches.values():
-                for receiver in self.job.batch.receivers(part) if (place, part.index) in self.made else ():
-                    self.mail.send([self.made[place, part.index]], self._kind(place, part, receiver))
+            for part in self.program.batch.micro_batches.values():
+                for receiver in self.program.batch.receivers(part) if (place, part.index) in self.made else ():
+                    kind = self.program.messages.output(place, part, receiver)
+                    self.mail.send([self.made[place, part.index]], kind)
 
-    def take(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
+    def collect(self, places: Mapping[int, OutputSpec]) -> dict[int, Tensor]:
         """Returns the outputs of `places`, once every rank has sent its part; a rank without samples gets no rows."""
         return {
             place: self._samples(place, spec) if spec.kind is OutputKind.SAMPLES else self._number(place, spec)
@@ -58,15 +60,13 @@ class OutputCollector:
         }
 
     def _samples(self, place: int, spec: OutputSpec) -> Tensor:
-        taken = [
-            self.mail.take(self._kind(place, part, self.world.rank))[0]
-            for part in self.job.batch.owned_by(self.world.rank)
-        ]
-        parts, traced = [part for part in taken if part is not None], self.job.split.traced
+        program, rank = self.program, self.world.rank
+        kinds = [program.messages.output(place, part, rank) for part in program.batch.owned_by(rank)]
+        parts, traced = [part for kind in kinds for part in self.mail.receive(kind) if part is not None], program.traced
         if parts:
-            return joined(parts, spec.dimension, traced.outer(spec, self.job.lengths))
+            return joined(parts, spec.dimension, traced.outer(spec, program.lengths))
         value: Tensor = free_value(traced.nodes[spec.node])
-        shape = list(traced.sizes.in_call(value, 1, self.job.lengths))
+        shape = list(traced.sizes.in_call(value, 1, program.lengths))
         shape[spec.dimension] = 0
         return torch.empty(shape, dtype=value.dtype, device=self.device)
 
@@ -79,11 +79,10 @@ class OutputCollector:
             return
         pairs = zip(parts, makers, strict=True)
         made = torch.stack([self.made[place, part.index] for part, maker in pairs if maker == rank])
-        num_slots = _num_slots(makers, rank)
-        self._own[place] = made = made if num_slots else self._combine(made, parts, spec)
+        self._own[place] = made = made if _num_slots(makers, rank) else self._combine(made, parts, spec)
         for receiver in range(self.world.num_ranks):
             if receiver != rank:
-                self.mail.send([made], self._number_kind(place, rank, receiver, num_slots))
+                self.mail.send([made], self._numbers(place, makers, rank, receiver))
 
     def _number(self, place: int, spec: OutputSpec) -> Tensor:
         """Puts an output without samples together: one slot a micro-batch, unless one rank has computed them all."""
@@ -94,10 +93,9 @@ class OutputCollector:
             if maker == self.world.rank:
                 made[maker] = self._own.pop(place)
                 continue
-            kind = self._number_kind(place, maker, self.world.rank, _num_slots(makers, maker))
-            taken = self.mail.take(kind)[0]
-            assert taken is not None, "numbers are always there"
-            made[maker] = taken
+            (received,) = self.mail.receive(self._numbers(place, makers, maker, self.world.rank))
+            assert received is not None, "numbers are always there"
+            made[maker] = received
         if len(made) == 1:
             return made[makers[0]]
         turns = {maker: iter(slots) for maker, slots in made.items()}
@@ -105,7 +103,7 @@ class OutputCollector:
 
     def _parts(self, spec: OutputSpec) -> list[MicroBatch]:
         """Returns the micro-batches whose numbers count: the first alone if all have the same."""
-        parts = list(self.job.batch.micro_batches.values())
+        parts = list(self.program.batch.micro_batches.values())
         return parts[:1] if spec.kind is OutputKind.SAME else parts
 
     def _combine(self, slots: Tensor, parts: list[MicroBatch], spec: OutputSpec) -> Tensor:
@@ -118,18 +116,15 @@ class OutputCollector:
                 if len(parts) == 1:
                     return slots[0]
                 wide = slots.to(torch.complex128 if slots.is_complex() else torch.float64)
-                shares = _shares(self.job.batch, slots.device)
+                shares = _shares(self.program.batch, slots.device)
                 return (wide * shares.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
 
-    def _kind(self, place: int, part: MicroBatch, receiver: int) -> MessageKind:
-        return self._number_kind(place, self.job.maker_of(place, part.index), receiver, part.size)
-
-    def _number_kind(self, place: int, maker: int, receiver: int, size: int) -> MessageKind:
-        return MessageKind(self.job.graph_key, Stream(maker, receiver, 4 * place + 3), size)
+    def _numbers(self, place: int, makers: Sequence[int], maker: int, receiver: int) -> MessageKind:
+        return self.program.messages.numbers(place, maker, receiver, _num_slots(makers, maker))
 
     def _makers(self, place: int, parts: list[MicroBatch]) -> list[int]:
         if place not in self._known_makers:
-            self._known_makers[place] = [self.job.maker_of(place, part.index) for part in parts]
+            self._known_makers[place] = [self.program.messages.maker_of(place, part) for part in parts]
         return self._known_makers[place]
 
 
@@ -143,22 +138,20 @@ def _shares(batch: GlobalBatch, device: torch.device) -> Tensor:
     return torch.tensor([part.share for part in batch.micro_batches.values()], dtype=torch.float64, device=device)
 
 
-_INPUT_GRADIENT_TAG = 1 << 18
-
-
 @dataclass(eq=False, repr=False)
 class GradientExchange:
-    """Exchanges the gradients of one job that do not belong to parameters.
+    """Exchanges the gradients of one call that do not belong to parameters: of its outputs and of its inputs.
 
-    `made` are those of inputs that this rank's stages make, by (input, micro-batch). `origin` says which outputs have
-    one: what goes back has other messages for others.
+    `made` are those of inputs that this rank's stages make, by (input, micro-batch). `origin` names the outputs that
+    the backward starts from; `name`, in errors, the call.
     """
 
-    job: BatchJob
+    program: Program
     world: World
     mail: Mail
     made: Mapping[tuple[str, int], Tensor | None]
     inputs: Mapping[str, Tensor]
+    name: str
     origin: str = ""
     _gradients: dict[int, Tensor | None] = field(default_factory=dict)
 
@@ -168,49 +161,51 @@ class GradientExchange:
         The caller has not used those that are None. An output that some rank's loss uses has a gradient on every rank.
         """
         own = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        what = f"agreeing on the outputs of {self.job.name} that backward starts from"
+        what = f"agreeing on the outputs of {self.name} that backward starts from"
         used = set().union(*self.world.gather_objects(own, what))
         self.origin = f"/{sorted(used)}"
         self._gradients = {
             place: zero if gradient is None and place in used else gradient
             for place, (gradient, zero) in enumerate(zip(gradients, zeros, strict=True))
         }
-        specs, rank, batch = self.job.split.traced.outputs, self.world.rank, self.job.batch
+        program, specs, rank, batch = self.program, self.program.outputs, self.world.rank, self.program.batch
         for place, gradient in self._gradients.items():
             if gradient is not None and specs[place].kind is not OutputKind.SAMPLES:
-                weighted = gradient * self.job.weight_of_origin(rank)  # all ranks have the output alike
+                weighted = gradient * program.weight_of_origin(rank)  # all ranks have the output alike
                 self.world.all_reduce(weighted, tuple(range(self.world.num_ranks)))
                 self._gradients[place] = weighted
         for part in [each for each in batch.owned_by(rank) if each.origin == rank]:
-            for place, spec in enumerate(specs):
-                is_there = batch.has(self.job.maker_of(place, part.index), part)
+            for place, spec in specs.items():
+                is_there = batch.has(program.messages.maker_of(place, part), part)
                 if spec.kind is OutputKind.SAMPLES and self._gradients[place] is not None and not is_there:
-                    self.mail.send([self._own_part(place, spec, part)], self._output_kind(place, part))
+                    kind = program.messages.output_gradient(place, part, self.origin)
+                    self.mail.send([self._own_part(place, spec, part)], kind)
 
     def output_gradient(self, place: int, part: MicroBatch) -> Tensor | None:
         """Returns the gradient of an output for one micro-batch, at the stage that made it."""
-        spec, gradient = self.job.split.traced.outputs[place], self._gradients[place]
+        spec, gradient, batch = self.program.outputs[place], self._gradients[place], self.program.batch
         if gradient is None:
             return None
         if spec.kind is OutputKind.SAMPLES:
-            if self.job.batch.has(self.world.rank, part):
+            if batch.has(self.world.rank, part):
                 return self._own_part(place, spec, part)
-            return self.mail.take(self._output_kind(place, part))[0]
+            return self.mail.receive(self.program.messages.output_gradient(place, part, self.origin))[0]
         if spec.kind is OutputKind.SAME:
-            return gradient if part.index == min(self.job.batch.micro_batches) else None
+            return gradient if part.index == min(batch.micro_batches) else None
         return gradient * part.share
 
     def input_gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's inputs. Every rank takes part."""
-        names, batch_inputs = sorted(self.job.split.input_gradients), self.job.split.traced.batch_inputs
-        for (name, index), gradient in self.made.items():
+        batch, batch_inputs = self.program.batch, self.program.traced.batch_inputs
+        for (name, m), gradient in self.made.items():
             if name in batch_inputs:
-                part = self.job.batch.micro_batches[index]
-                for receiver in self.job.batch.receivers(part):
-                    self.mail.send([gradient], self._input_kind(names.index(name), name, part, receiver))
+                part = batch.micro_batches[m]
+                for receiver in batch.receivers(part):
+                    kind = self.program.messages.input_gradient(name, part, receiver, self.origin)
+                    self.mail.send([gradient], kind)
         return {
-            name: self._gather_parts(place, name) if name in batch_inputs else self._sum_everywhere(name)
-            for place, name in enumerate(names)
+            name: self._gather_parts(name) if name in batch_inputs else self._sum_everywhere(name)
+            for name in sorted(self.program.split.input_gradients)
         }
 
     def _own_part(self, place: int, spec: OutputSpec, part: MicroBatch) -> Tensor | None:
@@ -218,20 +213,21 @@ class GradientExchange:
         gradient = self._gradients[place]
         if gradient is None:
             return None
-        outer = self.job.split.traced.outer(spec, self.job.lengths)
+        outer = self.program.traced.outer(spec, self.program.lengths)
         whole, dimension = gradient, spec.dimension
         if outer != 1:
             whole, dimension = opened(gradient, dimension, outer), dimension + 1
-        num_rows = whole.shape[dimension] // self.job.batch.num_samples_of(self.world.rank)
+        num_rows = whole.shape[dimension] // self.program.batch.num_samples_of(self.world.rank)
         rows = whole.narrow(dimension, part.start * num_rows, part.size * num_rows)
         if outer != 1:
             rows = rows.flatten(spec.dimension, dimension)
-        weight = self.job.rank_weight(self.world.rank)
+        weight = self.program.weight_of(self.world.rank)
         return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()
 
-    def _gather_parts(self, place: int, name: str) -> Tensor | None:
-        mine = self.job.batch.owned_by(self.world.rank)
-        parts = [self.mail.take(self._input_kind(place, name, part, self.world.rank))[0] for part in mine]
+    def _gather_parts(self, name: str) -> Tensor | None:
+        rank, messages = self.world.rank, self.program.messages
+        mine = self.program.batch.owned_by(rank)
+        parts = [self.mail.receive(messages.input_gradient(name, part, rank, self.origin))[0] for part in mine]
         if all(part is None for part in parts):
             return None
         filled = [
@@ -248,13 +244,3 @@ class GradientExchange:
                 total.add_(gradient)
         self.world.all_reduce(total, tuple(range(self.world.num_ranks)))
         return total
-
-    def _output_kind(self, place: int, part: MicroBatch) -> MessageKind:
-        route = Stream(part.origin, self.job.maker_of(place, part.index), 4 * place + 3)
-        return MessageKind(f"{self.job.graph_key}/back{self.origin}", route, part.size)
-
-    def _input_kind(self, place: int, name: str, part: MicroBatch, receiver: int) -> MessageKind:
-        holder = self.job.plan.rank_of(self.job.split.input_gradients[name], part.index)
-        return MessageKind(
-            self.job.graph_key + self.origin, Stream(holder, receiver, _INPUT_GRADIENT_TAG + place), part.size
-        )

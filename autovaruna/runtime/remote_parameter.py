@@ -98,7 +98,7 @@ def remote_like(tensor: Tensor, home: Home) -> Tensor:
     return made
 
 
-def note_gradients(parameters: Sequence[RemoteTensor]) -> None:
+def show_remote_gradients(parameters: Sequence[RemoteTensor]) -> None:
     """Gives those of the parameters that need a gradient one that is elsewhere, too."""
     with PLAIN():  # a step looks at every parameter, and as a rule finds that zero_grad() has taken all gradients
         for parameter in parameters:

@@ -38,7 +38,7 @@ class LossScale:
         if optimizer is not None:
             UNSCALERS[optimizer] = ref(self)
 
-    def before(self, is_half: bool) -> float:
+    def expected_factor(self, is_half: bool) -> float:
         """Returns the factor to go backward with.
 
         Without a scaler it is one, or for float16 gradients the factor of the last backward: a loop may scale by hand.
@@ -70,7 +70,8 @@ class LossScale:
         """The loop's scaler, which lives as long as the loop keeps it."""
         return None if self._known is None else self._known()
 
-    def after(self, factor: float) -> None:
+    def record(self, factor: float) -> None:
+        """Takes what came into the last backward."""
         self._last = factor
 
     def _search(self) -> None:

@@ -22,9 +22,10 @@ from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.module_state import replace_tensor
 from autovaruna.graph.random import default_generator, untouched_generator
 from autovaruna.planner.records import Plan, share_out
+from autovaruna.runtime.buckets import GradientSums
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
 from autovaruna.runtime.transport.layout import distinct
-from autovaruna.runtime.world import GradientSums, World
+from autovaruna.runtime.world import World
 from autovaruna.stage.split import Assignment
 
 
@@ -211,7 +212,7 @@ class OwnedState:
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """A model of which this rank has a part, for as long as it is there; `limits`: what it clipped to the last time."""
+    """A model of which this rank holds a part; `limits` has what its gradients were last clipped to, if they were."""
 
     known_state: ReferenceType[OwnedState]
     placement: Placement
@@ -236,8 +237,8 @@ class SplitModel:
 _models: WeakKeyDictionary[OwnedState, SplitModel] = WeakKeyDictionary()
 
 
-def note_split(state: OwnedState, placement: Placement, world: World) -> None:
-    """Takes a model in, for as long as its state is there."""
+def register_split(state: OwnedState, placement: Placement, world: World) -> None:
+    """Registers a split model, for as long as its state is there."""
     _models[state] = SplitModel(ref(state), placement, world)
 
 
@@ -248,8 +249,8 @@ def split_models() -> list[SplitModel]:
 class StateCopies:
     """Copies of parameters and buffers that a script was given, in which it may write.
 
-    They are kept until `write_back`, so that writes into a state that the script has dropped count, too; and followed
-    from then on for as long as the script keeps them.
+    They are kept until `write_back`, so that what was written into a state that the script has dropped counts; from
+    then on, for as long as the script keeps them.
     """
 
     def __init__(self) -> None:
@@ -257,12 +258,12 @@ class StateCopies:
         self._known: list[tuple[Callable[[], Tensor | None], int, Tensor]] = []
 
     def add(self, given: Tensor, own: Tensor) -> None:
-        """Notes that a script was given a copy of a tensor."""
+        """Records that a script was given a copy of a tensor."""
         self._kept.append(given)
         self._known.append((ref(given), version_of(given), own))
 
     def write_back(self, *_: object) -> None:
-        """Copies what has been written since into the model; a hook of the optimizer, too."""
+        """Copies what has been written since into the model; also a hook of the optimizer."""
         if not self._known:
             return
         known, self._known = self._known, []
@@ -278,12 +279,12 @@ class StateCopies:
 
 
 def whole_state(
-    state: OwnedState, placement: Placement, world: World, what: str, borrowed: StateCopies
+    state: OwnedState, placement: Placement, world: World, what: str, copies: StateCopies
 ) -> dict[str, Any]:
     """Returns the whole model's ``state_dict`` on every rank. Collective; `what` names it in errors.
 
     Its tensors are on the CPU, wherever the model is: no GPU need have room for all of it. Tied entries share one
-    tensor, as in plain PyTorch. What a script writes into them reaches the model through `borrowed`.
+    tensor, as in plain PyTorch. What a script writes into them reaches the model through `copies`.
     """
     world.barrier(what)  # says so if a rank is elsewhere, as messages do not
     entries: dict[str, Any] = state.model.state_dict()
@@ -297,7 +298,7 @@ def whole_state(
             is_everywhere = len(ranks) == world.num_ranks and first not in placement.holders
             fetched[first] = value.cpu() if is_everywhere else from_rank(value, ranks[0], world)
             if fetched[first] is not value and not value.is_meta:
-                borrowed.add(fetched[first], value)
+                copies.add(fetched[first], value)
         entries[name] = fetched[first]
     return entries
 
@@ -351,12 +352,12 @@ class SharedParameter:
         return self.home.ranks[0]
 
 
-_shares: Any = by_tensor()
+_shared: Any = by_tensor()
 
 
-def share_of(parameter: Tensor) -> SharedParameter | None:
-    """Returns the share that a parameter is; None: every rank that holds it has gradient and state."""
-    found: SharedParameter | None = _shares.get(parameter)
+def shared_parameter(parameter: Tensor) -> SharedParameter | None:
+    """Returns who shares a parameter's state; None: every rank that holds it has gradient and state."""
+    found: SharedParameter | None = _shared.get(parameter)
     return found
 
 
@@ -364,39 +365,39 @@ def steps_here(parameter: Tensor) -> bool:
     """Says whether an optimizer of this rank steps over a parameter."""
     if isinstance(parameter, RemoteTensor):
         return False
-    share = share_of(parameter)
-    return share is None or share.owner == share.world.rank
+    shared = shared_parameter(parameter)
+    return shared is None or shared.owner == shared.world.rank
 
 
-def note_shares(state: OwnedState, placement: Placement, world: World, device: torch.device) -> None:
-    """Takes in the parameters of a model, which has been split, whose state is shared out."""
+def register_shared_parameters(state: OwnedState, placement: Placement, world: World, device: torch.device) -> None:
+    """Registers the parameters of a split model whose optimizer state is shared out."""
     for name, parameter in state.parameters().items():
         ranks = placement.ranks_of(name)
         if name in placement.owners and world.rank in ranks:
             home = Home(f"the gradient of {name}", (placement.owners[name],), world.rank, device, parameter.shape)
-            _shares[parameter] = SharedParameter(home, ranks, world)
+            _shared[parameter] = SharedParameter(home, ranks, world)
 
 
-def note_gradients_of_others(parameters: Iterable[nn.Parameter]) -> None:
+def show_gradients_of_owners(parameters: Iterable[nn.Parameter]) -> None:
     """Shows the gradients that other ranks have, of those parameters that are shared out and trained."""
     for parameter in parameters:
-        share = share_of(parameter)
-        if share is not None and parameter.requires_grad and parameter.grad is None:
-            if share.gradient is None:
-                share.gradient = RemoteGradient.of(parameter, share.home)
-            parameter.grad = share.gradient
+        shared = shared_parameter(parameter)
+        if shared is not None and parameter.requires_grad and parameter.grad is None:
+            if shared.gradient is None:
+                shared.gradient = RemoteGradient.of(parameter, shared.home)
+            parameter.grad = shared.gradient
 
 
 def spread_steps(parameters: Iterable[Tensor]) -> None:
     """Gives the numbers of shared parameters, listed alike on every rank, from their owners to all. Collective."""
     sums: GradientSums | None = None
     for parameter in parameters:
-        share = share_of(parameter)
-        if share is not None:
-            sums = sums or GradientSums(share.world, gathers=True)
+        shared = shared_parameter(parameter)
+        if shared is not None:
+            sums = sums or GradientSums(shared.world, gathers=True)
             own = parameter.detach()
-            sums.add(own, share.ranks, is_contiguous=own.is_contiguous(), owner=share.owner)
-            if share.owner != share.world.rank:
+            sums.add(own, shared.ranks, is_contiguous=own.is_contiguous(), owner=shared.owner)
+            if shared.owner != shared.world.rank:
                 increment_version(parameter)
     if sums is not None:
         with torch.no_grad():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from typing import Any, NoReturn, TypeVar
@@ -38,7 +37,7 @@ from autovaruna.runtime.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _ERRORS = AutoVarunaError.__module__
-Bring = Callable[[Layout], Tensor | None]
+NextTensor = Callable[[Layout], Tensor | None]
 Ranks = tuple[int, ...]
 
 
@@ -62,7 +61,7 @@ class Message(Pending):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was done when somebody last asked."""
+        """Whether it was done when last asked."""
         return not self._parts
 
     def is_done(self) -> bool:
@@ -71,7 +70,6 @@ class Message(Pending):
             if not parts[-1].is_done():
                 return False
             parts.pop()
-        self._world.coming.discard(self)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -90,20 +88,22 @@ class Message(Pending):
         return words, (Need(other, (act, self._world.rank, channel, tag), self._count),)
 
 
-class Brought(Message):
-    """A message that makes its own `tensors`; `bring` gives the next one, if it is here."""
+class EagerMessage(Message):
+    """A message that comes without a posted receive; `next_tensor` returns the next of its `tensors`, if it is here."""
 
-    __slots__ = ("_bring", "_layouts", "tensors")
+    __slots__ = ("_layouts", "_next_tensor", "tensors")
 
-    def __init__(self, world: World, bring: Bring, layouts: Sequence[Layout], event: Event, count: int) -> None:
+    def __init__(
+        self, world: World, next_tensor: NextTensor, layouts: Sequence[Layout], event: Event, count: int
+    ) -> None:
         self._world, self._event, self._count = world, event, count
-        self._bring, self._layouts = bring, layouts
+        self._next_tensor, self._layouts = next_tensor, layouts
         self.tensors: list[Tensor] = []
 
     def is_done(self) -> bool:
         tensors = self.tensors
         while len(tensors) < len(self._layouts):
-            tensor = self._bring(self._layouts[len(tensors)])
+            tensor = self._next_tensor(self._layouts[len(tensors)])
             if tensor is None:
                 return False
             tensors.append(tensor)
@@ -116,7 +116,6 @@ class World:
     Attributes:
         num_models: how many models this rank's script has called; their order tells them apart.
         carrier: what moves tensors of some ranks straight between their devices, if anything.
-        coming: the messages that are on their way to this rank.
         lagging: messages that advance only while this rank calls the transport, the oldest first; some may be done.
     """
 
@@ -128,7 +127,6 @@ class World:
         self.transport = transport
         self.watch = RankWatch(transport, self._advance)
         self.carrier: Carrier | None = None
-        self.coming: set[Message] = set()
         self.lagging: deque[Message] = deque()
         self._sends: deque[TensorTransfer] = deque()
         self._groups: dict[Ranks, Group] = {}
@@ -182,33 +180,23 @@ class World:
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Pending:
         """Starts to send dense tensors; never blocks. They must not change until they have left."""
-        carrier = self.carrier
-        if len(tensors) == 1 and carrier is None and tensors[0].is_cpu and tensors[0].nbytes <= MAX_PART_BYTES:
-            return self._send_one(tensors[0], destination, tag)
+        carrier, channel = self.carrier, TENSOR_CHANNEL
         if carrier is not None and carrier.sends_to(destination):
+            channel = CARRIER_CHANNEL
             there = [part for each in tensors for part in split(each.detach().to(carrier.device))]
             parts = [carrier.post_send(part, destination, tag) for part in there]
-            return self._sent(parts, destination, CARRIER_CHANNEL, tag)
-        parts = self.transport.post_sends(list(map(to_host, tensors)), destination, TENSOR_CHANNEL, tag)
-        return self._sent(parts, destination, TENSOR_CHANNEL, tag)
-
-    def _send_one(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """Does the same for one tensor of the host: what most messages are, and small stages wait for each line."""
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            check_dense(tensor)
-        part = self.transport.post_send(tensor, destination, TENSOR_CHANNEL, tag)
-        event, counts = ("sent", destination, TENSOR_CHANNEL, tag), self.watch.counts
-        count = counts[event] = counts[event] + 1
-        if part is DONE:
-            return DONE
-        message = Message(self, [part], event, count)
-        self._sends.append(message)
-        return message
+        elif len(tensors) == 1 and tensors[0].is_cpu and tensors[0].nbytes <= MAX_PART_BYTES:  # what most messages are
+            if not tensors[0].is_contiguous() or tensors[0].is_conj() or tensors[0].is_neg():
+                check_dense(tensors[0])
+            parts = [self.transport.post_send(tensors[0], destination, channel, tag)]
+        else:
+            parts = self.transport.post_sends(list(map(to_host, tensors)), destination, channel, tag)
+        return self._sent(parts, destination, channel, tag)
 
     def _sent(self, parts: list[TensorTransfer], destination: int, channel: int, tag: int) -> Pending:
         """Returns what has been started as a message, which is kept until it has left."""
-        event = "sent", destination, channel, tag
-        count = self.watch.count(event, len(parts))
+        event, counts = ("sent", destination, channel, tag), self.watch.counts
+        count = counts[event] = counts[event] + len(parts)
         if parts.count(DONE) == len(parts):
             return DONE
         message = Message(self, parts, event, count)
@@ -230,20 +218,18 @@ class World:
         self, parts: list[TensorTransfer], source: int, channel: int, tag: int, finish: Callable[[], None] | None = None
     ) -> Message:
         event = "received", source, channel, tag
-        message = Message(self, parts, event, self.watch.count(event, len(parts)), finish)
-        self.coming.add(message)
-        return message
+        return Message(self, parts, event, self.watch.count(event, len(parts)), finish)
 
-    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
-        """Says whether tensors of `source` come by themselves, so that `bring` is called in place of `receive`."""
+    def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
+        """Returns whether tensors of `source` come without a posted receive: `receive_eager` in place of `receive`."""
         is_carried = self.carrier is not None and self.carrier.receives_from(source)
         return not is_carried and self.transport.brings(source, layouts)
 
-    def bring(self, layouts: Sequence[Layout], source: int, tag: int) -> Brought:
-        """Waits for the next message of `source`, without memory posted for it; where `brings` says so."""
+    def receive_eager(self, layouts: Sequence[Layout], source: int, tag: int) -> EagerMessage:
+        """Returns the next message of `source`, which makes its own tensors; where messages are eager."""
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
         count = counts[event] = counts[event] + len(layouts)
-        return Brought(self, self.transport.bringing(source, tag), layouts, event, count)
+        return EagerMessage(self, self.transport.bringing(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send a value that can be packed; never blocks. Its tags are apart from those of tensors."""
@@ -329,7 +315,7 @@ class World:
     # Progress.
 
     def progress(self) -> None:
-        """Lets pending messages and sums advance and forgets finished sends, or raises a `RankError`; never blocks."""
+        """Advances messages and sums, and drops sends that have left; never blocks. Raises what the watch has found."""
         for _ in range(min(len(self._sends), SENDS_AT_ONCE)):  # some of them in turn: thousands may be on their way
             message = self._sends.popleft()
             if not message.is_done():
@@ -340,8 +326,8 @@ class World:
         self.watch.listen()
         self.watch.raise_failure()
 
-    def glance(self) -> None:
-        """Does as `progress` if anything is on its way that does not advance by itself; called between instructions."""
+    def poll(self) -> None:
+        """Calls `progress` if something on its way does not advance by itself; a rank does it between instructions."""
         lagging = self.lagging
         while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
             lagging.popleft()
@@ -365,7 +351,7 @@ class World:
             self.watch.wait_until(part.is_done, waiting)
 
     def _advance(self) -> None:
-        """Lets sums advance, and what the transport moves only while it is called."""
+        """Advances sums, and what the transport moves only while it is called."""
         for group in self._groups.values():
             group.is_idle()
         self.transport.advance()
@@ -460,112 +446,3 @@ def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: 
     if waits:
         world.barrier(what)
     return world.agree(error, what, result)
-
-
-LARGE_BYTES = 256 << 10
-BUCKET_BYTES, HOST_BUCKET_BYTES = 16 << 20, 4 << 20
-"""On the host a bucket has to find a place between gradients, where large holes are few."""
-BUCKETS_AT_ONCE = 2
-
-
-@dataclass(eq=False)
-class Lot:
-    """Tensors of one dtype that go at once: from where they lie, or packed as copies.
-
-    There is one share, whose sum all ranks get; or one for each rank, which alone gets its sum, or gives it to all.
-    """
-
-    shares: list[list[Tensor]]
-    is_copy: bool
-    num_bytes: int = 0
-    packed: list[Tensor | None] = field(default_factory=list)
-    pending: Pending = DONE
-
-    def start(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
-        shares = self.shares
-        if self.is_copy:
-            self.packed = [torch.cat([each.reshape(-1) for each in share]) if share else None for share in shares]
-            shares = [[] if flat is None else [flat] for flat in self.packed]
-        if len(shares) == 1:
-            self.pending = world.start_all_reduce(shares[0][0], ranks)
-        else:
-            self.pending = world.start_shares(shares, ranks, gathers=gathers)
-
-    def finish(self, own: int, *, gathers: bool) -> None:
-        """Waits, and unpacks what this rank, whose share is the one at a place, gets."""
-        self.pending.wait()
-        for place, flat in enumerate(self.packed):
-            if flat is not None and (len(self.packed) == 1 or (place == own) != gathers):
-                tensors = self.shares[place]
-                parts = torch.split(flat, [each.numel() for each in tensors])
-                for tensor, part in zip(tensors, parts, strict=True):
-                    tensor.copy_(part.view(tensor.shape))
-
-
-class Queue:
-    """What one group of ranks does, which starts in the order added on each of them, whatever else a rank does."""
-
-    def __init__(self, world: World, ranks: Ranks, *, gathers: bool) -> None:
-        self._world, self._ranks, self._gathers = world, ranks, gathers
-        self._open: dict[tuple[torch.dtype, bool, bool], Lot] = {}
-        self._coming: deque[Lot] = deque()
-        self._started: deque[Lot] = deque()
-
-    def add(self, tensor: Tensor, owner: int | None, *, is_contiguous: bool) -> None:
-        """Adds a tensor, of the rank `owner` if there is one; all ranks add the same shapes."""
-        is_copy, is_shared = not is_contiguous or tensor.nbytes < LARGE_BYTES, owner is not None
-        key = tensor.dtype, is_copy, is_shared
-        lot = self._open.get(key) if is_copy or is_shared else None
-        most_bytes = HOST_BUCKET_BYTES if tensor.is_cpu else BUCKET_BYTES
-        if lot is None or (is_copy and lot.num_bytes and lot.num_bytes + tensor.nbytes > most_bytes):
-            lot = self._open[key] = Lot([[] for _ in range(len(self._ranks) if is_shared else 1)], is_copy)
-            self._coming.append(lot)
-        lot.shares[0 if owner is None else self._ranks.index(owner)].append(tensor)
-        lot.num_bytes += tensor.nbytes
-
-    def start(self) -> None:
-        """Starts what has been added, as far as few copies are under way."""
-        self._open = {}
-        while self._coming and sum(each.is_copy for each in self._started) < BUCKETS_AT_ONCE:
-            self._coming[0].start(self._world, self._ranks, gathers=self._gathers)
-            self._started.append(self._coming.popleft())
-
-    def finish(self) -> None:
-        self.start()
-        while self._started:
-            self._started.popleft().finish(self._ranks.index(self._world.rank), gathers=self._gathers)
-            self.start()
-
-
-class GradientSums:
-    """Sums of many tensors on their way, over any groups of ranks; or shares, if it `gathers`, that are given to all.
-
-    Large tensors go from where they lie, small ones together in flat buckets. What is added starts in that order, the
-    same on every rank of a group, and few buckets are under way at once.
-    """
-
-    def __init__(self, world: World, *, gathers: bool = False) -> None:
-        self._world, self._gathers = world, gathers
-        self._queues: dict[Ranks, Queue] = {}
-
-    def add(self, tensor: Tensor, ranks: Ranks, *, is_contiguous: bool, owner: int | None = None) -> None:
-        """Adds a tensor that is overwritten by its sum over `ranks` once `finish` is through.
-
-        Args:
-            ranks: The group; its ranks add the same shapes in the same order, between the same calls of `start`.
-            is_contiguous: Whether the tensor is, on every rank.
-            owner: The only rank that gets the sum, or the one that gives its numbers to all; None: all get the sum.
-        """
-        if ranks not in self._queues:
-            self._queues[ranks] = Queue(self._world, ranks, gathers=self._gathers)
-        self._queues[ranks].add(tensor, owner, is_contiguous=is_contiguous)
-
-    def start(self) -> None:
-        for queue in self._queues.values():
-            queue.start()
-
-    def finish(self) -> None:
-        """Waits for everything; group by group in one order for all ranks, so that they never wait for each other."""
-        self.start()
-        for ranks in sorted(self._queues):
-            self._queues[ranks].finish()

@@ -11,6 +11,9 @@ from itertools import accumulate
 
 from autovaruna.profiler.records import LinkCost
 
+MOST_CELLS = 8
+TICKS_PER_SECOND = 2.0**40
+
 
 class Kind(str, Enum):
     """What an instruction does; the value is its letter in print (``2F0`` is stage 2, forward, micro-batch 0)."""
@@ -43,9 +46,6 @@ class Instruction:
 Schedule = tuple[tuple[Instruction, ...], ...]
 
 
-MOST_CELLS = 8
-
-
 def grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
     """Returns the schedule as text: of each rank, some instructions around the position that is to be ``>marked<``.
 
@@ -60,9 +60,6 @@ def grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
         shown = ["..."] * (first > 0) + cells[first:last] + ["..."] * (last < len(cells))
         rows.append(f"rank {rank} | {' '.join(shown)}")
     return "\n".join(rows)
-
-
-TICKS_PER_SECOND = 2.0**40
 
 
 def slices(mini_batch_sizes: Sequence[int], num_micro_batches: int) -> list[tuple[int, int]]:

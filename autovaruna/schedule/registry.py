@@ -10,6 +10,7 @@ from autovaruna.schedule.pipeline import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, K
 from autovaruna.schedule.replica import Replica
 
 Choice = tuple[Replica, Kind]
+_MAY = {FORWARD: "can_forward", RECOMPUTE: "can_recompute", BACKWARD: "can_backward", WEIGHT: "can_weight"}
 
 
 class Policy(ABC):
@@ -56,9 +57,6 @@ class Policy(ABC):
     def explain(self) -> str:
         """Returns the error of a policy that left all ranks waiting."""
         return f"policy {self.name} waits on every rank; a policy must pick something that may run"
-
-
-_MAY = {FORWARD: "can_forward", RECOMPUTE: "can_recompute", BACKWARD: "can_backward", WEIGHT: "can_weight"}
 
 
 def first(replicas: Sequence[Replica], kind: Kind) -> Choice | None:

@@ -11,6 +11,10 @@ from autovaruna.schedule.replica import Replica
 
 Act = tuple[float, float, Replica, Kind, int]
 """One instruction as the simulator notes it: start, end, replica, kind, k."""
+FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<", Kind.WEIGHT: "w"}
+MEANINGS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+_NARROWEST, _WIDEST = 50, 100
+"""Characters for a step where lines have to fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +145,6 @@ def _message_waits(acts: list[Act]) -> Iterator[float]:
         if idle_from < inbox.ready[k] <= start:
             yield inbox.ready[k] - max(idle_from, inbox.sent[k])
         idle_from = end
-
-
-FILL = {Kind.FORWARD: ">", Kind.RECOMPUTE: "o", Kind.BACKWARD: "<", Kind.WEIGHT: "w"}
-MEANINGS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
-_NARROWEST, _WIDEST = 50, 100
-"""Characters for a step where lines have to fit."""
 
 
 def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str:

@@ -12,10 +12,11 @@ from statistics import median
 import torch
 
 from autovaruna.profiler.records import LinkCost
+from autovaruna.runtime.buckets import GradientSums
 from autovaruna.runtime.torch_channel import neighbours
 from autovaruna.runtime.transport.base import Pair
 from autovaruna.runtime.transport.layout import Layout
-from autovaruna.runtime.world import GradientSums, World
+from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 LINK_TAG = (1 << 20) - 1
@@ -100,8 +101,8 @@ def one_way_seconds(world: World, peer: int, num_bytes: int, num_times: int, dev
         world.send([outgoing], peer, LINK_TAG).wait()
 
     def back() -> None:
-        if world.brings(peer, blanks):
-            world.bring(blanks, peer, LINK_TAG).wait()
+        if world.is_eager(peer, blanks):
+            world.receive_eager(blanks, peer, LINK_TAG).wait()
         else:
             world.receive([incoming], peer, LINK_TAG).wait()
 

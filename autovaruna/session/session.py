@@ -21,13 +21,13 @@ from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import phase
-from autovaruna.runtime.batch import GlobalBatch, cut_batch, weigh
+from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.torch_channel import open_channel
-from autovaruna.runtime.weights import note_shares, note_split
+from autovaruna.runtime.weights import register_shared_parameters, register_split
 from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.agreement import (
     Report,
@@ -324,7 +324,7 @@ class Session:
         settings = self._run.settings
         batch = cut_batch(shared.sizes, num_micro_batches, shared.groups)
         weights = micro_batch_weights(settings.micro_batch_weight, self._model.module, shared, batch, self._run.world)
-        return weigh(batch, weights, settings.reduction == "sum")
+        return weight_micro_batches(batch, weights, settings.reduction == "sum")
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
@@ -412,9 +412,9 @@ class Session:
         model, run, preparation = self._model, self._run, self.preparation
         settings, world = run.settings, run.world
         plan, placement, device = preparation.plan, preparation.placement, preparation.device
-        note_shares(model.state, placement, world, device)
+        register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
-            note_split(model.state, placement, world)
+            register_split(model.state, placement, world)
             run.installed.add(CLIPPING.use())
             run.installed.add(LATER_OPTIMIZERS.use())
         self.traces = self.traces or Traces(model.module, settings, world, device)

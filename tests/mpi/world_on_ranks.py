@@ -58,7 +58,7 @@ def mixed_lists() -> bool:
             came += [
                 torch.equal(a, b)
                 for kind, tensors in zip(sizes, lists, strict=True)
-                for a, b in zip(mail.take(kind), tensors, strict=True)
+                for a, b in zip(mail.receive(kind), tensors, strict=True)
             ]
     return all(came)
 

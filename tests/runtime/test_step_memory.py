@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from autovaruna.runtime import mail
-from autovaruna.runtime.batch import Stash
+from autovaruna.runtime.executor import _alone
+from autovaruna.runtime.in_flight import Stash
 from autovaruna.runtime.mail import AHEAD, Mail, MessageKind, Parcel, Stream
-from autovaruna.runtime.step_runner import _alone
 from tests.catalogue import PLAIN
 from tests.ranks import make_worlds
 from tests.reference import compare, plain_steps, sgd
@@ -47,13 +47,13 @@ def test_small_receives_are_posted_far_ahead_while_a_rank_waits() -> None:
     mails = [Mail(world, torch.device("cpu")) for world in make_worlds(2)]
     kind = MessageKind("graph", Stream(0, 1, 0), 4)
     mails[0].send([torch.ones(2)], kind)
-    mails[1].take(kind)
+    mails[1].receive(kind)
     mails[1].follow([SimpleNamespace(receives=(Parcel(kind, ("x",)),))] * 20)
     mails[1].go_to(0)
     posted = mails[1]._posted[kind.route]
     assert len(posted) == 1 + AHEAD
     threading.Timer(0.05, lambda: mails[0].send([torch.ones(2)], kind)).start()
-    mails[1].take(kind)
+    mails[1].receive(kind)
     assert len(posted) == 20 - 1
 
 
@@ -61,8 +61,8 @@ def test_small_receives_are_posted_far_ahead_while_a_rank_waits() -> None:
 def test_a_stash_gives_back_what_it_took_and_lets_go_of_it(device: str) -> None:
     tensors = {"a": torch.randn(3, 4, device=device).t(), "b": torch.arange(5, device=device), "c": torch.ones(1)}
     stash = Stash(tensors, is_offloaded=True)
-    taken = stash.take()
-    assert taken.keys() == tensors.keys() and stash.take() == {}
+    taken = stash.pop()
+    assert taken.keys() == tensors.keys() and stash.pop() == {}
     for name, tensor in tensors.items():
         assert torch.equal(taken[name], tensor)
         assert (taken[name].device, taken[name].stride()) == (tensor.device, tensor.stride())

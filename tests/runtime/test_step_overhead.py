@@ -16,9 +16,9 @@ import torch
 
 from autovaruna import AutoVaruna
 from autovaruna.runtime.autograd import arrive, go_backward
-from autovaruna.runtime.batch import Traffic
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Mail, MessageKind, Stream
+from autovaruna.runtime.program import Program
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.transport.base import SMALL_BYTES
 from autovaruna.runtime.world import Message, World
@@ -55,7 +55,7 @@ def test_a_message_takes_few_calls() -> None:
     def message() -> None:
         mails[1].expect(kind)
         mails[0].send([tensor], kind)
-        assert mails[1].take(kind)[0] is not None
+        assert mails[1].receive(kind)[0] is not None
 
     message()
     assert calls_of_python(message) <= 32
@@ -106,12 +106,12 @@ def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: py
     small, large = torch.ones(8), torch.ones(SMALL_BYTES)
     for tensor, expected in ((small, 0), (large, 1)):
         pending = worlds[1].receive([torch.empty_like(tensor)], 0, 0)
-        worlds[1].glance()
+        worlds[1].poll()
         assert len(looks) == expected
         worlds[0].send([tensor], 1, 0)
         pending.wait()
         looks.clear()
-        worlds[1].glance()
+        worlds[1].poll()
         assert not looks
 
 
@@ -158,8 +158,8 @@ def test_each_of_thousands_of_micro_batches_takes_as_long(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_later_steps_of_a_size_work_out_no_messages(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, act = [], Traffic._act
-    monkeypatch.setattr(Traffic, "_act", lambda self, *args: (made.append(args), act(self, *args))[1])
+    made, task = [], Program._task
+    monkeypatch.setattr(Program, "_task", lambda self, *args: (made.append(args), task(self, *args))[1])
     sizes = [8, 5, 8, 5, 8]
     setup = Setup(((0,), (1,)), 4, settings={"reduction": reduction})
     train(CASE, setup, [CASE.batch(size, step) for step, size in enumerate(sizes)], sgd)

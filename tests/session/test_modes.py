@@ -165,7 +165,7 @@ TUPLES: dict[str, tuple[Any, str, Callable[[Any], Tensor], str | None, dict[str,
 def test_the_loss_in_a_tuple(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Once, none was seen beside scores, and a remark said that the script made it outside of the model."""
     forward, mode, loss_of, remark, settings = TUPLES[kind]
-    caplog.set_level(logging.INFO, "autovaruna.runtime.step_runner")
+    caplog.set_level(logging.INFO, "autovaruna.runtime.step")
     plain = Written(forward, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
     batch = labelled(8, 0)[1]
 

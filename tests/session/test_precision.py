@@ -349,7 +349,7 @@ def test_a_scaler_that_is_garbage_scales_nothing() -> None:
     gc.disable()
     try:
         del gone
-        assert LossScale(optimizer, None, single_world()).before(is_half=False) == 1.0
+        assert LossScale(optimizer, None, single_world()).expected_factor(is_half=False) == 1.0
     finally:
         gc.enable()
 

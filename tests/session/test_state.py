@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
-from autovaruna.runtime.step_runner import StepRunner
+from autovaruna.runtime.step import Step
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.products import diagonal
@@ -221,8 +221,8 @@ def test_an_added_group_of_another_model_is_refused() -> None:
         model(BATCH)
 
 
-def step_runners() -> list[StepRunner]:
-    return [each for each in gc.get_objects() if type(each) is StepRunner]
+def steps() -> list[Step]:
+    return [each for each in gc.get_objects() if isinstance(each, Step)]
 
 
 @pytest.mark.parametrize("loss_mode", ["loss", "outputs"])
@@ -232,11 +232,11 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(loss_mode: str) -> None:
     wrapped = AutoVaruna(case.model(), num_micro_batches=2, loss_mode=loss_mode, **QUIET)
     for _ in range(2):
         gc.collect()
-        before = {id(each) for each in step_runners()}  # threads of an earlier test may still be ending
+        before = {id(each) for each in steps()}  # threads of an earlier test may still be ending
         gc.disable()
         try:
             wrapped(**case.batch(6, 0)[1])["loss"].backward()
-            left = [each for each in step_runners() if id(each) not in before]
+            left = [each for each in steps() if id(each) not in before]
         finally:
             gc.enable()
     assert not left

@@ -1,0 +1,258 @@
+"""Runs the tasks of a rank: one short method for each kind of instruction, and a table that joins them (`_METHODS`).
+
+forward     waits for inputs and activations, runs the stage, starts to send what it returns
+recompute   runs the forward again, from what the stage received and the state that it found
+backward    waits for gradients, runs backward, starts to send the gradients of what the stage received
+weights     computes the weight gradients that the backward has left for later
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from autovaruna.graph.call import InputSpec
+from autovaruna.graph.export.watchers import show
+from autovaruna.graph.opaque.run import forgetting
+from autovaruna.graph.pieces import Deferred
+from autovaruna.graph.random import RandomStream
+from autovaruna.graph.source_lines import failed_at
+from autovaruna.runtime.autograd import arrive, go_backward
+from autovaruna.runtime.batch import GlobalBatch, MicroBatch, OwnSamples
+from autovaruna.runtime.changed_state import ChangedState
+from autovaruna.runtime.gradients import Backwards
+from autovaruna.runtime.in_flight import NOTHING, InFlight, Stash
+from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.metrics import Metrics
+from autovaruna.runtime.program import ModelCall, Task
+from autovaruna.runtime.scaler import LossScale
+from autovaruna.runtime.timeline import EventTrace
+from autovaruna.runtime.weights import OwnedState
+from autovaruna.runtime.world import World
+from autovaruna.schedule.pipeline import Kind
+from autovaruna.stage.module import StageModule
+
+OutputGradient = Callable[[int, MicroBatch], Tensor | None]
+"""Returns the gradient of an output, by its place, for a micro-batch; None: no backward starts there."""
+
+
+@dataclass
+class RankContext:
+    """What all calls of a model have in common on this rank, which holds these `parameters`.
+
+    `delivers_all`: steps return outputs beside the loss; `offload`: what waits for a recompute is on the host.
+    """
+
+    world: World
+    device: torch.device
+    mail: Mail
+    state: OwnedState
+    parameters: Mapping[str, Tensor]
+    backwards: Backwards
+    loss_scale: LossScale
+    metrics: Metrics
+    delivers_all: bool
+    offload: bool
+    trace: EventTrace | None
+
+
+class Executor:
+    """Runs the tasks of one call, and keeps what they make.
+
+    Attributes:
+        outputs: those of this rank's stages, by (output, micro-batch).
+        input_gradients: those that this rank's stages make, by (input, micro-batch).
+        keeps_graphs: whether the same backwards may run again.
+    """
+
+    def __init__(self, call: ModelCall, rank: RankContext) -> None:
+        program = self._program = call.program
+        self._call, self._rank, self._mail, self._world = call, rank, rank.mail, rank.world
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
+        self.keeps_graphs = False
+        own = program.batch.owned_by(rank.world.rank)
+        self._samples = OwnSamples(call.inputs, program.traced.batch_inputs, own)
+        self._state = ChangedState(program.traced, len(program.batch.micro_batches))
+        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as what follows
+        self._deferred: dict[tuple[int, int], Deferred] = {}
+        self._output_gradient: OutputGradient = no_gradient
+        self._task: Task | None = None
+
+    def hand_out_samples(self) -> None:
+        """Sends this rank's samples to the stages that use them; never blocks."""
+        for part, parcel in self._program.handed_out:
+            self._mail.send([self._samples.of(part, name) for name in parcel.names], parcel.kind)
+
+    def run(self, tasks: Sequence[Task], output_gradient: OutputGradient) -> None:
+        """Runs tasks in order; the sums of a stage start once its last gradients on this rank are there."""
+        mail, world, trace, graph = self._mail, self._world, self._rank.trace, self._program.graph
+        self._output_gradient = output_gradient
+        mail.follow(tasks)
+        idle = set(graph.stages)
+        start = perf_counter() - mail.waited_seconds
+        with torch.set_grad_enabled(self._call.needs_gradient):
+            for position, task in enumerate(tasks, 1):
+                self._task, instruction = task, task.instruction
+                began, waited = perf_counter(), mail.waited_seconds
+                _METHODS[instruction.kind](self, graph.stages[instruction.stage], task)
+                if trace is not None:
+                    trace.noted.append((instruction, began, perf_counter(), mail.waited_seconds - waited))
+                if task.ends_stage:
+                    idle.discard(instruction.stage)
+                    graph.book.end_stage(instruction.stage)
+                if position >= mail.due:
+                    mail.go_to(position)
+                world.poll()
+        self._rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - start
+        for stage in idle:
+            graph.book.end_stage(stage)
+
+    def _forward(self, stage: StageModule, task: Task) -> None:
+        part = task.part
+        state = InFlight(self._received(task))
+        if self._state.changes_once:
+            self._state.restore_once_a_call(stage)
+        needs_gradient = self._call.needs_gradient
+        keeps_graph = needs_gradient and stage.index not in self._program.graph.recomputing
+        if needs_gradient and not keeps_graph:
+            state.before = self._state.copy(stage)
+        returned = self._run_stage(stage, part, state, keeps_graph)
+        for call in stage.part.watched:
+            show(self._rank.state.model, call, returned)
+        for kind, names in task.sends:
+            self._mail.send([returned[name].detach() for name in names], kind)
+        for place, name in stage.part.outputs:
+            self.outputs[place, part.index] = _alone(returned[name])
+        if keeps_graph:
+            state.returned = returned
+        elif needs_gradient:
+            state.stash = Stash(state.tensors, is_offloaded=self._rank.offload)
+        state.tensors = NOTHING
+        if needs_gradient:
+            self._in_flight[stage.index, part.index] = state
+
+    def _recompute(self, stage: StageModule, task: Task) -> None:
+        state = self._in_flight[stage.index, task.part.index]
+        assert state.stash is not None, "a stage that recomputes has kept what it received"
+        state.tensors = state.stash.pop()
+        if self.keeps_graphs:
+            state.stash = Stash(state.tensors, is_offloaded=self._rank.offload)
+        with self._state.restored(stage, state.before):
+            state.returned = self._run_stage(stage, task.part, state, keeps_graph=True)
+        state.tensors = NOTHING
+
+    def _backward(self, stage: StageModule, task: Task) -> None:
+        place = stage.index, task.part.index
+        state = self._in_flight[place]
+        is_kept = self.keeps_graphs and stage.index not in self._program.graph.recomputing
+        roots, gradients = list[Tensor](), list[Tensor]()
+        for name, gradient in self._received_gradients(stage, task):
+            if gradient is not None and (root := state.returned[name]).requires_grad:
+                roots.append(root)
+                gradients.append(gradient)
+        if not is_kept:
+            state.returned = NOTHING
+        if not self.keeps_graphs:
+            del self._in_flight[place]
+        if roots:
+            go_backward(roots, gradients, is_kept)
+        if state.deferred is not None:
+            self._deferred[place] = state.deferred
+        for kind, names in task.sends:
+            self._mail.send(list(map(state.gradients.get, names)), kind)
+        for name, holder in self._program.split.input_gradients.items():
+            if holder == stage.index:
+                self.input_gradients[name, task.part.index] = state.gradients.get(name)
+        state.gradients.clear()
+
+    def _weights(self, stage: StageModule, task: Task) -> None:
+        stage.compute_weights(self._deferred.pop((stage.index, task.part.index)))
+
+    def _run_stage(self, stage: StageModule, part: MicroBatch, state: InFlight, keeps_graph: bool) -> dict[str, Tensor]:
+        call, lengths = self._call, self._program.lengths
+        stream = RandomStream(call.seed, call.number, part.index, self._rank.device) if stage.is_random else None
+        tensors = self._leaves(stage, state) if call.needs_gradient else state.tensors
+        if call.of_batch:
+            tensors = {**tensors, **call.of_batch.get(part.share, NOTHING)}
+        if call.needs_gradient and not keeps_graph:
+            with forgetting():
+                return stage.run(tensors, part.size, stream, None, lengths)
+        if keeps_graph and stage.index in self._program.graph.splitting:
+            state.deferred = Deferred()
+        return stage.run(tensors, part.size, stream, state.deferred, lengths)
+
+    def _leaves(self, stage: StageModule, state: InFlight) -> Mapping[str, Tensor]:
+        """Turns what the stage received into leaves, whose gradients come to lie in `state`."""
+        tensors = dict(state.tensors)
+        for name in self._program.wanted[stage.index]:
+            if name in tensors:
+                tensors[name] = arrive(tensors[name], state.gradients, name)
+        return tensors
+
+    def _received(self, task: Task) -> dict[str, Tensor]:
+        """Returns all that a forward works on, by name."""
+        tensors: dict[str, Tensor] = {}
+        for name in task.own:  # first what is here: the rest may still be on its way
+            tensors[name] = self._samples.of(task.part, name)
+        for kind, names in task.receives:
+            for name, tensor in zip(names, self._mail.receive(kind), strict=True):
+                assert tensor is not None, f"{name} is always there; gradients alone may be missing"
+                tensors[name] = tensor
+        return tensors
+
+    def _received_gradients(self, stage: StageModule, task: Task) -> list[tuple[str, Tensor | None]]:
+        """Returns the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
+        arrived, own = list[tuple[str, Tensor | None]](), list[tuple[str, Tensor | None]]()
+        for kind, names in task.receives:
+            arrived += zip(names, self._mail.receive(kind), strict=True)
+        for place, name in stage.part.outputs:
+            own.append((name, self._output_gradient(place, task.part)))
+        return own + arrived
+
+    def where(self, error: BaseException) -> str:
+        """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""
+        rank, program = self._world.rank, self._program
+        if self._task is None:
+            return f"rank {rank}, before the first instruction"
+        part = self._task.part
+        owner = "" if len(program.batch.groups) == 1 else f" of rank {part.origin}"
+        samples = f"samples {part.start} to {part.start + part.size - 1}{owner}"
+        place = f"rank {rank}, stage {self._task.instruction.stage}, micro-batch {part.index} ({samples})"
+        line = failed_at(error, program.traced.nodes)
+        return place + line + (_given_whole(program.traced.inputs.values(), part, program.batch) if line else "")
+
+
+_METHODS: dict[Kind, Callable[[Executor, StageModule, Task], None]] = {
+    Kind.FORWARD: Executor._forward,
+    Kind.RECOMPUTE: Executor._recompute,
+    Kind.BACKWARD: Executor._backward,
+    Kind.WEIGHT: Executor._weights,
+}
+
+
+def no_gradient(place: int, part: MicroBatch) -> Tensor | None:
+    return None
+
+
+def _alone(output: Tensor) -> Tensor:
+    """Returns an output without its graph, and without memory of more: torch leaves a mean in that of its terms."""
+    output = output.detach()
+    is_one_number = output.numel() == 1  # to copy it takes less than to look
+    return output.clone() if is_one_number or output.untyped_storage().nbytes() > 2 * output.nbytes else output
+
+
+def _given_whole(inputs: Iterable[InputSpec], part: MicroBatch, batch: GlobalBatch) -> str:
+    """Returns a sentence about the inputs that a part of a mini-batch has whole, whose numbers may not fit to it."""
+    whole = [f"{each.name} {each.words()}" for each in inputs if not each.is_batch and each.shape]
+    if not whole or part.size == batch.num_samples_of(part.origin):
+        return ""
+    return (
+        f". Every micro-batch has its own samples, but all of {', '.join(whole)}, whose first dimension is not the "
+        "batch. If numbers in there name samples (the edges of a graph, say), pass "
+        f"num_micro_batches={len(batch.groups)}, so that each is all that a rank passes"
+    )

@@ -1,0 +1,359 @@
+"""Defines a step: one call of the model on this rank, its backward within the call or later.
+
+WholeStep   model(x):          prepare ─ run forwards and backwards ─ sum ─ publish the loss
+            loss.backward():   gives the gradients out
+
+SplitStep   model(x):          prepare ─ run forwards ─ publish all outputs
+            loss.backward():   prepare ─ run backwards ─ sum ─ give the gradients out
+
+prepare   this rank's samples go to the stages that use them
+run       the tasks of this rank, in the order of its schedule (`executor.py`)
+sum       gradients, over the uses of a parameter and over ranks; those of stages that have ended are on their way
+publish   outputs are put together, and joined to the caller's autograd graph
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autovaruna.errors import InputError, OrderError
+from autovaruna.graph.precision import is_autocast, without_autocast
+from autovaruna.graph.random import untouched_generator
+from autovaruna.graph.traced import OutputKind
+from autovaruna.runtime.autograd import Finish, Gradients, follows_a_call, publish, while_unchanged
+from autovaruna.runtime.batch import MicroBatch
+from autovaruna.runtime.changed_state import share_state
+from autovaruna.runtime.executor import Executor, RankContext, no_gradient
+from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.outputs import GradientExchange, OutputCollector
+from autovaruna.runtime.program import ModelCall, Task
+from autovaruna.runtime.reduction import WIDER
+from autovaruna.runtime.weights import Placement
+from autovaruna.schedule.pipeline import Kind
+from autovaruna.stage.module import ParameterUse
+
+logger = logging.getLogger(__name__)
+Key = TypeVar("Key")
+_ALL = tuple(Kind)
+_FORWARDS = (Kind.FORWARD,)
+_BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT
+_OF_OWN_SAMPLES = (
+    "the loss is made outside of the model, by each rank of its own samples, and counts with its share of them, as in "
+    "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is "
+    "another one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
+)
+_OF_OUTPUTS = (
+    "backward starts from %s of what forward returns, once all forwards of the call are done. Return the loss that the "
+    "script makes of it under the key 'loss' (or pass loss_mode='loss', if it is the only scalar with a gradient), and "
+    "the call runs the whole step, faster and in less memory"
+)
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """The gradients of a step.
+
+    Attributes:
+        own: this rank's, by use, where they are not summed yet.
+        totals: summed, by parameter.
+        kept: summed, of earlier calls that kept them back.
+        inputs: those of this rank's inputs.
+    """
+
+    own: Mapping[ParameterUse, Tensor] = field(default_factory=dict)
+    totals: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, Tensor | None] = field(default_factory=dict)
+
+
+class Step:
+    """What both kinds of steps do alike."""
+
+    def __init__(self, call: ModelCall, rank: RankContext) -> None:
+        self._call, self._rank, self._program = call, rank, call.program
+        self._backwards, self._book = rank.backwards, call.program.graph.book
+        self._executor = Executor(call, rank)
+        self._is_summed = call.asks_for_sums()
+
+    def run(self, placement: Placement) -> list[Tensor | None]:
+        """Runs the call; returns the model's outputs, None for those that are not delivered. Collective."""
+        changed, world = self._program.traced.changed_state, self._rank.world
+        with self._guarded():
+            outputs = self._run()
+            if changed:
+                share_state(changed, self._rank.state, placement, world)
+            world.flush()
+            if self._rank.trace is not None:
+                self._rank.trace.write_step()
+        return outputs
+
+    def _run(self) -> list[Tensor | None]:
+        raise NotImplementedError
+
+    def _prepare(self, kinds: tuple[Kind, ...]) -> Sequence[Task]:
+        """Sends samples to where they are used, and begins the sums; returns what is to be run."""
+        if Kind.FORWARD in kinds:
+            self._executor.hand_out_samples()
+        if Kind.BACKWARD in kinds:
+            self._book.begin(self._exchange.origin, is_summed=self._is_summed)
+        return self._program.tasks(kinds, self._exchange.origin)
+
+    def _sum(self) -> StepGradients:
+        """Returns the gradients of the step once they are there; not summed where they are kept back."""
+        own = self._book.pop()
+        inputs = self._exchange.input_gradients()
+        if not self._is_summed:
+            return StepGradients(own=own, inputs=inputs)
+        totals = self._book.total(own, self._exchange.origin)
+        return StepGradients(totals=totals, kept=self._backwards.pop_kept(), inputs=inputs)
+
+    def _publish(self, outputs: Mapping[int, Tensor], finish: Finish) -> dict[int, Tensor]:
+        """Joins outputs to the caller's autograd graph, whose backward calls `finish`."""
+        carries = [self._program.outputs[place].needs_gradient for place in outputs]
+        if not any(carries):
+            return dict(outputs)
+        finish = while_unchanged(finish, self._rank.parameters, self._program.traced.saved_weights)
+        published = publish(list(outputs.values()), carries, list(self._sources.values()), finish)
+        return dict(zip(outputs, published, strict=True))
+
+    def _for_sources(
+        self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
+    ) -> list[Tensor | None]:
+        """Returns the gradient of each source: of this step and, for parameters, of those kept back before it."""
+        found: dict[str, Tensor | None] = dict(totals)
+        for name, gradient in kept.items():
+            now = found.get(name)
+            found[name] = gradient if now is None else gradient.add_(now)
+        found |= {_input_key(name): self._as_own(name, gradient) for name, gradient in inputs.items()}
+        return [found.get(name) for name in self._sources]
+
+    def _as_own(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Returns the gradient of an input; for another call, which weighs this rank's own loss itself, that of it."""
+        weight = self._program.weight_of(self._rank.world.rank)
+        if gradient is None or weight == 1.0 or name not in self._program.traced.batch_inputs:
+            return gradient
+        return gradient / weight if follows_a_call(self._sources[_input_key(name)]) else gradient
+
+    @cached_property
+    def _sources(self) -> dict[str, Tensor]:
+        """What gets gradients on this rank: parameters by name, inputs by `_input_key`."""
+        trained = {name: parameter for name, parameter in self._rank.parameters.items() if parameter.requires_grad}
+        return trained | {_input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients}
+
+    @cached_property
+    def _collector(self) -> OutputCollector:
+        return OutputCollector(
+            self._program, self._rank.world, self._rank.mail, self._executor.outputs, self._rank.device
+        )
+
+    @cached_property
+    def _exchange(self) -> GradientExchange:
+        rank, made, call = self._rank, self._executor.input_gradients, self._call
+        return GradientExchange(self._program, rank.world, rank.mail, made, call.inputs, call.name)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Gives the user's generator and autocast back; an error in the middle of a step ends all ranks."""
+        rank = self._rank
+        try:
+            if self._program.traced.draws_or_casts or is_autocast():
+                with untouched_generator(rank.device), without_autocast():
+                    yield
+            else:
+                yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                where = self._executor.where(error)
+                if rank.world.num_ranks > 1:
+                    rank.world.abort(error, where)
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(where)
+            rank.mail = Mail(rank.world, rank.device)  # a script on one process may catch the error and go on
+            self._backwards.forget_step()
+            raise
+
+
+class WholeStep(Step):
+    """A step that goes backward within the call, from the loss times `factor`: what is expected to come into the loss.
+
+    The caller's backward gives the gradients out, scaled by what comes into the loss.
+    """
+
+    def __init__(self, call: ModelCall, rank: RankContext, factor: float) -> None:
+        super().__init__(call, rank)
+        self._factor = factor
+        self._gradients = StepGradients()
+        self._loss: Tensor | None = None
+        every, loss = self._program.outputs, self._program.loss_place
+        self._delivered = every if rank.delivers_all else {loss: every[loss]}
+
+    def _run(self) -> list[Tensor | None]:
+        program = self._program
+        self._collector.expect(self._delivered)
+        tasks = self._prepare(_ALL)
+        self._executor.run(tasks, partial(_seed, program.seeds(self._factor), program.loss_place))
+        self._collector.send(self._delivered)
+        self._gradients = self._sum()
+        outputs = self._collector.collect(self._delivered)  # last: they have come while gradients were summed
+        self._loss = outputs.pop(program.loss_place)
+        published = self._publish({program.loss_place: self._loss}, self._give_out)
+        published |= self._publish(outputs, self._refuse)
+        return [published.get(place) for place in program.outputs]
+
+    def _give_out(self, gradients: Gradients, is_kept: bool) -> Gradients:
+        """Gives out the gradients of the step, scaled by what comes into the loss.
+
+        summed in the call   sums asked for now   gradients of this step     gradients kept back before
+        yes                  yes                  given out                  given out
+        yes                  no                   kept back, as sums         kept back again
+        no                   yes                  kept back, then summed and given out with those of before
+        no                   no                   kept back                  stay kept back
+        """
+        found, backwards = self._pop_gradients(is_kept), self._backwards
+        if gradients[0] is None:
+            backwards.record("none")
+            return self._for_sources({}, found.kept, {})
+        self._rank.metrics.note(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
+        factor = gradients[0].item()
+        backwards.record(f"{factor:g}")
+        self._rank.loss_scale.record(factor)
+        is_asked = self._call.asks_for_sums()
+        backwards.show_gradients_elsewhere(is_asked)
+        scale = factor / self._factor
+        totals, kept = _scaled(found.totals, scale), found.kept
+        self._book.keep(_scaled(found.own, scale))
+        match self._is_summed, is_asked:
+            case True, False:
+                backwards.keep_totals(totals)
+                backwards.keep_totals(kept)
+                totals, kept = {}, {}
+            case False, True:
+                kept = backwards.pop_kept()
+        return self._for_sources(totals, kept, _scaled(found.inputs, scale))
+
+    def _pop_gradients(self, is_kept: bool) -> StepGradients:
+        """Returns the gradients of the step; copies if another backward may come. Those kept before go out once."""
+        found, self._gradients = self._gradients, StepGradients()
+        if not is_kept:
+            return found
+        self._gradients = StepGradients(found.own, found.totals, {}, found.inputs)
+        return StepGradients(_copies(found.own), _copies(found.totals), found.kept, _copies(found.inputs))
+
+    def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
+        """Refuses to go backward from outputs beside the loss."""
+        others = [spec for place, spec in self._delivered.items() if place != self._program.loss_place]
+        self._backwards.record("of other outputs")
+        used = [spec.path for spec, gradient in zip(others, gradients, strict=True) if gradient is not None]
+        if not used:  # what the script made of them has no gradient
+            return [None] * len(self._sources)
+        raise InputError(
+            f"backward reached {', '.join(used)}, but this model's step starts from its own loss, whose backward has "
+            "already run. Expected a loss made from the model's loss alone; pass loss_mode='outputs' to go backward "
+            "from any output."
+        )
+
+    def _where_not_finite(self) -> Callable[[], str]:
+        """Returns what says which micro-batch has a loss that is not finite; empty: one of another rank.
+
+        It may be asked in the next step alone, and keeps nothing of this one but losses.
+        """
+        program, rank = self._program, self._rank.world.rank
+        stage, parts = program.split.makers[program.loss_place], program.batch.micro_batches
+        losses = {m: loss for (place, m), loss in self._executor.outputs.items() if place == program.loss_place}
+
+        def words() -> str:
+            for m, loss in losses.items():
+                if not loss.isfinite().all():
+                    part = parts[m]
+                    samples = f"samples {part.start} to {part.start + part.size - 1} of rank {part.origin}"
+                    return f"the loss of micro-batch {m} ({samples}) is {loss.item()} on rank {rank}, stage {stage}"
+            return ""
+
+        return words
+
+
+class SplitStep(Step):
+    """A step that runs forwards in the call; where gradients are wanted, the caller's backward runs the backwards."""
+
+    def _run(self) -> list[Tensor | None]:
+        places = self._program.outputs
+        self._executor.run(self._prepare(_FORWARDS), no_gradient)
+        self._collector.send(places)
+        outputs = self._collector.collect(places)
+        if not self._call.needs_gradient:
+            return list(outputs.values())
+        zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
+        return list(self._publish(outputs, partial(self._go_backward, zeros)).values())
+
+    def _go_backward(self, zeros: Sequence[Tensor], gradients: Gradients, is_kept: bool) -> Gradients:
+        """Runs all backwards for the gradients of this rank's outputs."""
+        rank, backwards = self._rank, self._backwards
+        if is_kept and self._program.graph.splitting:
+            raise OrderError(
+                "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
+                "another one. Expected one backward, of the sum of all losses; or another schedule."
+            )
+        self._is_summed = self._call.asks_for_sums()
+        if rank.world.rank == 0 and not backwards.num:
+            self._say_where_the_loss_is(gradients)
+        backwards.record("of its outputs")
+        has_scaler = rank.loss_scale.words != "none"  # whose gradients may overflow
+        total = None if has_scaler else _total(gradients)
+        stage = self._program.graph.plan.num_stages - 1
+        where = f"the gradient of rank {rank.world.rank}'s loss is not finite at the outputs of stage {stage}"
+        rank.metrics.note(self._call.number + 1, total, lambda: where, is_loss=False)
+        rank.loss_scale.record(1.0)
+        backwards.show_gradients_elsewhere(self._is_summed)
+        with self._guarded():
+            self._exchange.spread_output_gradients(gradients, zeros)
+            self._executor.keeps_graphs = is_kept
+            self._executor.run(self._prepare(_BACKWARDS), self._exchange.output_gradient)
+            found = self._sum()
+            rank.world.flush()  # others wait for it, and this rank may wait for them by itself
+            self._book.keep(found.own)
+            return self._for_sources(found.totals, found.kept, found.inputs)
+
+    def _say_where_the_loss_is(self, gradients: Gradients) -> None:
+        """Logs what the first backward shows: the script makes the loss of outputs, or picks it from among them."""
+        specs = self._program.outputs.values()
+        used = [spec for spec, gradient in zip(specs, gradients, strict=True) if gradient is not None]
+        if used and all(spec.kind is not OutputKind.SAMPLES for spec in used):
+            logger.info(_OF_OUTPUTS, ", ".join(spec.path for spec in used))
+        elif len(self._program.batch.groups) > 1:
+            logger.info(_OF_OWN_SAMPLES)
+
+
+def _seed(seeds: Mapping[float, Tensor], loss_place: int, place: int, part: MicroBatch) -> Tensor | None:
+    """Returns the gradient of an output from which a backward within the call starts: of the loss alone."""
+    return seeds[part.share] if place == loss_place else None
+
+
+def _total(gradients: Gradients) -> Tensor | None:
+    """Returns a number that is finite if, and as a rule only if, the gradients are: their sum."""
+    present = [torch.view_as_real(each) if each.is_complex() else each for each in gradients if each is not None]
+    return torch.stack([each.sum(dtype=WIDER.get(each.dtype)) for each in present]).sum() if present else None
+
+
+def _input_key(name: str) -> str:
+    """Returns the key of an input among the sources of gradients; no parameter has it."""
+    return f"input:{name}"
+
+
+def _copies(gradients: Mapping[Key, Tensor | None]) -> dict[Key, Tensor]:
+    return {key: gradient.clone() for key, gradient in gradients.items() if gradient is not None}
+
+
+def _scaled(gradients: Mapping[Key, Tensor | None], scale: float) -> dict[Key, Tensor]:
+    present = {key: gradient for key, gradient in gradients.items() if gradient is not None}
+    if scale != 1.0:
+        for gradient in present.values():
+            gradient.mul_(scale)
+    return present
