@@ -25,6 +25,7 @@ ROOMS = [
     "api",
     "elastic",
     "varuna",
+    "integrations",
     "commands",
     "__main__",
 ]
