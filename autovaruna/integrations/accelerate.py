@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):
         if self.device_placement if device_placement is None else device_placement:
             model = model.to(self.device)
         wrapper = AutoVaruna(model, found[0] if found else None, scaler=self.scaler, **self._settings)
-        wrapper.forward = convert_outputs_to_fp32(self._in_autocast(wrapper.forward))  # type: ignore[method-assign]
+        wrapper.forward = convert_outputs_to_fp32(self._in_autocast(wrapper.forward))
         self._models.append(wrapper)
         return wrapper
 
@@ -82,7 +82,7 @@ class Accelerator(accelerate.Accelerator):
 
         return call
 
-    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Returns the model that is wrapped; each rank has the numbers of its own part."""
         return super().unwrap_model(model.module if isinstance(model, AutoVaruna) else model, *args, **kwargs)
 
@@ -108,5 +108,5 @@ class _Whole(nn.Module):
         super().__init__()
         self.__dict__["_whole_state"] = state
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         return dict(self.__dict__["_whole_state"])

@@ -18,7 +18,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
@@ -87,6 +86,7 @@ class AutoVarunaStrategy(DDPStrategy):
     """
 
     strategy_name = "autovaruna"
+    model: Any
 
     def __init__(self, **settings: Any) -> None:
         resolve(settings)
@@ -119,7 +119,8 @@ class AutoVarunaStrategy(DDPStrategy):
     @property
     def _wrappers(self) -> dict[str, AutoVaruna]:
         """The wrapper of each wrapped child by its name; that of the LightningModule itself has an empty one."""
-        return self.lightning_module.__dict__.setdefault(_WRAPPERS, {})
+        wrappers: dict[str, AutoVaruna] = self.lightning_module.__dict__.setdefault(_WRAPPERS, {})
+        return wrappers
 
     def setup(self, trainer: pl.Trainer) -> None:
         self.accelerator.setup(trainer)
@@ -138,7 +139,7 @@ class AutoVarunaStrategy(DDPStrategy):
     def _wrap(self, optimizers: list[torch.optim.Optimizer]) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
         module = self.lightning_module
-        for optimizer in optimizers or [None]:
+        for optimizer in optimizers or (None,):
             name = self._name_of_trained(optimizer if len(optimizers) > 1 else None)
             trained = module.get_submodule(name)
             self._wrappers[name] = AutoVaruna(trained, optimizer, scaler=scaler, **self._settings)
@@ -146,8 +147,8 @@ class AutoVarunaStrategy(DDPStrategy):
     def _name_of_trained(self, optimizer: torch.optim.Optimizer | None) -> str:
         """Returns the name of the child that has all parameters, those of one optimizer of several; empty: no child."""
         module = self.lightning_module
-        groups = [] if optimizer is None else optimizer.param_groups
-        trained = {id(each) for group in groups for each in group["params"]} or {id(each) for each in module.parameters()}
+        parameters = module.parameters() if optimizer is None else _parameters_of(optimizer)
+        trained = {id(parameter) for parameter in parameters}
         found = {
             name
             for name, child in module.named_children()
@@ -155,7 +156,7 @@ class AutoVarunaStrategy(DDPStrategy):
         }
         is_whole = len(found) == 1 and trained <= {id(each) for each in module.get_submodule(min(found)).parameters()}
         if is_whole:
-            return min(found)
+            return str(min(found))
         if optimizer is not None:
             raise ConfigError(
                 f"An optimizer of {type(module).__name__} ({type(optimizer).__name__}) trains "
@@ -202,7 +203,7 @@ class AutoVarunaStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole module's state under its own names, on every rank. Collective."""
-        state = self.lightning_module.state_dict()
+        state: dict[str, Any] = self.lightning_module.state_dict()
         for name, wrapper in self._wrappers.items():
             state.update({f"{name}.{key}" if name else key: value for key, value in wrapper.state_dict().items()})
         return state
@@ -224,3 +225,7 @@ class AutoVarunaStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

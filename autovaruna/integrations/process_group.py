@@ -21,6 +21,7 @@ from autovaruna.runtime.world import World, on_all
 
 BACKENDS = ("auto", "gloo", "nccl")
 _WHAT = "init_process_group"
+_stores: Any = dist
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ def _choose(backend: str, world: World) -> str:
     if backend == "gloo":
         return "gloo"
     device = torch.device("cuda", _local_rank(world)) if _has_gpu(world) else torch.device("cpu")
-    lacking = ["there is one rank"] if world.num_ranks == 1 and device.type == "cpu" else lacking_for_nccl(world, device)
+    lacking = (
+        ["there is one rank"] if world.num_ranks == 1 and device.type == "cpu" else lacking_for_nccl(world, device)
+    )
     if backend == "nccl" and lacking:
         raise ConfigError(f"init_process_group('nccl') needs a GPU for each rank: {'; '.join(lacking)}. Pass 'gloo'.")
     if lacking:
@@ -88,11 +91,11 @@ def _local_rank(world: World) -> int:
     return sum(host == world.hosts[world.rank] for host in world.hosts[: world.rank])
 
 
-def _open_store(world: World) -> tuple[dist.Store, dict[str, str]]:
+def _open_store(world: World) -> tuple[Any, dict[str, str]]:
     """Opens a store on rank 0; returns each rank's connection to it, and the variables that name it. Collective."""
     if world.num_ranks == 1:
-        return dist.HashStore(), {}
-    open_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+        return _stores.HashStore(), {}
+    open_store = _stores.TCPStore
     first = partial(open_store, "0.0.0.0", 0, is_master=True, wait_for_workers=False)
     store = on_all(world, lambda: None if world.rank else first(), _WHAT)
     known = None if store is None else (store.port, [world.hosts[0], *own_addresses()])

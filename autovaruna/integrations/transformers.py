@@ -1,4 +1,4 @@
-"""Defines `Trainer` and `TrainingArguments`: those of transformers, with the model trained over all ranks by AutoVaruna.
+"""Defines `Trainer` and `TrainingArguments`: those of transformers, with the model trained over all ranks.
 
 The wrapper stands where DistributedDataParallel would: ``self.model`` stays the model, ``self.model_wrapped`` is the
 wrapper. What Trainer does on rank 0 alone, but for which all ranks are needed (the whole model's state and the
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -32,6 +32,8 @@ if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
         "loss in another way; expected 5.23 or newer. pip install -U transformers"
     )
 
+_Other: Any = Any if TYPE_CHECKING else object  # of which class of transformers, the one that is mixed in with says
+
 
 def _settings(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the settings of AutoVaruna, from a dictionary or the JSON of a command line; ConfigError if none."""
@@ -46,7 +48,7 @@ def _settings(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 @dataclass
-class ArgumentsMixin:
+class ArgumentsMixin(_Other):
     """Adds AutoVaruna's settings to training arguments, and joins the ranks before transformers asks for them."""
 
     autovaruna: dict | str | None = field(  # type: ignore[type-arg]
@@ -58,7 +60,7 @@ class ArgumentsMixin:
         self.autovaruna = _settings(self.autovaruna)
         resolve(self.autovaruna)
         init_process_group()
-        super().__post_init__()  # type: ignore[misc]
+        super().__post_init__()
 
 
 @dataclass
@@ -71,13 +73,14 @@ class Seq2SeqTrainingArguments(ArgumentsMixin, transformers.Seq2SeqTrainingArgum
     """Those of transformers, with `autovaruna`: a dictionary of settings. See transformers.Seq2SeqTrainingArguments."""
 
 
-class AutoVarunaMixin:
+class AutoVarunaMixin(_Other):
     """Has a Trainer train its model over all ranks: ``class MyTrainer(AutoVarunaMixin, transformers.Trainer)``.
 
     Raises:
         ConfigError: transformers does not see the ranks that the launcher has started, or is to shard the model itself.
     """
 
+    model: Any
     _is_in_loss = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -94,6 +97,16 @@ class AutoVarunaMixin:
             raise ConfigError(f"AutoVaruna splits the model itself: got {others[0]}; leave `fsdp` and `deepspeed` out.")
 
     # the wrapper
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator, which finds the model in the wrapper as in DistributedDataParallel."""
+        super().create_accelerator_and_postprocess()
+        unwrap = self.accelerator.unwrap_model
+
+        def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return unwrap(model.module if isinstance(model, AutoVaruna) else model, *args, **kwargs)
+
+        self.accelerator.unwrap_model = unwrap_model
 
     @property
     def _wrapper(self) -> AutoVaruna | None:
@@ -115,7 +128,20 @@ class AutoVarunaMixin:
     @property
     def _reduction(self) -> str:
         """How losses of micro-batches join: a model that is told the batch's number of items sums and divides by it."""
-        return "sum" if self.model_accepts_loss_kwargs and "labels" in self.label_names else "mean"
+        is_told = self.model_accepts_loss_kwargs and "labels" in self.label_names
+        return "sum" if is_told and self._has_own_loss and self._passes_items_on else "mean"
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether the loss is one that the model returns, and not one of its outputs' that this rank computes."""
+        return self.label_smoother is None and self.compute_loss_func is None
+
+    @property
+    def _passes_items_on(self) -> bool:
+        """Whether the number of items comes to the model: a `compute_loss` that replaces transformers' does not."""
+        known = (AutoVarunaMixin, transformers.Trainer)
+        others = [each for each in type(self).__mro__ if "compute_loss" in vars(each) and each not in known]
+        return all("super" in vars(each)["compute_loss"].__code__.co_names for each in others)
 
     @contextmanager
     def _wrapper_as_model(self) -> Iterator[None]:
@@ -130,7 +156,7 @@ class AutoVarunaMixin:
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Enters the autocast of `bf16` and `fp16`, which accelerate would put around the model's forward."""
-        stack = super().compute_loss_context_manager()
+        stack: ExitStack = super().compute_loss_context_manager()
         stack.enter_context(self.accelerator.autocast())
         return stack
 
@@ -145,12 +171,24 @@ class AutoVarunaMixin:
             return loss
         return loss, outputs if self.model.training else convert_outputs_to_fp32(lambda: outputs)()
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains a batch; ConfigError if the loss is made of the model's outputs where the model's own is expected."""
+        loss = super().training_step(*args, **kwargs)
+        wrapper = self._wrapper
+        if wrapper is not None and wrapper.settings.reduction == "sum" and wrapper.loss_mode == "outputs":
+            raise ConfigError(
+                f"{type(self).__name__}: the loss is computed of the model's outputs on each rank, and those of ranks "
+                "would be added up: got reduction='sum'. Expected the loss that the model returns; or pass "
+                "TrainingArguments(autovaruna={'reduction': 'mean'}) for the mean over ranks, as in "
+                "DistributedDataParallel."
+            )
+        return loss
+
     def get_tp_size(self) -> int:
-        """Returns by what transformers divides its scale of the loss: all ranks, where the model makes the loss of all."""
-        is_own = self.label_smoother is None and self.compute_loss_func is None
-        if self._is_in_loss and self._wrapper is not None and is_own:
-            return self.accelerator.num_processes
-        return super().get_tp_size()
+        """Returns what divides the scale of the loss: the number of ranks, where the model makes the loss of all."""
+        if self._is_in_loss and self._wrapper is not None and self._has_own_loss:
+            return int(self.accelerator.num_processes)
+        return int(super().get_tp_size())
 
     # evaluation
 
