@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from tests.mpi.launch import run_on_ranks
 
 for name in ("accelerate", "torchmetrics"):
     pytest.importorskip(name)
-from tests.integrations import with_accelerate as program
-
+program = importlib.import_module("tests.integrations.with_accelerate")
 pytestmark = pytest.mark.timeout(600)
 TARGET = "tests.integrations.with_accelerate"
 OWN = {"OMP_NUM_THREADS": "1"}

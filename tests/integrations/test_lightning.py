@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 from tests.mpi.launch import run_on_ranks
 
 pytest.importorskip("lightning")
-from tests.integrations import with_lightning as program
-
+program = importlib.import_module("tests.integrations.with_lightning")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 TARGET = "tests.integrations.with_lightning"
 OWN = {"OMP_NUM_THREADS": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -16,10 +17,9 @@ from safetensors.torch import load_file
 from tests.mpi.launch import run_group, run_on_ranks
 from tests.mpi.test_torchrun import ENV, free_port
 
-for name in ("transformers", "accelerate", "peft"):
+for name in ("accelerate", "peft", "transformers"):
     pytest.importorskip(name)
-from tests.integrations import with_transformers as program
-
+program = importlib.import_module("tests.integrations.with_transformers")
 pytestmark = pytest.mark.timeout(600)
 TARGET = "tests.integrations.with_transformers"
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
@@ -82,7 +82,7 @@ def test_a_loss_of_outputs_is_refused_where_losses_of_ranks_are_added(folder: Pa
 
 
 def test_importing_the_package_imports_no_such_library() -> None:
-    names = "transformers accelerate lightning peft torchmetrics".split()
+    names = ["transformers", "accelerate", "lightning", "peft", "torchmetrics"]
     code = f"import autovaruna, sys; autovaruna.AutoVaruna; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=dict(os.environ)
