@@ -24,6 +24,7 @@ from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
 from autovaruna.integrations.process_group import init_process_group
+from autovaruna.runtime.environment import get_world
 from autovaruna.session.machine import get_world_size
 
 if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
@@ -151,6 +152,37 @@ class AutoVarunaMixin(_Other):
             yield
         finally:
             self.model = model
+
+    # the batch
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the batch as the model takes it, padded to the longest of all ranks', as one batch would be."""
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        if get_world_size() == 1:
+            return prepared
+        sizes = {name: tuple(each.shape[1:]) for name, each in prepared.items() if isinstance(each, torch.Tensor)}
+        of_ranks = get_world().gather_objects(sizes, "lengths of samples")
+        for name, own in sizes.items():
+            others = [rank[name] for rank in of_ranks if len(rank.get(name, ())) == len(own)]
+            longest = tuple(map(max, zip(*others, strict=True)))
+            if longest != own:
+                prepared[name] = self._padded(name, prepared[name], longest)
+        return prepared
+
+    def _padded(self, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> Any:
+        """Pads an input behind its samples' values, or before them where the tokenizer does."""
+        is_first = getattr(self.processing_class, "padding_side", "right") == "left"
+        missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
+        widths = [width for each in reversed(missing) for width in ((each, 0) if is_first else (0, each))]
+        return torch.nn.functional.pad(tensor, widths, value=self._pad_value(name))
+
+    def _pad_value(self, name: str) -> int:
+        """Returns what stands where a sample has ended: what losses ignore in labels, the token of padding, zero."""
+        if name in self.label_names:
+            return -100
+        sources = (self.processing_class, getattr(self.model, "config", None))
+        tokens = [getattr(source, "pad_token_id", None) for source in sources]
+        return next((each for each in tokens if each is not None), 0) if name.endswith("input_ids") else 0
 
     # the loss
 
