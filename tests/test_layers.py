@@ -33,6 +33,7 @@ ROOMS = [
     "session",
     "api",
     "varuna",
+    "integrations",
     "commands",
     "__main__",
 ]

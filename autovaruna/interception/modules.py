@@ -36,7 +36,8 @@ class DirectCalls:
     def __init__(self, model: nn.Module) -> None:
         self.used: set[str] = set()
         for path, module in model.named_modules():
-            _owners[module] = ref(self), path
+            if any(True for _ in module.parameters()):  # a loss has none: its gradients go to what it is given
+                _owners[module] = ref(self), path
         self.stop = FORWARD_HOOK.use()
 
     def pop(self) -> str:

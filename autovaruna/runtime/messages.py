@@ -16,7 +16,7 @@ Micro-batch m, which one rank has passed, at stages a and b, which an edge joins
 | rows of a trace   | 2^17             | `trace.py`                                                               |
 | input gradients   | 2^18 + i         | input i                                                                  |
 | parameter sums    | 2^19             | a parameter that several stages use, from the last to the first          |
-| clocks, links     | 2^20 - 2, - 1    | `trace.py`, `session/machine.py`: before the first step                  |
+| clocks, links     | 2^20 - 2, - 1    | `timeline.py`, `session/links.py`: before the first step                 |
 
 Sums over the replicas of a stage are no messages of this kind: they go among a group of ranks (`reduction.py`).
 """

@@ -1,0 +1,1 @@
+"""Joins AutoVaruna to libraries that own the training loop; each file is imported by those who use its library."""

@@ -1,0 +1,112 @@
+"""Defines `Accelerator`: accelerate's, which prepares a model and its optimizer as one AutoVaruna over all ranks.
+
+The wrapper stands where DistributedDataParallel would. What accelerate does to it and not for it: `unwrap_model` gives
+the model, `save_state` and `load_state` hold the whole model's state, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+
+from autovaruna.api import AutoVaruna
+from autovaruna.config.settings import resolve
+from autovaruna.errors import InputError
+from autovaruna.integrations.process_group import init_process_group
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's Accelerator over all ranks of the launcher. See accelerate.Accelerator for the other arguments.
+
+    Args:
+        autovaruna: Settings of AutoVaruna for the models that it prepares.
+
+    Raises:
+        ConfigError: a setting is unknown or of the wrong kind.
+    """
+
+    def __init__(self, *args: Any, autovaruna: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._settings = dict(autovaruna or {})
+        resolve(self._settings)
+        self._at_hand: list[torch.optim.Optimizer] = []
+        init_process_group()
+        super().__init__(*args, **kwargs)
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepares what is passed, as accelerate does; a model to train comes with its optimizer in one call.
+
+        Raises:
+            InputError: an optimizer came without its model, or a model's parameters belong to several optimizers.
+        """
+        self._at_hand = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        models = [each for each in args if isinstance(each, nn.Module)]
+        for optimizer in self._at_hand:
+            if not any(_trains(optimizer, model) for model in [*models, *self._models]):
+                raise InputError(
+                    f"accelerator.prepare: got {type(optimizer).__name__} without the model whose parameters it has. "
+                    "Expected both in one call: model, optimizer = accelerator.prepare(model, optimizer)."
+                )
+        try:
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._at_hand = []
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Returns the wrapper of a model, with the optimizer that was passed to `prepare` beside it."""
+        if isinstance(model, AutoVaruna):
+            if model not in self._models:
+                self._models.append(model)
+            return model
+        found = [each for each in self._at_hand if _trains(each, model)]
+        if len(found) > 1:
+            raise InputError(
+                f"accelerator.prepare: {len(found)} optimizers have parameters of {type(model).__name__}; expected one."
+            )
+        if self.device_placement if device_placement is None else device_placement:
+            model = model.to(self.device)
+        wrapper = AutoVaruna(model, found[0] if found else None, scaler=self.scaler, **self._settings)
+        wrapper.forward = convert_outputs_to_fp32(self._in_autocast(wrapper.forward))
+        self._models.append(wrapper)
+        return wrapper
+
+    def _in_autocast(self, forward: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                return forward(*args, **kwargs)
+
+        return call
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model that is wrapped; each rank has the numbers of its own part."""
+        return super().unwrap_model(model.module if isinstance(model, AutoVaruna) else model, *args, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Returns the whole model's state on every rank. Collective."""
+        return model.state_dict() if isinstance(model, AutoVaruna) else super().get_state_dict(model, unwrap)
+
+    def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Saves the whole model's weights, as accelerate does. Collective."""
+        super().save_model(_Whole(model.state_dict()) if isinstance(model, AutoVaruna) else model, *args, **kwargs)
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has a parameter of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _Whole(nn.Module):
+    """Shows the state of a whole model to code that asks a module for it."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.__dict__["_whole_state"] = state
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self.__dict__["_whole_state"])

@@ -1,0 +1,231 @@
+"""Defines `AutoVarunaStrategy`: Lightning's Trainer with the module trained over all ranks by AutoVaruna.
+
+Where one child of the LightningModule has all parameters (``self.net``), that child is wrapped, and whatever a step
+calls of it is a call of the wrapper. Else the LightningModule is wrapped, and a step calls ``self(...)``. Several
+optimizers train one child each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from autovaruna.api import AutoVaruna
+from autovaruna.config.settings import resolve
+from autovaruna.errors import ConfigError
+from autovaruna.graph.methods import own_calls
+from autovaruna.integrations.process_group import init_process_group
+from autovaruna.runtime.environment import get_world
+
+_WRAPPERS = "_autovaruna_wrappers"
+"""Where a LightningModule keeps its wrappers: another Trainer goes on with them, for a split model stays split."""
+
+
+class AutoVarunaEnvironment(ClusterEnvironment):
+    """Tells Lightning of the ranks that mpirun, torchrun or another launcher has started."""
+
+    def __init__(self) -> None:
+        self._world = get_world()
+        here = self._world.hosts[self._world.rank]
+        self._hosts = list(dict.fromkeys(self._world.hosts))
+        self._node = self._hosts.index(here)
+        self._local = self._world.hosts[: self._world.rank].count(here)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self._hosts[0]
+
+    @property
+    def main_port(self) -> int:
+        return 0  # the ranks find each other without
+
+    @staticmethod
+    def detect() -> bool:
+        return get_world().num_ranks > 1
+
+    def world_size(self) -> int:
+        return self._world.num_ranks
+
+    def set_world_size(self, size: int) -> None:
+        """Does nothing: the launcher has started the ranks."""
+
+    def global_rank(self) -> int:
+        return self._world.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Does nothing: the launcher has numbered the ranks."""
+
+    def local_rank(self) -> int:
+        return self._local
+
+    def node_rank(self) -> int:
+        return self._node
+
+
+class AutoVarunaStrategy(DDPStrategy):
+    """Trains a LightningModule over all ranks: ``Trainer(strategy=AutoVarunaStrategy(num_micro_batches=4))``.
+
+    Args:
+        **settings: See ``python -m autovaruna config``.
+
+    Raises:
+        ConfigError: a setting is unknown, or optimizers share children of the module.
+    """
+
+    strategy_name = "autovaruna"
+    model: Any
+
+    def __init__(self, **settings: Any) -> None:
+        resolve(settings)
+        super().__init__(cluster_environment=AutoVarunaEnvironment())
+        self._settings = settings
+
+    # the ranks
+
+    @property
+    def root_device(self) -> torch.device:
+        device = self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+        return torch.device(device.type, self.local_rank) if device.type == "cuda" else device
+
+    @property
+    def num_processes(self) -> int:
+        world = get_world()
+        return world.hosts.count(world.hosts[world.rank])
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        init_process_group()
+
+    # the wrappers
+
+    @property
+    def _wrappers(self) -> dict[str, AutoVaruna]:
+        """The wrapper of each wrapped child by its name; that of the LightningModule itself has an empty one."""
+        wrappers: dict[str, AutoVaruna] = self.lightning_module.__dict__.setdefault(_WRAPPERS, {})
+        return wrappers
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if not self._wrappers:
+            self.model_to_device()
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        if not self._wrappers:
+            self._wrap(self.optimizers if is_fitting else [])
+        self.setup_precision_plugin()
+        if is_fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _wrap(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        module = self.lightning_module
+        for optimizer in optimizers or (None,):
+            name = self._name_of_trained(optimizer if len(optimizers) > 1 else None)
+            trained = module.get_submodule(name)
+            self._wrappers[name] = AutoVaruna(trained, optimizer, scaler=scaler, **self._settings)
+
+    def _name_of_trained(self, optimizer: torch.optim.Optimizer | None) -> str:
+        """Returns the name of the child that has all parameters, those of one optimizer of several; empty: no child."""
+        module = self.lightning_module
+        parameters = module.parameters() if optimizer is None else _parameters_of(optimizer)
+        trained = {id(parameter) for parameter in parameters}
+        found = {
+            name
+            for name, child in module.named_children()
+            if any(id(parameter) in trained for parameter in child.parameters())
+        }
+        is_whole = len(found) == 1 and trained <= {id(each) for each in module.get_submodule(min(found)).parameters()}
+        if is_whole:
+            return str(min(found))
+        if optimizer is not None:
+            raise ConfigError(
+                f"An optimizer of {type(module).__name__} ({type(optimizer).__name__}) trains "
+                f"{', '.join(sorted(found)) or 'no child'}; expected one child of the module for each of several "
+                "optimizers. Put what one optimizer trains into one module."
+            )
+        return ""
+
+    @contextmanager
+    def _calls_of_wrappers(self) -> Iterator[None]:
+        """Has what a step calls of the wrapped modules be calls of the wrappers."""
+        with ExitStack() as stack:
+            for wrapper in self._wrappers.values():
+                stack.enter_context(own_calls(wrapper.module, wrapper))
+            yield
+
+    # steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context(), self._calls_of_wrappers():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context(), self._calls_of_wrappers():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context(), self._calls_of_wrappers():
+            return self.lightning_module.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context(), self._calls_of_wrappers():
+            return self.lightning_module.predict_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keeps gradients back, as accumulation over batches asks for."""
+        with ExitStack() as stack:
+            for wrapper in self._wrappers.values():
+                stack.enter_context(wrapper.no_sync())
+            yield
+
+    # state
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the whole module's state under its own names, on every rank. Collective."""
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        for name, wrapper in self._wrappers.items():
+            state.update({f"{name}.{key}" if name else key: value for key, value in wrapper.state_dict().items()})
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads a whole module's state, of which this rank takes its part."""
+        state = dict(checkpoint["state_dict"])
+        if "" in self._wrappers:
+            self._wrappers[""].load_state_dict(state, strict=strict)
+            return
+        for name, wrapper in self._wrappers.items():
+            prefix = f"{name}."
+            own = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
+            wrapper.load_state_dict(own, strict=strict)
+        self.lightning_module.load_state_dict(state, strict=strict and not self._wrappers)
+
+    def teardown(self) -> None:
+        """Leaves the module where it is: of a split one each rank has the numbers of its part."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

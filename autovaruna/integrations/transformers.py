@@ -1,0 +1,267 @@
+"""Defines `Trainer` and `TrainingArguments`: those of transformers, with the model trained over all ranks.
+
+The wrapper stands where DistributedDataParallel would: ``self.model`` stays the model, ``self.model_wrapped`` is the
+wrapper. What Trainer does on rank 0 alone, but for which all ranks are needed (the whole model's state and the
+optimizer's), all ranks do here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from autovaruna.api import AutoVaruna
+from autovaruna.config.settings import resolve
+from autovaruna.errors import ConfigError
+from autovaruna.integrations.process_group import init_process_group
+from autovaruna.runtime.environment import get_world, get_world_size
+
+if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
+    raise ImportError(
+        f"autovaruna.integrations.transformers: got transformers {transformers.__version__}, whose Trainer scales its "
+        "loss in another way; expected 5.23 or newer. pip install -U transformers"
+    )
+
+_Other: Any = Any if TYPE_CHECKING else object  # of which class of transformers, the one that is mixed in with says
+
+
+def _settings(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the settings of AutoVaruna, from a dictionary or the JSON of a command line; ConfigError if none."""
+    try:
+        settings = json.loads(text) if isinstance(text, str) else dict(text or {})
+        return dict(settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"TrainingArguments(autovaruna=...): got {text!r}, expected a dictionary of settings, or its JSON, as in "
+            f"'{{\"num_micro_batches\": 4}}' ({error})"
+        ) from error
+
+
+@dataclass
+class ArgumentsMixin(_Other):
+    """Adds AutoVaruna's settings to training arguments, and joins the ranks before transformers asks for them."""
+
+    autovaruna: dict | str | None = field(  # type: ignore[type-arg]
+        default=None,
+        metadata={"help": "Settings of AutoVaruna, a dictionary or JSON; `python -m autovaruna config` lists them."},
+    )
+
+    def __post_init__(self) -> None:
+        self.autovaruna = _settings(self.autovaruna)
+        resolve(self.autovaruna)
+        init_process_group()
+        super().__post_init__()
+
+
+@dataclass
+class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
+    """Those of transformers, with `autovaruna`: a dictionary of settings. See transformers.TrainingArguments."""
+
+
+@dataclass
+class Seq2SeqTrainingArguments(ArgumentsMixin, transformers.Seq2SeqTrainingArguments):
+    """Those of transformers, with `autovaruna`: a dictionary of settings. See transformers.Seq2SeqTrainingArguments."""
+
+
+class AutoVarunaMixin(_Other):
+    """Has a Trainer train its model over all ranks: ``class MyTrainer(AutoVarunaMixin, transformers.Trainer)``.
+
+    Raises:
+        ConfigError: transformers does not see the ranks that the launcher has started, or is to shard the model itself.
+    """
+
+    model: Any
+    _is_in_loss = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.world_size != get_world_size():
+            raise ConfigError(
+                f"The training arguments know {self.args.world_size} process(es), but the launcher started "
+                f"{get_world_size()}. Make them by autovaruna.integrations.transformers.TrainingArguments, or call "
+                "autovaruna.init_process_group() before."
+            )
+        self.args.average_tokens_across_devices = True  # all ranks have the loss of the global batch
+        others = [name for name in ("is_fsdp_enabled", "is_deepspeed_enabled") if getattr(self, name)]
+        if others:
+            raise ConfigError(f"AutoVaruna splits the model itself: got {others[0]}; leave `fsdp` and `deepspeed` out.")
+
+    # the wrapper
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator, which finds the model in the wrapper as in DistributedDataParallel."""
+        super().create_accelerator_and_postprocess()
+        unwrap = self.accelerator.unwrap_model
+
+        def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return unwrap(model.module if isinstance(model, AutoVaruna) else model, *args, **kwargs)
+
+        self.accelerator.unwrap_model = unwrap_model
+
+    @property
+    def _wrapper(self) -> AutoVaruna | None:
+        """The wrapper around the model; None before the first training or evaluation."""
+        return self.model_wrapped if isinstance(self.model_wrapped, AutoVaruna) else None
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Returns the wrapper of the model; its optimizer is made with it, for both train one model."""
+        wrapper = self._wrapper
+        if wrapper is None or wrapper.module is not self.model:
+            if self.train_dataset is not None or self.optimizer is not None:
+                self.create_optimizer()
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's stands around it
+            settings = {"reduction": self._reduction, **(getattr(self.args, "autovaruna", None) or {})}
+            wrapper = AutoVaruna(self.model, optimizer, scaler=self.accelerator.scaler, **settings)
+            self.model_wrapped = wrapper
+        return wrapper
+
+    @property
+    def _reduction(self) -> str:
+        """How losses of micro-batches join: a model that is told the batch's number of items sums and divides by it."""
+        is_told = self.model_accepts_loss_kwargs and "labels" in self.label_names
+        return "sum" if is_told and self._has_own_loss and self._passes_items_on else "mean"
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether the loss is one that the model returns, and not one of its outputs' that this rank computes."""
+        return self.label_smoother is None and self.compute_loss_func is None
+
+    @property
+    def _passes_items_on(self) -> bool:
+        """Whether the number of items comes to the model: a `compute_loss` that replaces transformers' does not."""
+        known = (AutoVarunaMixin, transformers.Trainer)
+        others = [each for each in type(self).__mro__ if "compute_loss" in vars(each) and each not in known]
+        return all("super" in vars(each)["compute_loss"].__code__.co_names for each in others)
+
+    @contextmanager
+    def _wrapper_as_model(self) -> Iterator[None]:
+        """Has code that calls ``self.model``, or loads into it, find the wrapper there."""
+        model, self.model = self.model, self._wrapper or self.model
+        try:
+            yield
+        finally:
+            self.model = model
+
+    # the batch
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the batch as the model takes it, padded to the longest of all ranks', as one batch would be."""
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        if get_world_size() == 1:
+            return prepared
+        sizes = {name: tuple(each.shape[1:]) for name, each in prepared.items() if isinstance(each, torch.Tensor)}
+        of_ranks = get_world().gather_objects(sizes, "lengths of samples")
+        for name, own in sizes.items():
+            others = [rank[name] for rank in of_ranks if len(rank.get(name, ())) == len(own)]
+            longest = tuple(map(max, zip(*others, strict=True)))
+            if longest != own:
+                prepared[name] = self._padded(name, prepared[name], longest)
+        return prepared
+
+    def _padded(self, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> Any:
+        """Pads an input behind its samples' values, or before them where the tokenizer does."""
+        is_first = getattr(self.processing_class, "padding_side", "right") == "left"
+        missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
+        widths = [width for each in reversed(missing) for width in ((each, 0) if is_first else (0, each))]
+        return torch.nn.functional.pad(tensor, widths, value=self._pad_value(name))
+
+    def _pad_value(self, name: str) -> int:
+        """Returns what stands where a sample has ended: what losses ignore in labels, the token of padding, zero."""
+        if name in self.label_names:
+            return -100
+        sources = (self.processing_class, getattr(self.model, "config", None))
+        tokens = [getattr(source, "pad_token_id", None) for source in sources]
+        return next((each for each in tokens if each is not None), 0) if name.endswith("input_ids") else 0
+
+    # the loss
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Enters the autocast of `bf16` and `fp16`, which accelerate would put around the model's forward."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        stack.enter_context(self.accelerator.autocast())
+        return stack
+
+    def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Returns the loss of the global batch, which all ranks have; transformers scales one of this rank alone."""
+        self._is_in_loss = True
+        try:
+            loss, outputs = super().compute_loss(*args, return_outputs=True, **kwargs)
+        finally:
+            self._is_in_loss = False
+        if not return_outputs:
+            return loss
+        return loss, outputs if self.model.training else convert_outputs_to_fp32(lambda: outputs)()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains a batch; ConfigError if the loss is made of the model's outputs where the model's own is expected."""
+        loss = super().training_step(*args, **kwargs)
+        wrapper = self._wrapper
+        if wrapper is not None and wrapper.settings.reduction == "sum" and wrapper.loss_mode == "outputs":
+            raise ConfigError(
+                f"{type(self).__name__}: the loss is computed of the model's outputs on each rank, and those of ranks "
+                "would be added up: got reduction='sum'. Expected the loss that the model returns; or pass "
+                "TrainingArguments(autovaruna={'reduction': 'mean'}) for the mean over ranks, as in "
+                "DistributedDataParallel."
+            )
+        return loss
+
+    def get_tp_size(self) -> int:
+        """Returns what divides the scale of the loss: the number of ranks, where the model makes the loss of all."""
+        if self._is_in_loss and self._wrapper is not None and self._has_own_loss:
+            return int(self.accelerator.num_processes)
+        return int(super().get_tp_size())
+
+    # evaluation
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predicts a batch; generation goes on until all ranks have finished theirs."""
+        if getattr(self.args, "predict_with_generate", False):
+            kwargs.setdefault("synced_gpus", True)
+            kwargs = {**getattr(self, "_gen_kwargs", {}), **kwargs}
+            with self._wrapper_as_model():
+                return super().prediction_step(*args, **kwargs)
+        return super().prediction_step(*args, **kwargs)
+
+    # files
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Saves the whole model on rank 0; its state comes from all ranks. Collective."""
+        if state_dict is None and self._wrapper is not None:
+            state_dict = self._wrapper.state_dict()
+        super()._save(output_dir, state_dict)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model as transformers does. Collective: call it on every rank."""
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Saves the whole optimizer's state on rank 0, and the scheduler's. Collective."""
+        optimizer = self.optimizer.state_dict()
+        if self.args.should_save:
+            torch.save(optimizer, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model or self._wrapper)
+
+    def _load_best_model(self) -> None:
+        with self._wrapper_as_model():
+            super()._load_best_model()
+
+
+class Trainer(AutoVarunaMixin, transformers.Trainer):
+    """The Trainer of transformers, over all ranks of the launcher. See transformers.Trainer."""
+
+
+class Seq2SeqTrainer(AutoVarunaMixin, transformers.Seq2SeqTrainer):
+    """The Seq2SeqTrainer of transformers, over all ranks of the launcher. See transformers.Seq2SeqTrainer."""

@@ -1,0 +1,90 @@
+"""Holds Trainer over ranks to plain Trainer with the global batch: losses, norms, metrics, files, on any launcher."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.mpi.launch import run_group, run_on_ranks
+from tests.mpi.test_torchrun import ENV, free_port
+
+for name in ("accelerate", "peft", "transformers"):
+    pytest.importorskip(name)
+program = importlib.import_module("tests.integrations.with_transformers")
+pytestmark = pytest.mark.timeout(600)
+TARGET = "tests.integrations.with_transformers"
+CLOSE = {"rel": 1e-5, "abs": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def on_two(folder: Path) -> list[dict[str, Any]]:
+    """What two ranks of mpirun log in each case."""
+    return run_on_ranks(2, f"{TARGET}:train_on_ranks", list(program.CASES), str(folder), 2, env={"HF_HUB_OFFLINE": "1"})
+
+
+@cache
+def plain(case: str, folder: Path) -> list[dict[str, float]]:
+    return program.train(case, folder / "plain" / case, 0)
+
+
+def is_like_plain(found: list[dict[str, float]], case: str, folder: Path) -> None:
+    expected = plain(case, folder)
+    steps = {row["step"] for row in found}
+    assert found == [pytest.approx(row, **CLOSE) for row in expected if row["step"] in steps]
+
+
+@pytest.mark.parametrize("case", program.CASES)
+def test_ranks_train_evaluate_and_save_as_plain_trainer(case: str, folder: Path, on_two: list[dict[str, Any]]) -> None:
+    is_like_plain(on_two[0][case], case, folder)
+    file = "adapter_model.safetensors" if case == "lora" else "model.safetensors"
+    found, expected = (load_file(each / "final" / file) for each in (folder / case, folder / "plain" / case))
+    assert {name: pytest.approx(each.numpy(), abs=1e-4) for name, each in expected.items()} == {
+        name: each.numpy() for name, each in found.items()
+    }
+    assert len(list((folder / case).glob("checkpoint-*"))) == (1 if case == "best" else 2)
+
+
+def test_a_checkpoint_goes_on_on_other_ranks_and_in_plain_trainer(folder: Path, on_two: list[dict[str, Any]]) -> None:
+    checkpoint = str(folder / "usual" / f"checkpoint-{program.SAVED}")
+    found = run_on_ranks(
+        3, f"{TARGET}:train_on_ranks", ["usual"], str(folder / "three"), 3, checkpoint, env={"HF_HUB_OFFLINE": "1"}
+    )
+    is_like_plain(found[0]["usual"], "usual", folder)
+    is_like_plain(program.train("usual", folder / "again", 0, checkpoint), "usual", folder)
+
+
+def test_ranks_of_torchrun_train_as_plain_trainer(folder: Path) -> None:
+    place = folder / "torchrun"
+    place.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    done = run_group([*command, str(free_port()), "-m", TARGET, str(place)], 300, {**ENV, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    is_like_plain(json.loads((place / "found0.json").read_text()), "usual", folder)
+
+
+def test_a_loss_of_outputs_is_refused_where_losses_of_ranks_are_added(folder: Path) -> None:
+    found = run_on_ranks(2, f"{TARGET}:refuse_outer_loss", str(folder / "outer"), env={"HF_HUB_OFFLINE": "1"})
+    assert all(text.startswith("ConfigError") and "'reduction': 'mean'" in text for text in found)
+
+
+def test_importing_the_package_imports_no_such_library() -> None:
+    names = ["transformers", "accelerate", "lightning", "peft", "torchmetrics"]
+    code = f"import autovaruna, sys; autovaruna.AutoVaruna; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,109 @@
+"""Trains a small model with accelerate's loop, plain on one process or over the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.integrations import SETTINGS
+
+BATCH, STEPS, SAVED = 6, 6, 3
+
+
+def train(folder: Path, num_ranks: int, resume: bool = False) -> dict[str, Any]:
+    """Returns losses and norms by step, and predictions of all samples; 0 ranks are those of plain accelerate."""
+    if num_ranks:
+        from autovaruna.integrations.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, autovaruna=SETTINGS)
+    else:
+        from accelerate import Accelerator as Plain
+
+        accelerator = Plain(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
+    chance = torch.Generator().manual_seed(1)
+    samples = TensorDataset(torch.randn(40, 5, generator=chance), torch.randint(3, (40,), generator=chance))
+    loader: Any = DataLoader(samples, batch_size=BATCH // (num_ranks or 1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if resume:
+        accelerator.load_state(str(folder / "state"))
+    first, found = SAVED - 1 if resume else 0, []
+    for step, (x, y) in enumerate(accelerator.skip_first_batches(loader, first), first):
+        if step == STEPS:
+            break
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((accelerator.gather(loss.detach()).mean().item(), float(norm)))
+        if step == SAVED - 2:
+            accelerator.save_state(str(folder / "state"))
+    model.eval()
+    with torch.no_grad():
+        predictions = torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in loader])
+    accelerator.save_model(model, str(folder / "model"))
+    is_whole = accelerator.get_state_dict(model).keys() == accelerator.unwrap_model(model).state_dict().keys()
+    return {"steps": found, "predictions": predictions.tolist(), "is_whole": is_whole}
+
+
+def train_on_ranks(folder: str, num_ranks: int, resume: bool = False) -> dict[str, Any]:
+    return train(Path(folder), num_ranks, resume)
+
+
+def group_on_ranks() -> dict[str, Any]:
+    """Returns what torch.distributed, accelerate and torchmetrics see of the ranks."""
+    import os
+
+    import torch.distributed as dist
+    import torchmetrics
+    from accelerate import Accelerator
+    from torch.utils.data.distributed import DistributedSampler
+
+    import autovaruna
+
+    autovaruna.init_process_group()
+    autovaruna.init_process_group()
+    metric = torchmetrics.MeanMetric()
+    metric.update(float(autovaruna.get_rank()))
+    own = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    return {
+        "group": (dist.get_rank(), dist.get_world_size()),
+        "sampled": list(DistributedSampler(range(7), shuffle=False)),  # type: ignore[arg-type]
+        "mean": metric.compute().item(),
+        "processes": Accelerator().num_processes,
+        "variables": own,
+    }
+
+
+def refusals() -> list[str]:
+    """Returns the errors of an optimizer without its model, and of a group of other ranks."""
+    import torch.distributed as dist
+
+    import autovaruna
+    from autovaruna.integrations.accelerate import Accelerator
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    texts = []
+    for act in (
+        autovaruna.init_process_group,
+        lambda: autovaruna.init_process_group("mpi"),
+        lambda: (dist.destroy_process_group(), Accelerator(cpu=True).prepare(lonely_optimizer())),
+    ):
+        try:
+            act()
+        except autovaruna.AutoVarunaError as error:
+            texts.append(str(error))
+    return texts
+
+
+def lonely_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)

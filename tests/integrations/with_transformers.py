@@ -1,0 +1,98 @@
+"""Trains a small GPT-2 with Trainer, plain on one process or over the ranks; run as a module, on ranks of torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.integrations import SETTINGS
+
+BATCH, STEPS, SAVED = 6, 4, 2
+ROWS, LENGTH, WORDS = 36, 8, 31
+CASES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "lora": {},
+    "smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "best": {"load_best_model_at_end": True, "save_total_limit": 1},
+}
+
+
+def model_of(case: str) -> Any:
+    transformers.set_seed(0)
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    if case != "lora":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    return get_peft_model(model, LoraConfig(**options))
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Returns samples of which other numbers of tokens count."""
+    chance = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, WORDS, (ROWS, LENGTH), generator=chance)
+    labels = tokens.masked_fill(torch.arange(LENGTH) < torch.randint(1, 6, (ROWS, 1), generator=chance), -100)
+    return [{"input_ids": tokens[i], "labels": labels[i]} for i in range(ROWS)]
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {"right": float((found.predictions.argmax(-1) == found.label_ids).sum()), "samples": len(found.label_ids)}
+
+
+def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) -> list[dict[str, float]]:
+    """Returns what Trainer logs at each step; 0 ranks are those of plain transformers."""
+    if num_ranks:
+        from autovaruna.integrations import transformers as library
+    else:
+        library = transformers  # type: ignore[assignment]
+    size = BATCH // (num_ranks or 1)
+    options = CASES[case] | ({"autovaruna": SETTINGS} if num_ranks else {})
+    args = library.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=STEPS,
+        logging_steps=1, save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", report_to=[], learning_rate=0.01,
+        use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+    trainer = library.Trainer(
+        model=model_of(case), args=args, train_dataset=rows(), eval_dataset=rows()[:12], compute_metrics=accuracy
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "final"))
+    kept = ("step", "loss", "grad_norm", "eval_loss", "eval_right", "eval_samples")
+    return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history]
+
+
+def train_on_ranks(cases: list[str], folder: str, num_ranks: int, resume: str | None = None) -> dict[str, Any]:
+    return {case: train(case, Path(folder, case), num_ranks, resume) for case in cases}
+
+
+def refuse_outer_loss(folder: str) -> str:
+    """Returns the error of a loss that is made of outputs where ranks' losses would be added up."""
+    from autovaruna.integrations.transformers import Trainer, TrainingArguments
+
+    class Outer(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            labels = inputs.pop("labels")
+            return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
+
+    settings = {**SETTINGS, "reduction": "sum"}
+    args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=1, report_to=[], autovaruna=settings)
+    try:
+        Outer(model=model_of("usual"), args=args, train_dataset=rows()).train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    found = train_on_ranks(["usual"], sys.argv[1], int(os.environ["WORLD_SIZE"]))
+    Path(sys.argv[1], f"found{os.environ['RANK']}.json").write_text(json.dumps(found["usual"]))
