@@ -136,6 +136,7 @@ class Guards:
         self._is_started = False
         self._methods = {"forward"}
         self._outside: list[OutsidePlace] = []
+        self._there: dict[str, frozenset[str]] = {}  # the names that each of these held when it was looked at
         self._where: dict[str, tuple[Any, str]] = {}  # dicts and tensors in which others may stand for a trial
         self._device = next((each.device for each in model.parameters()), None)
         self._set: dict[str, Any] = {}
@@ -209,11 +210,17 @@ class Guards:
             yield
 
     def _look_outside(self) -> set[str]:
-        """Finds anew what the model reads from outside of it; returns the names in places that are new."""
-        known = {place.path for place in self._outside}
+        """Finds anew what the model reads from outside of it; returns the names that were there, but were not read."""
+        read, there = {place.path: place.names for place in self._outside}, self._there
         owners = [each for _, each in (*self._model.named_modules(), *records(self._model))]
         self._outside = read_outside(owners, self._methods)
-        return {place.path + name for place in self._outside if place.path not in known for name in place.names}
+        self._there = {place.path: frozenset(place.held) for place in self._outside}
+        return {
+            place.path + name
+            for place in self._outside
+            for name in place.names - read.get(place.path, set())
+            if name in there.get(place.path, place.names)
+        }
 
     def _note_changes(self) -> None:
         before, met = self._last, self._look_outside()

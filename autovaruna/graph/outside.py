@@ -31,6 +31,11 @@ _LEADS: dict[type, tuple[str, ...]] = {
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "autovaruna", "mpi4py"} - {"__main__", "types", "argparse"}
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__setstate__", "__reduce__"})
 """Methods that no forward calls, of those that Python calls without a name in the code."""
+_WORDS_OF_CLASSES = frozenset({"__doc__", "__module__", "__qualname__", "__annotations__", "__dict__", "__slots__"})
+_OF_LAUNCHERS = frozenset(f"{of}RANK" for of in ("", "LOCAL_", "GROUP_", "NODE_")) | frozenset(
+    {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+)
+"""Variables of the environment that each rank has to itself, and that libraries set late."""
 _IMMUTABLE_TYPE = 1 << 8
 _MOST, _DEPTH = 1000, 3
 _MOST_FUNCTIONS = 5000
@@ -120,7 +125,7 @@ class _Walk:
             known = len(self.names) + len(self._classes)
             for kind in list(self._classes):
                 called = {name for name, value in vars(kind).items() if name.startswith("__") and callable(value)}
-                names = (self.names | called - _NOT_CALLED) & vars(kind).keys()
+                names = ((self.names | called - _NOT_CALLED) & vars(kind).keys()) - _WORDS_OF_CLASSES
                 self._take(f"{kind.__module__}:{kind.__qualname__}.", vars(kind), names, self.names, kind)
 
     def follow(self, path: str, value: Any, names: set[str], depth: int = _DEPTH) -> None:
@@ -131,7 +136,7 @@ class _Walk:
         self._seen[key] = value
         is_os = value is os and not names.isdisjoint(("environ", "getenv"))
         if is_os or value is os.environ or value is os.getenv:
-            self._take("os.environ:", os.environ, names & os.environ.keys(), names, os.environ)
+            self._take("os.environ:", os.environ, (names & os.environ.keys()) - _OF_LAUNCHERS, names, os.environ)
         elif isinstance(value, ModuleType):
             if not _is_of_library(value):
                 self._take(f"{value.__name__}:", vars(value), names & vars(value).keys(), names)

@@ -7,6 +7,7 @@ optimizer's), all ranks do here.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -81,6 +82,7 @@ class AutoVarunaMixin(_Other):
     """
 
     model: Any
+    _whole: Any = None
     _is_in_loss = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -223,14 +225,43 @@ class AutoVarunaMixin(_Other):
 
     # evaluation
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates, and lets go of the whole model that generation had."""
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._whole = None
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predicts a batch; generation goes on until all ranks have finished theirs."""
-        if getattr(self.args, "predict_with_generate", False):
-            kwargs.setdefault("synced_gpus", True)
-            kwargs = {**getattr(self, "_gen_kwargs", {}), **kwargs}
-            with self._wrapper_as_model():
-                return super().prediction_step(*args, **kwargs)
-        return super().prediction_step(*args, **kwargs)
+        """Predicts a batch; with `predict_with_generate` each rank generates for its own samples, by a whole model."""
+        if not getattr(self.args, "predict_with_generate", False):
+            return super().prediction_step(*args, **kwargs)
+        model, self.model = self.model, self._whole_model()
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.model = model
+
+    def _whole_model(self) -> Any:
+        """Returns a model with all weights on this rank: the own one while it is not split into stages. Collective.
+
+        Raises:
+            ConfigError: the model has been split, and no whole one can be made of its configuration.
+        """
+        wrapper = self._wrapper
+        if wrapper is None or wrapper.plan is None or wrapper.plan.num_stages == 1:
+            return self.model
+        if not isinstance(self.model, transformers.PreTrainedModel):
+            raise ConfigError(
+                f"predict_with_generate needs all weights on each rank: got {type(self.model).__name__}, which is "
+                "split into stages; expected a PreTrainedModel, of which a whole one is made. Pass "
+                "TrainingArguments(autovaruna={'num_stages': 1})."
+            )
+        if self._whole is None:
+            self._whole = type(self.model)(copy.deepcopy(self.model.config)).to(self.args.device).eval()
+            self._whole.load_state_dict(wrapper.state_dict())
+            self._whole.generation_config = self.model.generation_config
+        return self._whole
 
     # files
 

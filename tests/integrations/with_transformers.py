@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from tests.integrations import SETTINGS
 
@@ -20,12 +20,17 @@ CASES: dict[str, dict[str, Any]] = {
     "usual": {},
     "lora": {},
     "smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "translation": {"predict_with_generate": True, "generation_max_length": 6},
     "best": {"load_best_model_at_end": True, "save_total_limit": 1},
 }
 
 
 def model_of(case: str) -> Any:
     transformers.set_seed(0)
+    if case == "translation":
+        sizes = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+        return T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=0.0))
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
@@ -37,6 +42,16 @@ def model_of(case: str) -> Any:
     return get_peft_model(model, LoraConfig(**options))
 
 
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Puts samples of a length of their own each into a batch; other ranks may have a longer one."""
+    lengths = [3 + int(row["input_ids"].sum()) % (LENGTH - 2) for row in rows]
+    tokens = [row["input_ids"][:length] for row, length in zip(rows, lengths, strict=True)]
+    inputs = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    mask = torch.arange(inputs.shape[1]) < torch.tensor(lengths)[:, None]
+    labels = torch.stack([row["labels"] for row in rows])
+    return {"input_ids": inputs, "attention_mask": mask.long(), "labels": labels}
+
+
 def rows() -> list[dict[str, torch.Tensor]]:
     """Returns samples of which other numbers of tokens count."""
     chance = torch.Generator().manual_seed(1)
@@ -46,6 +61,8 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 def accuracy(found: Any) -> dict[str, float]:
+    if found.predictions.ndim == 2:  # what was generated
+        return {"right": float(found.predictions.sum()), "samples": len(found.label_ids)}
     return {"right": float((found.predictions.argmax(-1) == found.label_ids).sum()), "samples": len(found.label_ids)}
 
 
@@ -57,14 +74,16 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
         library = transformers  # type: ignore[assignment]
     size = BATCH // (num_ranks or 1)
     options = CASES[case] | ({"autovaruna": SETTINGS} if num_ranks else {})
-    args = library.TrainingArguments(
+    kind, data = "Seq2Seq" if case == "translation" else "", rows()
+    args = getattr(library, f"{kind}TrainingArguments")(
         output_dir=str(folder), per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=STEPS,
         logging_steps=1, save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", report_to=[], learning_rate=0.01,
         use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **options,
     )  # fmt: skip
-    trainer = library.Trainer(
-        model=model_of(case), args=args, train_dataset=rows(), eval_dataset=rows()[:12], compute_metrics=accuracy
-    )
+    trainer = getattr(library, f"{kind}Trainer")(
+        model=model_of(case), args=args, train_dataset=data, eval_dataset=data[:12], compute_metrics=accuracy,
+        data_collator=padded if kind else None,
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
     kept = ("step", "loss", "grad_norm", "eval_loss", "eval_right", "eval_samples")
