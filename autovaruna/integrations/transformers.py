@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
         "loss in another way; expected 5.23 or newer. pip install -U transformers"
     )
 
+ADAPTERS = "adapter_model.safetensors"
 _Other: Any = Any if TYPE_CHECKING else object  # of which class of transformers, the one that is mixed in with says
 
 
@@ -144,15 +146,6 @@ class AutoVarunaMixin(_Other):
         known = (AutoVarunaMixin, transformers.Trainer)
         others = [each for each in type(self).__mro__ if "compute_loss" in vars(each) and each not in known]
         return all("super" in vars(each)["compute_loss"].__code__.co_names for each in others)
-
-    @contextmanager
-    def _wrapper_as_model(self) -> Iterator[None]:
-        """Has code that calls ``self.model``, or loads into it, find the wrapper there."""
-        model, self.model = self.model, self._wrapper or self.model
-        try:
-            yield
-        finally:
-            self.model = model
 
     # the batch
 
@@ -283,11 +276,27 @@ class AutoVarunaMixin(_Other):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model or self._wrapper)
+        if not self._load_adapters(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model or self._wrapper)
 
     def _load_best_model(self) -> None:
-        with self._wrapper_as_model():
+        if self._load_adapters(self.state.best_model_checkpoint):
+            return
+        model, self.model = self.model, self._wrapper or self.model
+        try:
             super()._load_best_model()
+        finally:
+            self.model = model
+
+    def _load_adapters(self, folder: str) -> bool:
+        """Loads peft's adapters from a folder into the wrapper; False: there are none, or the model is not wrapped."""
+        is_there = hasattr(self.model, "load_adapter") and Path(folder, ADAPTERS).exists()
+        if self._wrapper is None or not is_there:
+            return False
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(self._wrapper, load_peft_weights(folder), self.model.active_adapters[0])
+        return True
 
 
 class Trainer(AutoVarunaMixin, transformers.Trainer):

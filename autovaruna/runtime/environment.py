@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_MPI = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 LOCAL_RANK_VARIABLES = (*_OF_MPI, "SLURM_LOCALID", "LOCAL_RANK")
 """The number of a rank on its host, as set by the same, and by launchers of PyTorch."""
+
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
+"""Where ranks of srun meet: below the ports that systems give to connections."""
 
 logger = logging.getLogger(__name__)
 of_this_thread = threading.local()
@@ -163,10 +167,39 @@ def start_mpi(num_ranks: int) -> World:
         ) from error
     expect_siblings(OF_OPEN_MPI)
     end_with(launcher_of(os.getpid()))
-    world = _joined(MpiTransport(), num_ranks)
+    transport = MpiTransport()
+    if len(transport.hosts) == 1 and (others := variables_beside_mpi(os.environ)):
+        os.environ.update(others)
+        return start_torch(os.environ)
+    world = _joined(transport, num_ranks)
     if local_rank_in(os.environ) == 0:
         remove_leftovers()
     return world
+
+
+def variables_beside_mpi(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns what says which rank this is where MPI knows of one alone: torch's variables, or else those of srun.
+
+    Ranks of srun meet at the first host of the step, where rank 0 is, on a port that follows from job and step. Empty:
+    neither says enough.
+    """
+    if all(variables.get(name) for name in TORCH_VARIABLES) and _number(variables, "WORLD_SIZE") > 1:
+        return {name: variables[name] for name in TORCH_VARIABLES}
+    if not all(variables.get(name, "").isdigit() for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID")):
+        return {}
+    number = int(variables["SLURM_JOB_ID"]) * 31 + _number(variables, "SLURM_STEP_ID")
+    return {
+        "RANK": variables["SLURM_PROCID"],
+        "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": first_host(variables.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
+        "MASTER_PORT": str(_FIRST_PORT + number % _NUM_PORTS),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of Slurm's list of nodes: node01 of ``node[01-04,07],login``."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else "")
 
 
 def start_torch(variables: Mapping[str, str]) -> World:

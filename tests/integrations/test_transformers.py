@@ -55,7 +55,7 @@ def test_ranks_train_evaluate_and_save_as_plain_trainer(case: str, folder: Path,
     assert {name: pytest.approx(each.numpy(), abs=1e-4) for name, each in expected.items()} == {
         name: each.numpy() for name, each in found.items()
     }
-    assert len(list((folder / case).glob("checkpoint-*"))) == (1 if case == "best" else 2)
+    assert len(list((folder / case).glob("checkpoint-*"))) == (1 if case == "lora" else 2)
 
 
 def test_a_checkpoint_goes_on_on_other_ranks_and_in_plain_trainer(folder: Path, on_two: list[dict[str, Any]]) -> None:

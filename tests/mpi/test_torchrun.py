@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from autovaruna.errors import ConfigError
-from autovaruna.runtime.environment import check_slurm, is_of_torch, num_ranks_in, start_torch
+from autovaruna.runtime.environment import (
+    check_slurm,
+    first_host,
+    is_of_torch,
+    num_ranks_in,
+    start_torch,
+    variables_beside_mpi,
+)
 from tests.mpi.launch import QUIET, ROOT, mpirun, run_group
 
 MODULE = "tests.mpi.torch_ranks"
@@ -117,3 +124,32 @@ def test_tasks_of_srun_that_mpi_does_not_know_are_refused() -> None:
         check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "2"})
     check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})  # of a batch script, which is one process
     check_slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"})  # of a shell
+
+
+SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+
+
+def test_tasks_of_srun_without_mpi_join_by_the_variables_of_torch_or_of_slurm(tmp_path: Path) -> None:
+    """As ``srun -N2 -n2 python train.py`` starts them; once, each was refused, for MPI knows of one process alone."""
+    code = "import autovaruna; print(autovaruna.get_rank(), autovaruna.get_world_size())"
+    of_torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    for variables, name in ((SLURM, "SLURM_PROCID"), (SLURM | of_torch, "RANK")):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env={**ENV, **variables, name: str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        assert [rank.communicate(timeout=100)[0].split() for rank in ranks] == [["0", "2"], ["1", "2"]]
+
+
+def test_what_says_which_rank_this_is_beside_mpi() -> None:
+    own = variables_beside_mpi(SLURM | {"SLURM_PROCID": "1"})
+    assert own == {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "20372"}
+    assert variables_beside_mpi(TORCH | SLURM | {"SLURM_PROCID": "1"}) == TORCH
+    assert variables_beside_mpi({"SLURM_STEP_NUM_TASKS": "2"}) == {}
+    hosts = {"node[01-04,07],login": "node01", "tux12,tux14": "tux12", "rack[1-2]node[3-4]": "rack1node3", "a": "a"}
+    assert {nodes: first_host(nodes) for nodes in hosts} == hosts
