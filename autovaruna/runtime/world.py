@@ -36,6 +36,7 @@ from autovaruna.runtime.transport.layout import MAX_PART_BYTES, Layout, check_de
 from autovaruna.runtime.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
+_MOST_LETTERS = 400  # of what a rank has that another one has not, in an error
 _ERRORS = AutoVarunaError.__module__
 NextTensor = Callable[[Layout], Tensor | None]
 Ranks = tuple[int, ...]
@@ -415,11 +416,21 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
     for rank, other in enumerate(of_ranks):
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:
+            pairs = [(name, first.get(name, "missing"), other.get(name, "missing")) for name in names[:5]]
             return "; ".join(
-                f"{name} is {first.get(name, 'missing')} on rank 0, {other.get(name, 'missing')} on rank {rank}"
-                for name in names[:5]
+                f"{name} is {_around(one, two)} on rank 0, {_around(two, one)} on rank {rank}"
+                for name, one, two in pairs
             )
     return ""
+
+
+def _around(text: str, other: str) -> str:
+    """Returns a text, and of a long one the part where it begins to differ from another."""
+    if len(text) <= _MOST_LETTERS:
+        return text
+    place = next((k for k, (one, two) in enumerate(zip(text, other, strict=False)) if one != two), 0)
+    begin = max(0, place - _MOST_LETTERS // 4)
+    return f"{'...' * (begin > 0)}{text[begin : begin + _MOST_LETTERS]}..."
 
 
 Result = TypeVar("Result")
