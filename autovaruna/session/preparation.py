@@ -261,7 +261,8 @@ class Preparation:
         blocks, ranks = list(range(len(self._traced.graph.blocks))), set(range(num_ranks))
         are_blocks = all(each.blocks for each in stages) and [b for each in stages for b in each.blocks] == blocks
         odd = [each.ranks for each in stages if not each.ranks or len(ranks & set(each.ranks)) < len(each.ranks)]
-        of_size = _complaint_of_size(plan, settings, self._shared.global_batch_size)
+        num_samples = max(self._shared.global_batch_size, plan.num_micro_batches)  # empty slices are left out
+        of_size = _complaint_of_size(plan, settings, num_samples)
         complaints = {
             f"it is for {plan.num_ranks} ranks: got {num_ranks}": plan.num_ranks != num_ranks,
             f"stages are to have blocks 0 to {blocks[-1]} of the model, in order and each once": not are_blocks,

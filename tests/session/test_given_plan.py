@@ -100,7 +100,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "blocks": (lambda plan: with_stage(plan, blocks=(0,)), r"blocks 0 to \d+ of the model"),
     "replicas": (lambda plan: with_stage(plan, ranks=(0, 5)), r"different ranks from 0 to 1: got \[\(0, 5\)\]"),
     "schedule": (lambda plan: replace(plan, schedule="none"), "schedule is none, expected one of 1f1b"),
-    "too many": (lambda plan: replace(plan, num_micro_batches=9), "num_micro_batches is 9, expected 1 to 8"),
     "evaluation": (lambda plan: replace(plan, needs_gradient=False), "for evaluation"),
     "state": (lambda plan: replace(plan, shares_state=True), "shares out the optimizer's state"),
 }
