@@ -27,7 +27,7 @@ from autovaruna._torch import (
     parameter_table,
     version_of,
 )
-from autovaruna.graph.outside import OutsidePlace, is_record, read_outside
+from autovaruna.graph.outside import OutsidePlace, is_record, items_of, read_outside
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
@@ -74,10 +74,12 @@ def entries(path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = Fal
         yield path, value
     elif is_array(type(value)):
         yield path, words(value)
-    elif depth and isinstance(value, _CONTAINERS) and len(value) <= _MOST:
-        yield path, len(value)
-        ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        for name, inner in list(ordered.items() if isinstance(ordered, Mapping) else enumerate(ordered)):
+    elif depth and isinstance(value, _CONTAINERS):
+        held = items_of(value, _MOST)
+        yield path, len(held)
+        if isinstance(value, set | frozenset):
+            held = list(enumerate(sorted([inner for _, inner in held], key=repr)))
+        for name, inner in held:
             yield from entries(f"{path}.{name}", inner, depth - 1, with_code=with_code)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property, partial
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -107,6 +108,20 @@ def _is_of_library(value: Any) -> bool:
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
 
 
+def items_of(container: Any, most: int) -> list[tuple[Any, Any]]:
+    """Returns what a container holds, each with its key or place; empty if that is more than `most`.
+
+    No method of a class of its own is called: it might load what a library has, or raise.
+    """
+    if isinstance(container, dict):
+        held: Iterable[tuple[Any, Any]] = dict.items(container)
+    else:
+        kind: Any = next(each for each in _CONTAINERS if isinstance(container, each))
+        held = enumerate(kind.__iter__(container))
+    found = list(islice(held, most + 1))
+    return found if len(found) <= most else []
+
+
 class _Walk:
     """One walk; `names` are those in the code so far, of attributes as well: methods of these names may be called."""
 
@@ -144,8 +159,8 @@ class _Walk:
             self._classes |= dict.fromkeys([each for each in value.__mro__ if not _is_of_library(each)])
         elif isinstance(value, FunctionType):
             self._read_function(value)
-        elif isinstance(value, _CONTAINERS) and depth and len(value) <= _MOST:
-            for each in list(value.values() if isinstance(value, dict) else value):
+        elif isinstance(value, _CONTAINERS) and depth:
+            for _, each in items_of(value, _MOST):
                 self.follow(path, each, names, depth - 1)
         elif type(value) in _LEADS:
             for name in _LEADS[type(value)]:
