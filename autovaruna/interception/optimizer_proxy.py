@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,6 +22,11 @@ Own = Callable[[list[Tensor]], list[Tensor]]
 """Returns those of some parameters that this rank steps over."""
 Whole = list[tuple[list[Tensor], list[Tensor]]]
 """The list of parameters of each group, and what was in it."""
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """Returns the parameters of all groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def cut_down(optimizer: Optimizer, own: Own) -> Whole:
@@ -144,7 +150,7 @@ class OptimizerProxy:
         with cut_groups(self._optimizer, self._part.own):
             plain(*args, **kwargs)
         if (args[0] if args else kwargs.get("set_to_none", True)) is not False:
-            self._part.clear([each for group in self._optimizer.param_groups for each in group["params"]])
+            self._part.clear(parameters_of(self._optimizer))
 
     def _enter(self, *_: Any) -> None:
         self._depth += 1

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from autovaruna._torch import pytree
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.random import python_generators, untouched_generator
+from autovaruna.interception.optimizer_proxy import parameters_of
 from autovaruna.profiler.bytes import meter_of
 from autovaruna.profiler.measure import own_clock
 from autovaruna.profiler.records import OptimizerCost
@@ -195,7 +196,7 @@ def _step(optimizer: Optimizer) -> None:
     if not asks_for_closure(optimizer):
         optimizer.step()
         return
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     optimizer.step(closure)  # type: ignore[arg-type]
 
 
@@ -248,7 +249,7 @@ def copy_for(optimizer: Optimizer, exchanged: Mapping[int, nn.Parameter]) -> lis
     originals = nested(optimizer)
     memo: dict[int, Any] = {id(each): type(each).__new__(type(each)) for each in originals}
     for each in originals:
-        for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
+        for parameter in parameters_of(each):
             memo[id(parameter)] = exchanged.get(id(parameter), nn.Parameter(torch.empty(0)))
     for each in originals:
         for value in vars(each).values():

@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import InputError
 from autovaruna.interception.installed import ProcessPiece, Undo
-from autovaruna.interception.optimizer_proxy import OptimizerProxy, cut_groups, outermost_step, watch_steps
+from autovaruna.interception.optimizer_proxy import (
+    OptimizerProxy,
+    cut_groups,
+    outermost_step,
+    parameters_of,
+    watch_steps,
+)
 from autovaruna.profiler.optimizer_trial import Steps, steps_of
 from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
 from autovaruna.runtime.weights import Placement, from_rank, shared_parameter, split_models, spread_steps, steps_here
@@ -235,7 +241,7 @@ LATER_OPTIMIZERS = ProcessPiece(_watch_later_optimizers)
 def _join(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _known:
         return
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     away = [each.home for each in parameters if isinstance(each, RemoteTensor)]
     shared = {id(each): known.home for each in parameters if (known := shared_parameter(each)) is not None}
     outermost = outermost_step()

@@ -15,6 +15,7 @@ publish   outputs are put together, and joined to the caller's autograd graph
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class StepGradients:
     inputs: Mapping[str, Tensor | None] = field(default_factory=dict)
 
 
-class Step:
+class Step(ABC):
     """What both kinds of steps do alike."""
 
     def __init__(self, call: ModelCall, rank: RankContext) -> None:
@@ -95,8 +96,9 @@ class Step:
                 self._rank.trace.write_step()
         return outputs
 
+    @abstractmethod
     def _run(self) -> list[Tensor | None]:
-        raise NotImplementedError
+        """Runs the instructions of the call; returns the outputs."""
 
     def _prepare(self, kinds: tuple[Kind, ...]) -> Sequence[Task]:
         """Sends samples to where they are used, and begins the sums; returns what is to be run."""

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count, pairwise
 from math import lcm
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,29 @@ _POOL_THREADS = 32
 _numbers = count()
 _CARRIES_ALL = "Pass channel='mpi'."
 Ranks = tuple[int, ...]
+
+
+class OpenStore(NamedTuple):
+    """A store of torch.distributed as this rank reaches it, and the number that rank 0 gave it."""
+
+    store: Store
+    address: str
+    port: int
+    number: int
+
+
+def open_store(world: World, what: str) -> OpenStore:
+    """Opens a store on rank 0 that the others find through the world. Collective; `what` names it in errors."""
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    first = partial(make, "0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    store = on_all(world, lambda: None if world.rank else first(), what)
+    place = None if store is None else (store.port, [world.hosts[0], *own_addresses()], next(_numbers))
+    port, known, number = world.broadcast_object(place, 0, what)
+    is_here = world.hosts[0] == world.hosts[world.rank]
+    address = "127.0.0.1" if is_here else reachable(known, port)
+    if store is None:
+        store = make(address, port, is_master=False)
+    return OpenStore(store, address, port, number)
 
 
 class Transfer(TensorTransfer):
@@ -104,7 +127,8 @@ class TorchChannel:
     def __init__(self, world: World, backend: str, device: torch.device) -> None:
         self.is_on_host = backend == "gloo"
         self.world, self.backend = world, backend
-        self._store = self._open_store()
+        opened = open_store(world, "opening a channel")
+        self._store = PrefixStore(f"autovaruna-{opened.number}", opened.store)
         self._pool = ThreadPoolExecutor(_POOL_THREADS, "autovaruna-gloo") if self.is_on_host else None
         self.device = device
         self._out: dict[int, Any] = {}
@@ -224,19 +248,6 @@ class TorchChannel:
         header = torch.empty(2, dtype=torch.int64, device="cpu")
         self._headers[source] = header, self.world.transport.post_receive(header, source, HEADER_CHANNEL, 0)
         return self._headers[source]
-
-    def _open_store(self) -> Store:
-        """Opens a store on rank 0 that the others find through the world."""
-        world, what = self.world, "opening a channel"
-        open_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-        first = partial(open_store, "0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        store = on_all(world, lambda: None if world.rank else first(), what)
-        place = None if store is None else (store.port, [world.hosts[0], *own_addresses()], next(_numbers))
-        port, known, number = world.broadcast_object(place, 0, what)
-        if store is None:
-            is_here = world.hosts[0] == world.hosts[world.rank]
-            store = open_store("127.0.0.1" if is_here else reachable(known, port), port, is_master=False)
-        return PrefixStore(f"autovaruna-{number}", store)
 
     def _group(self, kind: str, ranks: Ranks) -> Any:
         store = PrefixStore("-".join([kind, *map(str, ranks)]), self._store)
