@@ -17,6 +17,7 @@ from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import InputError
 from autovaruna.integrations.process_group import init_process_group
+from autovaruna.interception.optimizer_proxy import parameters_of
 
 
 class Accelerator(accelerate.Accelerator):
@@ -98,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
 def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer has a parameter of a model."""
     own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(parameter) in own for parameter in parameters_of(optimizer))
 
 
 class _Whole(nn.Module):
@@ -106,7 +107,7 @@ class _Whole(nn.Module):
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()
-        self.__dict__["_whole_state"] = state
+        self._state = state
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        return dict(self.__dict__["_whole_state"])
+        return dict(self._state)

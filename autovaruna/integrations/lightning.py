@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,7 +22,8 @@ from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
 from autovaruna.graph.methods import own_calls
-from autovaruna.integrations.process_group import init_process_group
+from autovaruna.integrations.process_group import init_process_group, local_rank
+from autovaruna.interception.optimizer_proxy import parameters_of
 from autovaruna.runtime.environment import get_world
 
 _WRAPPERS = "_autovaruna_wrappers"
@@ -35,10 +35,7 @@ class AutoVarunaEnvironment(ClusterEnvironment):
 
     def __init__(self) -> None:
         self._world = get_world()
-        here = self._world.hosts[self._world.rank]
         self._hosts = list(dict.fromkeys(self._world.hosts))
-        self._node = self._hosts.index(here)
-        self._local = self._world.hosts[: self._world.rank].count(here)
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -69,10 +66,10 @@ class AutoVarunaEnvironment(ClusterEnvironment):
         """Does nothing: the launcher has numbered the ranks."""
 
     def local_rank(self) -> int:
-        return self._local
+        return local_rank(self._world)
 
     def node_rank(self) -> int:
-        return self._node
+        return self._hosts.index(self._world.hosts[self._world.rank])
 
 
 class AutoVarunaStrategy(DDPStrategy):
@@ -133,8 +130,6 @@ class AutoVarunaStrategy(DDPStrategy):
         if not self._wrappers:
             self._wrap(self.optimizers if is_fitting else [])
         self.setup_precision_plugin()
-        if is_fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
 
     def _wrap(self, optimizers: list[torch.optim.Optimizer]) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -147,7 +142,7 @@ class AutoVarunaStrategy(DDPStrategy):
     def _name_of_trained(self, optimizer: torch.optim.Optimizer | None) -> str:
         """Returns the name of the child that has all parameters, those of one optimizer of several; empty: no child."""
         module = self.lightning_module
-        parameters = module.parameters() if optimizer is None else _parameters_of(optimizer)
+        parameters = module.parameters() if optimizer is None else parameters_of(optimizer)
         trained = {id(parameter) for parameter in parameters}
         found = {
             name
@@ -176,20 +171,20 @@ class AutoVarunaStrategy(DDPStrategy):
     # steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), self._calls_of_wrappers():
-            return self.lightning_module.training_step(*args, **kwargs)
+        with self._calls_of_wrappers():
+            return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context(), self._calls_of_wrappers():
-            return self.lightning_module.validation_step(*args, **kwargs)
+        with self._calls_of_wrappers():
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context(), self._calls_of_wrappers():
-            return self.lightning_module.test_step(*args, **kwargs)
+        with self._calls_of_wrappers():
+            return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context(), self._calls_of_wrappers():
-            return self.lightning_module.predict_step(*args, **kwargs)
+        with self._calls_of_wrappers():
+            return super().predict_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -225,7 +220,3 @@ class AutoVarunaStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

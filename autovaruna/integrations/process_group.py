@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ import torch.distributed as dist
 
 from autovaruna.errors import ConfigError
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.torch_channel import lacking_for_nccl, own_addresses, reachable
-from autovaruna.runtime.world import World, on_all
+from autovaruna.runtime.torch_channel import lacking_for_nccl, open_store
+from autovaruna.runtime.world import World
 
 BACKENDS = ("auto", "gloo", "nccl")
 _WHAT = "init_process_group"
@@ -70,10 +69,8 @@ def _choose(backend: str, world: World) -> str:
     """Returns the backends for CPU and GPU tensors that torch is to open. Collective."""
     if backend == "gloo":
         return "gloo"
-    device = torch.device("cuda", _local_rank(world)) if _has_gpu(world) else torch.device("cpu")
-    lacking = (
-        ["there is one rank"] if world.num_ranks == 1 and device.type == "cpu" else lacking_for_nccl(world, device)
-    )
+    device = torch.device("cuda", local_rank(world)) if _has_gpu(world) else torch.device("cpu")
+    lacking = lacking_for_nccl(world, device)
     if backend == "nccl" and lacking:
         raise ConfigError(f"init_process_group('nccl') needs a GPU for each rank: {'; '.join(lacking)}. Pass 'gloo'.")
     if lacking:
@@ -83,28 +80,20 @@ def _choose(backend: str, world: World) -> str:
 
 
 def _has_gpu(world: World) -> bool:
-    return torch.cuda.is_available() and _local_rank(world) < torch.cuda.device_count()
+    return torch.cuda.is_available() and local_rank(world) < torch.cuda.device_count()
 
 
-def _local_rank(world: World) -> int:
+def local_rank(world: World) -> int:
     """Returns the number of this rank among those of its host."""
-    return sum(host == world.hosts[world.rank] for host in world.hosts[: world.rank])
+    return world.hosts[: world.rank].count(world.hosts[world.rank])
 
 
 def _open_store(world: World) -> tuple[Any, dict[str, str]]:
-    """Opens a store on rank 0; returns each rank's connection to it, and the variables that name it. Collective."""
+    """Opens a store of all ranks; returns this rank's connection to it, and the variables that name it. Collective."""
     if world.num_ranks == 1:
         return _stores.HashStore(), {}
-    open_store = _stores.TCPStore
-    first = partial(open_store, "0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    store = on_all(world, lambda: None if world.rank else first(), _WHAT)
-    known = None if store is None else (store.port, [world.hosts[0], *own_addresses()])
-    port, hosts = world.broadcast_object(known, 0, _WHAT)
-    if store is None:
-        address = "127.0.0.1" if world.hosts[0] == world.hosts[world.rank] else reachable(hosts, port)
-        store = open_store(address, port, is_master=False)
-        return store, {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    opened = open_store(world, _WHAT)
+    return opened.store, {"MASTER_ADDR": opened.address, "MASTER_PORT": str(opened.port)}
 
 
 def _set_variables(world: World, place: dict[str, str]) -> None:
@@ -112,7 +101,7 @@ def _set_variables(world: World, place: dict[str, str]) -> None:
     own = {
         "RANK": world.rank,
         "WORLD_SIZE": world.num_ranks,
-        "LOCAL_RANK": _local_rank(world),
+        "LOCAL_RANK": local_rank(world),
         "LOCAL_WORLD_SIZE": world.hosts.count(world.hosts[world.rank]),
     }
     if world.num_ranks > 1 and not torch.cuda.is_available():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,15 @@ class AutoVarunaMixin(_Other):
         others = [each for each in type(self).__mro__ if "compute_loss" in vars(each) and each not in known]
         return all("super" in vars(each)["compute_loss"].__code__.co_names for each in others)
 
+    @contextmanager
+    def _model_replaced(self, model: Any) -> Iterator[None]:
+        """Has code that uses ``self.model`` find another one there."""
+        before, self.model = self.model, model
+        try:
+            yield
+        finally:
+            self.model = before
+
     # the batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -229,11 +238,8 @@ class AutoVarunaMixin(_Other):
         """Predicts a batch; with `predict_with_generate` each rank generates for its own samples, by a whole model."""
         if not getattr(self.args, "predict_with_generate", False):
             return super().prediction_step(*args, **kwargs)
-        model, self.model = self.model, self._whole_model()
-        try:
+        with self._model_replaced(self._whole_model()):
             return super().prediction_step(*args, **kwargs)
-        finally:
-            self.model = model
 
     def _whole_model(self) -> Any:
         """Returns a model with all weights on this rank: the own one while it is not split into stages. Collective.
@@ -280,13 +286,9 @@ class AutoVarunaMixin(_Other):
             super()._load_from_checkpoint(resume_from_checkpoint, model or self._wrapper)
 
     def _load_best_model(self) -> None:
-        if self._load_adapters(self.state.best_model_checkpoint):
-            return
-        model, self.model = self.model, self._wrapper or self.model
-        try:
-            super()._load_best_model()
-        finally:
-            self.model = model
+        if not self._load_adapters(self.state.best_model_checkpoint):
+            with self._model_replaced(self._wrapper or self.model):
+                super()._load_best_model()
 
     def _load_adapters(self, folder: str) -> bool:
         """Loads peft's adapters from a folder into the wrapper; False: there are none, or the model is not wrapped."""
