@@ -77,6 +77,7 @@ class _Results:
     same: dict[str, Tensor] = field(default_factory=dict)
     values: dict[fx.Node, Tensor] = field(default_factory=dict)
     gradients: dict[fx.Node, Tensor] = field(default_factory=dict)
+    ends: dict[fx.Node, Tensor] = field(default_factory=dict)
 
 
 class PartsTrial:
@@ -84,7 +85,7 @@ class PartsTrial:
 
     Args:
         tensors: Those of two samples or more.
-        weigh: None: the loss does not count.
+        weigh: None: the loss does not count; a backward begins where samples end, see `ends`.
         values: What parts are given of the whole batch.
         first: Samples of the first of two parts.
     """
@@ -114,9 +115,6 @@ class PartsTrial:
 
     def refusal(self) -> AutoVarunaError | None:
         """Returns why the graph cannot run in micro-batches: they make other numbers; None: nothing is known of it."""
-        if any(each.has_buffers for each in self._unknown):
-            self.untried = "it has modules that are kept whole and may change state"
-            return None
         if self._num_drawn_bytes() > _free_bytes(self.device):
             self.untried = "its weights, which are elsewhere, do not fit here"
             return None
@@ -154,7 +152,7 @@ class PartsTrial:
             off = _distances(whole, _join(parts, runs), runs)
             off = {name: each for name, each in off.items() if each > CLEAR * allowed}
             again = [self._run(tensors, every, Rounded(self.device, seed)) for seed in SEEDS if off]
-            again += [self._run(tensors, every, seed=seed) for seed in SEEDS if off and self._unknown]  # they may draw
+            again += [self._run(tensors, every, seed=seed) for seed in SEEDS if off and self.unknown]  # they may draw
             noise = [_distances(whole, run, [run]) for run in again]
             wrong = {k: far for k, far in off.items() if far > BY_ROUNDING * max(each[k] for each in noise)}
             if wrong:
@@ -227,17 +225,39 @@ class PartsTrial:
 
     def _taken(self, outputs: Sequence[Tensor], part: _Part, results: _Results) -> Iterator[tuple[Tensor, Tensor]]:
         """Puts what counts of the outputs to the results; yields where a backward begins, and from what."""
-        loss = self.traced.loss if self._weigh else None
+        loss, samples = self.traced.loss if self._weigh else None, list(part.samples)
+        rows_of = {node: self.rows(node, value, len(samples)) for node, value in results.ends.items()}
         for spec, output in zip(self.traced.outputs, outputs, strict=True):
             if spec.kind is OutputKind.SAMPLES:
-                rows = self._rows(output, spec.dimension, spec.outer, len(part.samples))
+                rows = self._rows(output, spec.dimension, spec.outer, len(samples))
                 results.rows[spec.path] = rows.detach()
-                if loss is None and rows.requires_grad and len(rows) == len(part.samples):
-                    seed = self.known.setdefault(spec.path, torch.randn_like(rows.detach()))
-                    yield rows, seed[list(part.samples)]
+                rows_of |= {} if loss else {spec.path: rows}
             elif spec is loss:
                 results.sums[spec.path] = output.detach() * part.share
                 yield output, torch.full_like(output, part.share)
+        for end, rows in rows_of.items():
+            if rows is not None and rows.requires_grad and len(rows) == len(samples):
+                yield rows, self.known.setdefault((end, _GRADIENT), torch.randn_like(rows.detach()))[samples]
+
+    @cached_property
+    def ends(self) -> set[fx.Node]:
+        """The last values of samples before what joins them, where a backward begins if the loss does not count."""
+        is_free, fed, joint = self._weigh is None and self.traced.loss is not None, set[fx.Node](), set[fx.Node]()
+        dimension = self.traced.sizes.batch_dimension
+        for node in self.module.graph.nodes if is_free else ():
+            if node.op == "output" or self.traced.sizes.is_given(node):
+                continue
+            value, sources = node.meta.get("val"), set(node.all_input_nodes)
+            made = [
+                each for each in (value, *(user.meta.get("val") for user in node.users)) if isinstance(each, Tensor)
+            ]
+            made = made[:1] if isinstance(value, Tensor) else made
+            is_of_samples = any(dimension(each) is not None for each in made)
+            if sources & fed or (node.op == "placeholder" and is_of_samples):
+                fed.add(node)
+                if sources & joint or (made and not is_of_samples):
+                    joint.add(node)
+        return {node for node in fed - joint if not joint.isdisjoint(node.users)}
 
     def _rows(self, tensor: Tensor, dimension: int, outer: Any, num_samples: int) -> Tensor:
         """Returns a value of samples with these first; if their number does not divide it, as it is."""
@@ -278,7 +298,7 @@ class PartsTrial:
         return self.traced.lengths_of(self.traced.call) or ()
 
     @cached_property
-    def _unknown(self) -> list[OpaqueModule]:
+    def unknown(self) -> list[OpaqueModule]:
         """The modules that are kept whole, and of which nobody knows how parts make up what they return."""
         results = [node for node in self.nodes.values() if node.op == "call_function" and node.args]
         kept = [opaque_module_of(node.args[0]) for node in results if reduction_of(node) is ReductionKind.UNKNOWN]
@@ -456,6 +476,8 @@ class _TrialPass(GraphRun):
             value = super().value(node)
         if not self._is_region:
             self._hold(node)
+        if node in trial.ends and isinstance(value, Tensor):
+            self._results.ends[node] = value.clone()
         if self._notes and isinstance(value, Tensor) and _has_numbers(value):
             self._results.values[node] = value
         return value
@@ -465,8 +487,11 @@ class _TrialPass(GraphRun):
         writes = self._trial.traced.facts[node.name].writes if node.op == "call_function" else frozenset()
         for name, memory in self._trial.following.items() if writes else ():
             if memory & writes:
-                with torch.no_grad(), preserve_version_counter(self._state[name]):
-                    self._state[name].copy_(self._trial.started(name))
+                state, started = self._state[name], self._trial.started(name)
+                if opaque_module_of(node) in self._trial.unknown and not torch.equal(state, started):
+                    raise ArithmeticError("it has modules that are kept whole and change state")
+                with torch.no_grad(), preserve_version_counter(state):
+                    state.copy_(started)
 
     def _evaluated(self, node: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)

@@ -337,7 +337,7 @@ class Traces:
         """
         settings = self._settings
         is_free = settings.micro_batch_weight is not None or settings.batch_statistics != "exact"
-        known = trial_file(settings, traced, f"{settings.reduction} {is_free}")
+        known = trial_file(settings, traced, f"{settings.reduction} {is_free and 'from ends'}")
         if known is not None and known.exists():
             return ""
         size = min(shared.global_batch_size, _MOST_TRIED_COUNTS) if traced.joins_counts else _TRIED

@@ -51,6 +51,18 @@ class Layer(nn.Module):
         return x + torch.tanh(self.inner(self.way(x)))
 
 
+class WithBuffer(nn.Module):
+    """Is kept whole for its branch on numbers, and holds one that it does not change; its backward may mix samples."""
+
+    def __init__(self, backward: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.backward, self.two = backward, nn.Buffer(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.backward.apply(x) * self.two
+        return made if float(x.detach().sum()) < 1e6 else x
+
+
 class DividedBackward(torch.autograd.Function):
     """Is the identity, whose gradient goes by the size of the batch."""
 
@@ -144,6 +156,28 @@ def test_a_sum_is_one_where_that_is_asked_for() -> None:
     run(MEETING["sum"], reduction="sum")
     with pytest.raises(AutoVarunaError, match=r"no sum over its samples: .*test_trial.py"):
         run(ALONE["dropout"], reduction="sum")
+
+
+def test_a_kept_module_that_only_reads_its_buffers_is_tried() -> None:
+    model = Series(lambda m, x, mark, y: m.loss(m.kept(m.value(x)), y))
+    model.kept = WithBuffer(DividedBackward)
+    with pytest.raises(TraceError, match=r"gradient that goes back through .* is another"):
+        AutoVaruna(model, plan=Setup(num_micro_batches=2).plan, **QUIET)(*batch())
+
+
+FREE: dict[str, dict[str, Any]] = {
+    "weights": {"micro_batch_weight": lambda arguments: 1.0},
+    "statistics": {"batch_statistics": "micro-batch"},
+}
+
+
+@pytest.mark.parametrize("settings", FREE.values(), ids=FREE)
+def test_a_loss_that_may_be_any_is_tried_up_to_where_samples_are_joined(settings: dict[str, Any]) -> None:
+    """Else nothing would see that gradients go by other samples: the loss alone is left to the user."""
+    with pytest.raises(TraceError, match=r"gradient that goes back through .* is another .*test_trial.py:\d+"):
+        run(MEETING["backward"], **settings)
+    for way in (ALONE["statistics"], ALONE["counted"], ALONE["time first"], MEETING["root"], MEETING["logsumexp"]):
+        run(way, **settings)
 
 
 def test_one_sample_is_repeated_with_other_numbers() -> None:
