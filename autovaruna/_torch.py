@@ -60,7 +60,7 @@ try:
     OpOverload = torch._ops.OpOverload
     HigherOrderOperator = torch._ops.HigherOrderOperator  # takes graphs, as regions without gradients
 
-    PARAMETRIZE_CACHE, _CACHE_ENABLED = "_cache", "_cache_enabled"  # of torch.nn.utils.parametrize
+    _CACHE_ENABLED = "_cache_enabled"  # of torch.nn.utils.parametrize
 
     rebuild_meta = torch._utils._rebuild_meta_tensor_no_storage  # a tensor on meta, as pickle takes it apart
 
@@ -92,6 +92,7 @@ try:
     foreach_norm: Any = torch._foreach_norm  # of many tensors at once, as torch's own clipping
     foreach_mul_: Any = torch._foreach_mul_
 
+    can_nest: Any = torch._nested_tensor_from_mask_left_aligned  # what an encoder asks before it nests padded samples
     pack_by_lengths: Any = torch._VF._pack_padded_sequence  # packs what ``pack_padded_sequence`` has put in order
     all_true = Tensor._is_all_true  # what torch's own checks of tensors ask
 
@@ -152,7 +153,7 @@ try:
         (ModuleStackTracer, ("call_module", "getattr")),
         (torch.distributions.Distribution, (VALIDATES,)),
         (torch.nn.utils.clip_grad, (NORM, CLIP)),
-        (torch.nn.utils.parametrize, (PARAMETRIZE_CACHE, _CACHE_ENABLED)),
+        (torch.nn.utils.parametrize, (_CACHE_ENABLED,)),
         (nn.RNN(1, 1, device="meta"), (FLAT_WEIGHTS,)),
     ):
         for _name in _names:

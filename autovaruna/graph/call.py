@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autovaruna._torch import is_parametrize_cached
 from autovaruna.errors import InputError
 from autovaruna.graph.guards import mode_of
 from autovaruna.graph.precision import Precision, current_precision
@@ -191,6 +192,12 @@ class CallReader:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: str, method: str = "forward"
     ) -> tuple[list[Tensor], CallSpec]:
         """Returns what `describe` returns; the description is the same object for calls that do not differ."""
+        if is_parametrize_cached():
+            raise InputError(
+                "The model is called in torch.nn.utils.parametrize.cached(): what it keeps of one call, stages and "
+                "micro-batches would find. Expected a call outside of it; where forward uses a parametrized tensor "
+                "several times, enter it in forward."
+            )
         tensors: list[Tensor] = []
         forward = getattr(getattr(self._model, method), "__func__", None)  # its parameters name the inputs
         try:

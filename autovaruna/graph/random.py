@@ -14,9 +14,6 @@ import numpy
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.utils import parametrize
-
-from autovaruna._torch import PARAMETRIZE_CACHE, is_parametrize_cached, replaced
 
 _generator_lock = Lock()
 
@@ -79,16 +76,6 @@ def untouched_generator(device: torch.device) -> Iterator[None]:
     finally:
         with _generator_lock:
             generator.set_state(state)
-
-
-@contextmanager
-def own_cache() -> Iterator[None]:
-    """Keeps what a run computes apart from what others have, where a script calls a model in `parametrize.cached()`."""
-    if not is_parametrize_cached():
-        yield
-        return
-    with replaced(parametrize, PARAMETRIZE_CACHE, {}):
-        yield
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from autovaruna._torch import FakeTensor
 from autovaruna.errors import TraceError
 from autovaruna.graph.constant_values import is_known
 from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records, restored
-from autovaruna.graph.random import own_cache
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
@@ -30,11 +29,11 @@ _MOST_NAMES = 5
 def restored_attributes(model: nn.Module) -> Iterator[None]:
     """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
 
-    A model that is run on fake tensors may keep some of them. What `parametrize.cached()` keeps is kept apart, too.
+    A model that is run on fake tensors may keep some of them.
     """
     places = [vars(owner) for owner in (*model.modules(), *(each for _, each in records(model)))]
     held = [value for place in places for value in place.values() if type(value) in _CONTAINERS]
-    with restored([*places, *held]), own_cache():
+    with restored([*places, *held]):
         yield
 
 

@@ -33,7 +33,7 @@ from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_modu
 from autovaruna.graph.operators import is_of_batch, reached
 from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
-from autovaruna.graph.random import own_cache, python_generators, untouched_generator
+from autovaruna.graph.random import python_generators, untouched_generator
 from autovaruna.graph.records import Block
 from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import OutputKind, TracedModel, joined, opened
@@ -196,7 +196,6 @@ class PartsTrial:
             around or nullcontext(),
             untouched_generator(self.device),
             python_generators(seed),
-            own_cache(),
             compiling_nothing(),
             without_autocast(),
             profiling_mode(),
@@ -226,18 +225,21 @@ class PartsTrial:
     def _taken(self, outputs: Sequence[Tensor], part: _Part, results: _Results) -> Iterator[tuple[Tensor, Tensor]]:
         """Puts what counts of the outputs to the results; yields where a backward begins, and from what."""
         loss, samples = self.traced.loss if self._weigh else None, list(part.samples)
-        rows_of = {node: self.rows(node, value, len(samples)) for node, value in results.ends.items()}
+        begins: dict[fx.Node | str, Tensor | None] = {
+            node: self.rows(node, value, len(samples)) for node, value in results.ends.items()
+        }
         for spec, output in zip(self.traced.outputs, outputs, strict=True):
             if spec.kind is OutputKind.SAMPLES:
                 rows = self._rows(output, spec.dimension, spec.outer, len(samples))
                 results.rows[spec.path] = rows.detach()
-                rows_of |= {} if loss else {spec.path: rows}
+                if loss is None:
+                    begins[spec.path] = rows
             elif spec is loss:
                 results.sums[spec.path] = output.detach() * part.share
                 yield output, torch.full_like(output, part.share)
-        for end, rows in rows_of.items():
-            if rows is not None and rows.requires_grad and len(rows) == len(samples):
-                yield rows, self.known.setdefault((end, _GRADIENT), torch.randn_like(rows.detach()))[samples]
+        for end, value in begins.items():
+            if value is not None and value.requires_grad and len(value) == len(samples):
+                yield value, self.known.setdefault((end, _GRADIENT), torch.randn_like(value.detach()))[samples]
 
     @cached_property
     def ends(self) -> set[fx.Node]:

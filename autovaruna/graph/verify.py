@@ -28,7 +28,7 @@ from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.opaque.run import OpaqueModule, forgetting, profiling_mode
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
-from autovaruna.graph.random import default_generator, draw_from, own_cache, python_generators, untouched_generator
+from autovaruna.graph.random import default_generator, draw_from, python_generators, untouched_generator
 from autovaruna.graph.side_effects import changed_attributes
 from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import TracedModel
@@ -134,7 +134,6 @@ class EagerVsGraph:
             self._alike(),
             in_precision(self.traced.call.precision),
             compiling_nothing(),
-            own_cache(),
         ):
             outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
         named = state_of(own)

@@ -122,22 +122,31 @@ def low_rank_adaptation(wrap: Wrap, share: Share) -> State:
     return model.state_dict()
 
 
+class PackedLSTM(nn.Module):
+    """Is a bidirectional LSTM over packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.size(1))[0]
+
+
 class Tagger(nn.Module):
-    """Tags words with a bidirectional LSTM over packed sequences."""
+    """Tags words."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=0)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
-        self.out = nn.Linear(2 * WIDTH, 5)
+        self.lstm, self.out = PackedLSTM(), nn.Linear(2 * WIDTH, 5)
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
-        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=words.size(1))
-        return self.out(hidden)
+        return self.out(self.lstm(self.embed(words), lengths))
 
 
-@script()
+@script("the packing, the LSTM and the padding are a submodule, which is kept whole")
 def tagging(wrap: Wrap, share: Share) -> State:
     """Bidirectional LSTM over packed sequences, Adam with AMSGrad, loss of words that are there outside of it."""
     model: Any = Tagger()

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autovaruna import AutoVaruna
 from autovaruna.config.settings import resolve
@@ -204,12 +203,6 @@ def scored(self: Any, words: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(rows, labels.view(-1), ignore_index=0)
 
 
-def packing(self: Any, words: Tensor, lengths: Tensor) -> Tensor:
-    """Packs words, time first, by lengths that have the batch alone."""
-    packed = pack_padded_sequence(self.embed(words), lengths.cpu(), enforce_sorted=False)
-    return self.head(pad_packed_sequence(self.rnn(packed)[0], total_length=words.shape[0])[0])
-
-
 def branching(self: Any, words: Tensor) -> Tensor:
     """Has a part that goes by numbers, and is kept whole."""
     return self.head(self.branch(self.embed(words)))
@@ -223,17 +216,13 @@ def branch(self: Any, x: Tensor) -> Tensor:
     ("forward", "inputs", "dims"),
     [
         (scored, [drawn(1, 4, BATCH), drawn(2, 4, BATCH) % 3], {"words": 1, "labels": 1}),
-        pytest.param(
-            *(packing, [drawn(1, 4, BATCH), torch.tensor([4, 2, 3, 1, 4])], {"words": 1}),
-            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot trace the layer behind it"),
-        ),
         (branching, [drawn(1, 4, BATCH)], {"words": 1}),
     ],
 )
 def test_models_of_every_kind_take_time_first(
     forward: Callable[..., Tensor], inputs: list[Tensor], dims: dict[str, int]
 ) -> None:
-    """Losses count over the global batch; what is packed, or kept whole, finds the batch where it is."""
+    """Losses count over the global batch; what is kept whole finds the batch where it is."""
 
     def story(model: Any, optimizer: Any, share: Share) -> list[Tensor]:
         output: Tensor = model(*(share(each, each.dim() - 1) for each in inputs))

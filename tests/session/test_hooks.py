@@ -1,8 +1,7 @@
-"""Hooks: of backward, which see each micro-batch, and of forward that watch or change what the model computes."""
+"""Hooks of forward, which watch or change what the model computes; those of backward are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
@@ -14,10 +13,8 @@ from autovaruna import AutoVaruna, CutPoint
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
-from tests.catalogue.case import Case
-from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
 from tests.reference import sgd
-from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline, train_as_plain
+from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline
 
 PER_RANK = {"inputs": "per_rank"}
 SETUPS = {
@@ -140,35 +137,10 @@ def test_a_cut_point_between_hooks_stays_one() -> None:
     assert (mark.name, mark.block) == ("1", 1)
 
 
-def hooked(hook: Callable[..., Any], is_pre: bool = False) -> nn.Module:
-    """Returns a classifier with a layer that a hook is registered on."""
-    middle = nn.Linear(WIDTH, WIDTH)
-    register = middle.register_full_backward_pre_hook if is_pre else middle.register_full_backward_hook
-    register(hook)
-    return Classifier(hidden(nn.Tanh(), middle, nn.Tanh()))
-
-
-def over_batch(module: nn.Module, *gradients: Any) -> Any:
-    """Divides the gradients of all samples by their common length; a hook of either kind."""
-    return tuple(each / each.norm() for each in gradients[0])
-
-
-def over_sample(module: nn.Module, *gradients: Any) -> Any:
-    """Divides the gradient of each sample by its length."""
-    return tuple(each / each.norm(dim=1, keepdim=True) for each in gradients[0])
-
-
-@pytest.mark.parametrize("is_pre", [False, True])
-def test_what_a_hook_sees_is_said(is_pre: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """One that goes by several samples gives other numbers, which nothing but its code tells."""
-    AutoVaruna(hooked(over_batch, is_pre), num_micro_batches=2, **QUIET)(**labelled(6, 0)[1])
-    assert "body.2 have hooks of backward" in caplog.text and "pass num_micro_batches=1" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("hook", "is_pre", "num"), [(over_sample, False, 3), (over_sample, True, 3), (over_batch, False, 1)]
-)
-def test_hooks_of_single_samples_go_on(hook: Callable[..., Any], is_pre: bool, num: int) -> None:
-    """In one micro-batch, samples may meet in them."""
-    case = Case(f"hooked {is_pre} {num}", lambda: hooked(hook, is_pre), labelled)
-    train_as_plain(case, pipeline(2, num_micro_batches=num), 6, 6)
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_hook_of_backward_is_refused(register: str) -> None:
+    """A trace would drop it; a function with a backward of its own does the same."""
+    model = layers()
+    getattr(model[2], register)(lambda module, *gradients: None)
+    with pytest.raises(TraceError, match=r"2 has a hook of backward.*torch\.autograd\.Function"):
+        AutoVaruna(model, num_micro_batches=2, **QUIET)(X)

@@ -119,18 +119,6 @@ def nodes(self: Any, x: Tensor, joined: Tensor) -> Tensor:
     return self.last(joined @ self.first(x).relu()).log_softmax(1)[:, 0].mean().neg()
 
 
-def actor(self: Any, state: Tensor) -> Tensor:
-    """Takes one observation, and returns a loss of what it would do."""
-    h = self.first(state).relu()
-    return self.action(h).softmax(-1)[0].log().neg() + self.value(h)[0].square()
-
-
-def pictures(self: Any, images: list[Tensor], y: Tensor) -> Tensor:
-    """Takes a list of images of their own sizes."""
-    h = torch.stack([self.first(each).mean((1, 2)) for each in images])
-    return F.cross_entropy(self.last(h), y)
-
-
 def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
@@ -150,16 +138,6 @@ CAUSES: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {
         r"which state_0 \(1, 6, 12\), .*",
     ),
     "graph": (graph(), (random(7, 4), random(7, 7)), r"joined \(7, 7\) joins rows of x \(7, 4\).*"),
-    "observation": (
-        Written(actor, first=nn.Linear(4, WIDTH), action=nn.Linear(WIDTH, 2), value=nn.Linear(WIDTH, 1)),
-        (random(4),),
-        r"state \(4,\) looks like one sample.*unsqueeze\(0\).*",
-    ),
-    "images": (
-        Written(pictures, first=nn.Conv2d(3, 4, 3), last=nn.Linear(4, 2)),
-        ([random(3, 8, 8), random(3, 9, 9)], torch.tensor([0, 1])),
-        r"in a list \(images_0, .*",
-    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
 from torch import nn
@@ -29,11 +28,7 @@ FOR_COUNTS = (
 )
 """What to write where counts over the batch go into what a model gives for each sample."""
 
-_IN_LIST = re.compile(r"\[[01]\]\[(.+?)\]\[\d+\]")
-
 _MOST_NAMES = 3
-
-_CHANNELS = (1, 3)
 
 _OF_AN_EDGE = 2
 
@@ -42,13 +37,7 @@ def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = Non
     """Returns what is odd of a call for which a model mixes samples in some modules, and what to write instead."""
     batch = [spec for spec in call.inputs if spec.is_batch]
     others = [spec for spec in call.inputs if not spec.is_batch]
-    return (
-        _of_graph(batch, others)
-        or _of_lists(call)
-        or _of_time(model, call, others, paths)
-        or _of_one(model, batch)
-        or _OTHERWISE
-    )
+    return _of_graph(batch, others) or _of_time(model, call, others, paths) or _OTHERWISE
 
 
 def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
@@ -64,21 +53,6 @@ def _of_graph(batch: list[InputSpec], others: list[InputSpec]) -> str:
         f"one graph cannot be parted. Expected {WHOLE} together: all ranks pass the one graph, and have the numbers of "
         "plain PyTorch. Or let each rank pass a graph of its own, with dynamic_batch=False: each micro-batch is then a "
         "batch of its own to the model, and with num_micro_batches=the number of ranks so is what each rank passes."
-    )
-
-
-def _of_lists(call: CallSpec) -> str:
-    paths = zip(call.tree.tensor_paths(), call.inputs, strict=True)
-    listed = [spec for path, spec in paths if _IN_LIST.match(path) and spec.dtype.is_floating_point]
-    kinds = {(len(spec.shape), spec.shape[0] in _CHANNELS) for spec in listed}
-    first = next(spec for spec in call.inputs if spec.is_batch)
-    if kinds != {(3, True)} or first not in listed:  # a hidden state of a recurrent module, say
-        return ""
-    names = ", ".join(spec.name for spec in listed[:_MOST_NAMES])
-    return (
-        f"Tensors in a list ({names}) are inputs of their own, of which the first dimension is taken for the batch. "
-        f"Expected one padded tensor (batch, channels, height, width) and a mask; or, as each is a sample, {WHOLE} "
-        "together: all ranks pass the one list, and have the numbers of plain PyTorch."
     )
 
 
@@ -128,21 +102,6 @@ def _has_elsewhere(spec: InputSpec, first: InputSpec) -> bool:
     """Whether an input has the batch size in another dimension, or the second dimension of a batch is its batch."""
     is_hidden = len(spec.shape) == len(("layers", "batch", "width")) and spec.shape[1:2] == first.shape[1:2]
     return first.shape[0] in spec.shape[1:] or spec.shape[:1] in [(length,) for length in first.shape[1:]] or is_hidden
-
-
-def _of_one(model: nn.Module, batch: list[InputSpec]) -> str:
-    """Finds inputs without a dimension for the batch: an observation, or an image."""
-    has_images = any(isinstance(each, nn.Conv2d) for each in model.modules())
-    dimensions = 3 if has_images else 1
-    floating = [spec for spec in batch if spec.dtype.is_floating_point]
-    if not floating or any(len(spec.shape) != dimensions for spec in floating):
-        return ""
-    return (
-        f"{_shown(floating)} looks like one sample without a dimension for the batch, as an observation is that an "
-        "agent sees: its first dimension is taken for the batch. Expected x.unsqueeze(0), a batch of one sample, with "
-        f"inputs='replicated', num_micro_batches=1; or, as it is, {WHOLE} together: all ranks pass the same sample, "
-        "and have the numbers of plain PyTorch."
-    )
 
 
 def _shown(specs: list[InputSpec]) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
-from autovaruna.errors import TraceError
+from autovaruna._torch import BACKWARD_HOOKS, EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
+from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.advice import advice
 from autovaruna.graph.source_lines import chain_of, first_line, is_users, modules_of, origin, users_line, where_raised
@@ -87,14 +87,37 @@ def check_operations(module: fx.GraphModule) -> None:
             )
 
 
-def check_layouts(model: nn.Module) -> None:
-    """Refuses parameters and buffers that are not plain tensors in memory."""
+def check_model(model: nn.Module) -> None:
+    """Refuses tensors that are not plain ones in memory, modules that no trace follows, and hooks of backward."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout is not torch.strided:
             raise TraceError(
                 f"{name} is a sparse tensor: got {tensor.layout}, expected torch.strided. Register a dense one "
                 "(to_dense()), or its indices and values, and make the sparse tensor in forward."
             )
+    for path, each in model.named_modules():
+        nests = isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor and not each.mask_check
+        if nests and not (each.training or torch.is_grad_enabled()):
+            raise refuse_nesting(f" in {path or 'the model'}, which was made with mask_check=False")
+        if isinstance(each, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{path or 'The model'} is a TorchScript module: got {type(each).__qualname__}, which cannot be split. "
+                "Expected a torch.nn.Module; take the one that it was made of."
+            )
+        if any(vars(each)[name] for name in BACKWARD_HOOKS):
+            raise TraceError(
+                f"{path or 'The model'} has a hook of backward, which a trace cannot keep. Expected none: write what "
+                "it does to a gradient as a torch.autograd.Function, which returns its argument, in forward; what "
+                "looks at gradients of weights, register on parameters."
+            )
+
+
+def refuse_nesting(where: str) -> InputError:
+    return InputError(
+        f"nn.TransformerEncoder makes a nested tensor of padded samples as it evaluates{where}. Expected "
+        "nn.TransformerEncoder(..., enable_nested_tensor=False), or encoder.use_nested_tensor = False: what it gives "
+        "differs at padded places alone, which are zeros otherwise."
+    )
 
 
 def refuse_hook(what: str) -> TraceError:

@@ -18,14 +18,20 @@ from torch.utils import checkpoint
 
 from autovaruna._torch import (
     all_true,
+    can_nest,
     pack_by_lengths,
     top_saved_tensors_hooks,
 )
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.assertions import all_pass, number_in
-from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
-from autovaruna.graph.opaque.packed import Padded, called_on_padded, packing, refuse_lengths
+from autovaruna.graph.export.errors import (
+    BatchSizeError,
+    refuse_backward,
+    refuse_hook,
+    refuse_nesting,
+    refuse_parameter,
+)
 from autovaruna.graph.source_lines import chain_of, is_users, users_line
 
 _LOSSES = (
@@ -59,8 +65,6 @@ class Idioms(TorchFunctionMode):
         if _modes() != self._before:
             _refuse_modes(self._before)
         given: dict[str, Any] = kwargs or {}
-        if any(isinstance(each, Padded) for each in args):
-            return called_on_padded(function, args)
         act = self._kept.get(function) or _HANDLERS.get(function)
         try:
             return function(*args, **given) if act is None else act(*args, **given)
@@ -120,9 +124,22 @@ def _of_one_length(loss: Callable[..., Any], input: Any, target: Any, *args: Any
     return loss(input, target, *args, **kwargs)
 
 
-def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    packed = packing(sys._getframe(2), tensor)
-    return tensor.to(*args, **kwargs) if packed is None else packed
+def _refuse_packing(*args: Any) -> Any:
+    raise TraceError(
+        f"forward packs sequences{users_line()}, and how long a packed one is depends on the lengths in a tensor. "
+        "Expected a submodule of tensors that does it, which is then kept whole: move into one what goes from "
+        "pack_padded_sequence() to pad_packed_sequence(..., total_length=x.shape[1]), the recurrent module with it, "
+        "and call it with the padded tensor and the lengths, as a tensor."
+    )
+
+
+def _refuse_nesting(src: Tensor, is_word: Tensor) -> bool:
+    """Refuses an encoder that would make a nested tensor; one that has a gradient makes none."""
+    given = sys._getframe(2).f_locals  # of nn.TransformerEncoder.forward
+    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (src, *given["self"].parameters()))
+    if given["mask"] is None and not has_gradient and not torch.is_autocast_enabled():
+        raise refuse_nesting(users_line())
+    return True
 
 
 def _node(tensor: Tensor) -> Any:
@@ -162,8 +179,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     all_true: all_pass,
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
-    Tensor.to: _to,
-    pack_by_lengths: refuse_lengths,
+    pack_by_lengths: _refuse_packing,
+    can_nest: _refuse_nesting,
     _grad_fn.__get__: _node,
     Tensor.register_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.register_post_accumulate_grad_hook: _refusing(refuse_hook, "registers a hook on a tensor"),

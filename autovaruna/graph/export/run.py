@@ -29,7 +29,7 @@ from autovaruna.graph.export.errors import (
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
-    check_layouts,
+    check_model,
     check_operations,
     explain,
     is_about_batch,
@@ -49,13 +49,12 @@ from autovaruna.graph.export.exported import (
     unlift,
 )
 from autovaruna.graph.export.idioms import Idioms
-from autovaruna.graph.export.patches import conversions, hide_fakes, modules_followed, padded_encoders
+from autovaruna.graph.export.patches import conversions, hide_fakes, modules_followed
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.fakes import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.opaque.functions import Function, recorded_functions, with_own_backward
-from autovaruna.graph.opaque.keep import OpaqueCalls, hooked, is_of_keeper, kept_whole, place_modules
-from autovaruna.graph.opaque.packed import packed_sequences
+from autovaruna.graph.opaque.keep import OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
 from autovaruna.graph.random import python_generators, recorded_draws
@@ -304,7 +303,6 @@ class ExportAttempt:
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
             torch.jit.optimized_execution(False),  # type: ignore[attr-defined]  # it would ask for sizes as numbers
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
-            packed_sequences(model, keeper),
             with_fake_state(model, mode, self.device),
             named_cut_points(model),
             recorded_functions(kept.functions, keeper.call_own) as function_calls,
@@ -312,7 +310,6 @@ class ExportAttempt:
             recorded_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
-            padded_encoders(),
             recorded_precision(self.call.precision),
             modules_followed(),
             without_cudnn() as has_cudnn,
@@ -422,10 +419,8 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         BatchSizeError: the graph would hold for one batch size alone.
         TraceError: the model cannot be traced; says which line and what to do.
     """
-    check_layouts(model)
-    first = KeptWhole(modules=hooked(model), can_grow=options.can_keep)
-    if first.modules:
-        warn_once(logger, model, _OF_HOOKS.format(", ".join(sorted(first.modules))))
+    check_model(model)
+    first = KeptWhole(can_grow=options.can_keep)
     kept, refusal, not_kept = first, None, None
     while True:
         try:

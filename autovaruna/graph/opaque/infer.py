@@ -8,7 +8,6 @@ them, says how results for parts of a batch become that for the whole; gradients
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import BACKWARD_HOOKS, hide_tracing, parameter_table, version_of
+from autovaruna._torch import hide_tracing, parameter_table, version_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.module_state import own_tensors, places_of, replace_tensor, with_state
@@ -175,13 +174,11 @@ class OpaqueTrial:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose tensors are on ``meta``, without hooks of backward: they change no result."""
+    """Returns a copy of a module whose tensors are on ``meta``."""
     try:
         made = copy.deepcopy(module, {id(each): each for each in (*own_tensors(module), *hooks_of(module))})
     except Exception as error:
         raise CannotKeepError(f"it cannot be copied ({error})") from error
-    for each in made.modules():
-        vars(each).update({name: OrderedDict() for name in BACKWARD_HOOKS})
     for shared in places_of(made):
         empty = torch.empty_like(getattr(*shared[0]).detach(), device="meta")
         for place in shared:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import BACKWARD_HOOKS, HOOKS, parameter_table
+from autovaruna._torch import HOOKS, parameter_table
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import restored
 from autovaruna.graph.module_state import own_tensors, places_of
@@ -158,20 +158,3 @@ def _place_in(module: fx.GraphModule) -> None:
                 kept = module.graph.create_node("get_attr", name)
             kept.meta["precision"] = node.meta.get("precision", ())
             node.target, node.args = run_opaque, (kept, batch, tensors, state)
-
-
-def hooked(model: nn.Module) -> frozenset[str]:
-    """Returns the paths of the modules with backward hooks, which a trace would drop; the model may have none."""
-    for path, each in model.named_modules():
-        if isinstance(each, torch.jit.ScriptModule):
-            raise TraceError(
-                f"{path or 'The model'} is a TorchScript module: got {type(each).__qualname__}, which cannot be split. "
-                "Expected a torch.nn.Module; take the one that it was made of."
-            )
-    paths = {path for path, each in model.named_modules() if any(vars(each)[name] for name in BACKWARD_HOOKS)}
-    if "" in paths:
-        raise TraceError(
-            f"The model {type(model).__qualname__} itself has a backward hook, which a trace cannot keep. Expected "
-            "none; register it on a submodule, which is then kept whole, or on parameters."
-        )
-    return frozenset(paths)

@@ -18,7 +18,7 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.module_state import places_of, with_state
 from autovaruna.graph.opaque.functions import plain_checkpoints
 from autovaruna.graph.operators import run_opaque
-from autovaruna.graph.random import default_generator, own_cache, python_generators
+from autovaruna.graph.random import default_generator, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
 
@@ -154,7 +154,7 @@ class OpaqueModule:
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
         saving = without_saved_tensors_hooks()  # a forward may go backward itself, or transform functions
-        with with_state(places, given), plain_checkpoints(), python_generators(seed), own_cache(), saving:
+        with with_state(places, given), plain_checkpoints(), python_generators(seed), saving:
             outputs, tree = flatten(module(*args, **kwargs), "output")
             with torch.no_grad():  # what it has changed or assigned
                 for ((owner, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
