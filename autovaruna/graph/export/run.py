@@ -53,7 +53,7 @@ from autovaruna.graph.export.patches import conversions, hide_fakes, modules_fol
 from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.fakes import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.lengths import Places, find_lengths
-from autovaruna.graph.opaque.functions import Function, recorded_functions, with_own_backward
+from autovaruna.graph.opaque.functions import kept_functions
 from autovaruna.graph.opaque.keep import OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
@@ -74,10 +74,6 @@ _FAR = 2**16 - 1
 """The largest batch that batch normalisations take on a GPU, one by one, when a model is evaluated."""
 logger = logging.getLogger(__name__)
 _KEPT = "what is kept whole is tried for one length alone"
-_OF_HOOKS = (
-    "{} have hooks of backward, and are kept whole, never cut. Each hook runs once a micro-batch, on the gradients of "
-    "its samples alone: where it goes by all samples of a batch (a norm over them, say), pass num_micro_batches=1"
-)
 
 
 def failing_modules(error: BaseException, model: nn.Module, kept: Collection[str]) -> frozenset[str]:
@@ -151,7 +147,6 @@ class KeptWhole:
         hidden_error: what stopped the trace while it said no.
     """
 
-    functions: frozenset[Function] = frozenset()
     operations: frozenset[str] = frozenset({"torch.cdist", "torch.istft"})
     modules: frozenset[str] = frozenset()
     can_grow: bool = True
@@ -305,7 +300,7 @@ class ExportAttempt:
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             with_fake_state(model, mode, self.device),
             named_cut_points(model),
-            recorded_functions(kept.functions, keeper.call_own) as function_calls,
+            kept_functions(keeper.call_own),
             sizes.entered(),
             recorded_draws(model) as drawn,
             in_precision(self.call.precision),
@@ -324,8 +319,6 @@ class ExportAttempt:
                 raise
             except Exception as error:
                 self._stop(error, flat, mode, drawn, idioms.function_of(error))
-        if torch.is_grad_enabled() and (found := with_own_backward(function_calls)):
-            raise RetryError(replace(kept, functions=kept.functions | found))
         output_tree, left = self.reports[-1]
         constants, markers = self._tidy(graph_module)
         allow_cudnn(graph_module, has_cudnn)
@@ -432,7 +425,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
             kept, refusal = stopped.kept, refusal or stopped.refusal
             if not_kept is None and stopped.__cause__ is not None and is_of_keeper(stopped.__cause__):
                 not_kept = stopped.__cause__
-            if options.free and (kept.modules or kept.functions):
+            if options.free and kept.modules:
                 raise TraceError(_KEPT) from stopped
         except StateError:
             raise

@@ -1,8 +1,8 @@
-"""Keeps autograd functions opaque where their backward is not the derivative of their forward; finds their weights."""
+"""Keeps autograd functions opaque, whose backward need not be the derivative of their forward; finds their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -21,8 +21,6 @@ Function = type[torch.autograd.Function]
 _lock = Lock()
 _num_handlers = 0
 _replaced: list[tuple[Function, Any]] = []
-RecordedCall = tuple[Function, tuple[Any, ...]]
-"""One call of a function during a trace; a `TensorKind` stands for each tensor among its arguments."""
 
 
 @dataclass(frozen=True)
@@ -185,56 +183,19 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class TensorKind:
-    """Stands for a tensor argument of a recorded call."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    needs_gradient: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorKind:
-        shape = tuple(int(each.node.hint) if isinstance(each, torch.SymInt) else each for each in tensor.shape)
-        return cls(shape, tensor.dtype, tensor.requires_grad)
-
-    def draw(self, generator: torch.Generator) -> Tensor:
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            return torch.randn(self.shape, dtype=self.dtype, generator=generator).requires_grad_(self.needs_gradient)
-        return torch.zeros(self.shape, dtype=self.dtype)
-
-
 @contextmanager
-def recorded_functions(
-    kept: Collection[Function], keep: Callable[[Function, tuple[Any, ...]], Any]
-) -> Iterator[list[RecordedCall]]:
-    """Records calls of autograd functions on this thread; `keep` leaves nodes for those that are `kept`."""
-    calls: list[RecordedCall] = []
+def kept_functions(keep: Callable[[Function, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Has calls of autograd functions on this thread leave nodes, by `keep`, where they have a backward."""
+    is_trained = torch.is_grad_enabled()
 
-    def record(call: Call) -> Any:
-        function, args = call.function, call.arguments
-        if call.wants_gradient and function in kept:
-            return keep(function, args)
-        calls.append((function, pytree.tree_map_only(Tensor, TensorKind.of, args)))
+    def handle(call: Call) -> Any:
+        tensors = (each for each in pytree.tree_leaves(call.arguments) if isinstance(each, Tensor))
+        if is_trained and call.wants_gradient and any(each.requires_grad for each in tensors):
+            return keep(call.function, call.arguments)
         return call.run()
 
-    with plain_checkpoints(), applied_by(record):
-        yield calls
-
-
-def with_own_backward(calls: list[RecordedCall]) -> set[Function]:
-    """Returns the functions whose backward is not the derivative of their forward, or cannot be compared with it.
-
-    A trace lets autograd derive a function's forward. Both are compared on random numbers of the shapes of the call.
-    """
-    found: set[Function] = set()
-    for function, arguments in {(call[0], str(call[1])): call for call in calls}.values():
-        try:
-            is_derivative = _same_gradients(function, arguments)
-        except Exception:
-            is_derivative = False
-        found |= set() if is_derivative else {function}
-    return found
+    with plain_checkpoints(), applied_by(handle):
+        yield
 
 
 @contextmanager
@@ -250,36 +211,3 @@ def plain_checkpoints() -> Iterator[None]:
 
     with replaced(CheckpointFunction, "apply", classmethod(passing)):
         yield
-
-
-def _same_gradients(function: Function, arguments: tuple[Any, ...]) -> bool:
-    own = _gradients(arguments, lambda args: function.apply(*args))  # type: ignore[no-untyped-call]
-    derived = _gradients(arguments, lambda args: _plain_forward(function, args))
-    return len(own) == len(derived) and all(
-        torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(own, derived, strict=True)
-    )
-
-
-def _gradients(arguments: tuple[Any, ...], run: Callable[[tuple[Any, ...]], Any]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    args = pytree.tree_map_only(TensorKind, lambda kind: kind.draw(generator), arguments)
-    leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with torch.enable_grad():
-        outputs = [leaf for leaf in pytree.tree_leaves(run(args)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not leaves or not outputs:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    starts = [torch.randn(output.shape, dtype=output.dtype, generator=generator) for output in outputs]
-    return list(torch.autograd.grad(outputs, leaves, starts, materialize_grads=True))
-
-
-class _NoContext:
-    """Takes what a forward wants to keep for its backward, and forgets it."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-def _plain_forward(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-    if function.setup_context is not torch.autograd.Function.setup_context:
-        return function.forward(*args)
-    return function.forward(_NoContext(), *args)
