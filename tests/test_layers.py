@@ -44,7 +44,7 @@ LEVELS = {
         "outside",
         "guards",
         "call module_state constant_values side_effects",
-        "fakes opaque lengths",
+        "opaque lengths",
         "export",
         "facts traced",
         "batch",

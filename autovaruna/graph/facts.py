@@ -23,8 +23,8 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
 from autovaruna.graph.export.errors import reason_of
 from autovaruna.graph.export.exported import Exported
-from autovaruna.graph.fakes import example_inputs, fake_like, without_cudnn
 from autovaruna.graph.lengths import Sizes
+from autovaruna.graph.module_state import example_inputs, fake_like, without_cudnn
 from autovaruna.graph.operators import Counting, changed_statistics, is_random
 from autovaruna.graph.precision import in_precision, precision_of, without_autocast
 from autovaruna.graph.source_lines import origin

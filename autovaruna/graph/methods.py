@@ -16,8 +16,8 @@ from autovaruna._torch import OWN_CALL, FakeTensorMode, replaced
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import UnfamiliarError, outline
 from autovaruna.graph.export.errors import quiet_failure
-from autovaruna.graph.fakes import fake_like, unchecked_distributions, with_fake_state
 from autovaruna.graph.guards import Guards
+from autovaruna.graph.module_state import fake_like, unchecked_distributions, with_fake_state
 from autovaruna.graph.precision import compiling_nothing
 from autovaruna.graph.side_effects import restored_attributes
 from autovaruna.graph.tree import flatten

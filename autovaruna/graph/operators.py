@@ -490,6 +490,11 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     return bool(rate != 0.0) and (training is None or node.args[training] is not False)
 
 
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor has other than integers and truth values."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 """Operators that leave memory to chance."""
 

@@ -23,6 +23,7 @@ from autovaruna.graph.operators import (
     Merge,
     ScalingUse,
     arguments,
+    is_differentiable,
     is_random,
     name_of,
     operator_of,
@@ -155,7 +156,7 @@ def _classify_one(
     elif node not in fed:
         kind = OutputKind.SAME
     else:
-        kind = OutputKind.MEAN if value.is_floating_point() or value.is_complex() else OutputKind.TOTAL
+        kind = OutputKind.MEAN if is_differentiable(value) else OutputKind.TOTAL
     times = outer_of(node) if kind is OutputKind.SAMPLES and graph.sizes.symbol is not None else 1
     if times is None:
         raise TraceError(

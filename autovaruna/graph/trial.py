@@ -30,7 +30,7 @@ from autovaruna.graph.export.advice import FOR_COUNTS, advice
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_module_of, profiling_mode
-from autovaruna.graph.operators import is_of_batch, reached
+from autovaruna.graph.operators import is_differentiable, is_of_batch, reached
 from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
 from autovaruna.graph.random import python_generators, untouched_generator
@@ -220,7 +220,7 @@ class PartsTrial:
         """Returns a copy of state that forward changes; what follows from samples is not zero, as later in training."""
         tensor = self.state[name]
         made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return made.fill_(1) if name in self.following and _has_numbers(made) and not made.any() else made
+        return made.fill_(1) if name in self.following and is_differentiable(made) and not made.any() else made
 
     def _taken(self, outputs: Sequence[Tensor], part: _Part, results: _Results) -> Iterator[tuple[Tensor, Tensor]]:
         """Puts what counts of the outputs to the results; yields where a backward begins, and from what."""
@@ -480,7 +480,7 @@ class _TrialPass(GraphRun):
             self._hold(node)
         if node in trial.ends and isinstance(value, Tensor):
             self._results.ends[node] = value.clone()
-        if self._notes and isinstance(value, Tensor) and _has_numbers(value):
+        if self._notes and isinstance(value, Tensor) and is_differentiable(value):
             self._results.values[node] = value
         return value
 
@@ -510,7 +510,7 @@ class _TrialPass(GraphRun):
         """Returns what the whole batch has drawn for the samples of the part; notes what it draws by."""
         trial, num_samples = self._trial, len(self._part.samples)
         for source in node.all_input_nodes if not self._is_region else ():
-            if isinstance(value := self.env[source], Tensor) and _has_numbers(value):
+            if isinstance(value := self.env[source], Tensor) and is_differentiable(value):
                 rows = trial.rows(source, value.detach().clone(), num_samples)
                 self._results.rows |= {} if rows is None else {f"what {node.name} draws by": rows}
         made = super().value(node)
@@ -557,7 +557,7 @@ def _varied(tensor: Tensor) -> Tensor:
             continue
         if len(row.unique()) > 1:
             row.copy_(row.flatten()[torch.randperm(row.numel(), generator=generator).to(row.device)].view(row.shape))
-        elif _has_numbers(row):
+        elif is_differentiable(row):
             row.add_(torch.randn(row.shape, generator=generator).to(row) * _NUMBERS)
     return torch.stack(rows)
 
@@ -607,16 +607,12 @@ def _distances(whole: _Results, joined: _Results, runs: Sequence[_Results]) -> d
 
 def _off(one: Tensor, other: Tensor, least: float = 0.0) -> float:
     """Returns the greatest difference of two tensors over the greatest number in the second, or `least`."""
-    if one.shape == other.shape and _has_numbers(other) and other.numel():
+    if one.shape == other.shape and is_differentiable(other) and other.numel():
         first, second = (each.float() if each.itemsize < _FLOAT else each for each in (one, other))
         off, largest = float((first - second).detach().abs().max()), float(second.detach().abs().max())
         if math.isfinite(off) and math.isfinite(largest):
             return off / max(largest, least, _TINY)
     return distance(one, other)
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _in_training(target: Any) -> bool:

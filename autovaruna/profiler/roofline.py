@@ -25,7 +25,7 @@ from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_di
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph.facts import flop_formulas, tensors_in
-from autovaruna.graph.fakes import fake_like
+from autovaruna.graph.module_state import fake_like
 from autovaruna.graph.operators import changed_by
 from autovaruna.graph.pieces import Argument, ArgumentSource
 from autovaruna.graph.source_lines import failed_at, first_line

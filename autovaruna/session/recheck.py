@@ -21,7 +21,7 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.errors import quiet_failure
 from autovaruna.graph.export.watchers import without_script_hooks
-from autovaruna.graph.fakes import example_inputs, unchecked_distributions, with_fake_state
+from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state
 from autovaruna.graph.precision import compiling_nothing, in_precision
 from autovaruna.graph.random import python_generators
 from autovaruna.graph.side_effects import restored_attributes

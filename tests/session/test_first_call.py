@@ -21,7 +21,7 @@ from autovaruna import AutoVaruna, InputError, TraceError
 from autovaruna.config.settings import Settings
 from autovaruna.elastic.progress import VARIABLE, JobPlace, job_place
 from autovaruna.errors import ConfigError
-from autovaruna.graph.fakes import fake_like
+from autovaruna.graph.module_state import fake_like
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import measure

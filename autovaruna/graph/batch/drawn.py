@@ -29,6 +29,7 @@ from autovaruna.graph.operators import (
     ValueSource,
     adds_up,
     has,
+    is_differentiable,
     is_listed,
     is_of_batch,
     operator_of,
@@ -204,7 +205,7 @@ def _drawn(value: Tensor, rows: Tensor | None, sizes: Sizes, generator: torch.Ge
     shape = sizes.shape(value, ALL)
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError
-    if not (value.is_floating_point() or value.is_complex()):
+    if not is_differentiable(value):
         drawn = torch.randint(2, shape, generator=generator).to(value.dtype)
     else:
         dtype = torch.float32 if value.dtype in _HALF else value.dtype

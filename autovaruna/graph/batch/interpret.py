@@ -29,6 +29,7 @@ from autovaruna.graph.operators import (
     aten,
     count_by_class,
     has,
+    is_differentiable,
     is_of_batch,
     operator_of,
     reached,
@@ -124,7 +125,7 @@ class BatchAnalysis:
         tensors = tensors_in(node.meta.get("val"))
         if most is Reach.NONE or not tensors:
             return Reach.NONE
-        if most >= Reach.SAMPLES and any(map(has_numbers, tensors)):
+        if most >= Reach.SAMPLES and any(map(is_differentiable, tensors)):
             return Reach.SAMPLES if is_long(node) else Reach.ALL
         is_joint = any(self[each].reach is Reach.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
         return Reach.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Reach.COUNTS
@@ -168,11 +169,6 @@ def read(node: fx.Node) -> list[fx.Node]:
 def is_long(node: fx.Node) -> bool:
     """Whether a dimension is no plain number: it grows with the batch, or with what was counted in it."""
     return any(isinstance(length, torch.SymInt) for each in tensors_in(node.meta.get("val")) for length in each.shape)
-
-
-def has_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor has other than integers and truth values."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_number(node: fx.Node) -> bool:

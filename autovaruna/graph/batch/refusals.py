@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import OpOverload
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.drawn import Powers, join_tried
-from autovaruna.graph.batch.interpret import BatchAnalysis, has_numbers, is_long, read
+from autovaruna.graph.batch.interpret import BatchAnalysis, is_long, read
 from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.export.advice import advice
 from autovaruna.graph.facts import KnownGraph, tensors_in
@@ -30,6 +30,7 @@ from autovaruna.graph.operators import (
     ValueSource,
     arguments,
     has,
+    is_differentiable,
     is_listed,
     name_of,
     operator_of,
@@ -115,7 +116,7 @@ class _Meetings:
     def _by_place(self, node: fx.Node) -> str:
         """Finds numbers for samples that follow from their places in the batch, and are computed with."""
         most = max((self._reach(each) for each in read(node)), default=Reach.NONE)
-        if has(node, Trait.TAKES_ROWS) is (most >= Reach.SAMPLES) or not any(map(has_numbers, _tensors_of(node))):
+        if has(node, Trait.TAKES_ROWS) is (most >= Reach.SAMPLES) or not any(map(is_differentiable, _tensors_of(node))):
             return ""
         for source in read(node):
             is_of_sizes = self._reach(source) is Reach.NONE and self._sizes.has_samples(source)

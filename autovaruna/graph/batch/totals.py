@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload, schema_of, storage_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.batch.drawn import Powers
-from autovaruna.graph.batch.interpret import BatchAnalysis, from_inputs, has_numbers, is_number, picked_symbols
+from autovaruna.graph.batch.interpret import BatchAnalysis, from_inputs, is_number, picked_symbols
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.operators import (
@@ -39,6 +39,7 @@ from autovaruna.graph.operators import (
     count_by_class,
     give,
     has,
+    is_differentiable,
     is_of_batch,
     of_batch,
     operator_of,
@@ -198,7 +199,7 @@ class _Marks:
         result = user.meta.get("val")
         if not isinstance(result, Tensor):
             return False
-        if not has_numbers(result):
+        if not is_differentiable(result):
             return not _is_plain(value) and not self._is_own_size(value)
         return not _is_plain(value) or _scales(user) is not None
 
@@ -259,7 +260,7 @@ def _linear_tail(graph: fx.Graph) -> set[fx.Node]:
 def _computes_with(user: fx.Node, number: fx.Node) -> bool:
     """Whether an operation of torch's computes floating-point numbers with a size."""
     value: Any = user.meta.get("val")
-    if not isinstance(user.target, OpOverload) or not isinstance(value, Tensor) or not has_numbers(value):
+    if not isinstance(user.target, OpOverload) or not isinstance(value, Tensor) or not is_differentiable(value):
         return False
     kinds = _kinds(user)
     is_read = any(given is number and kinds[name] in _NUMBERS for name, given in arguments(user).items())
@@ -317,7 +318,7 @@ class _CountedMeans:
             is_known = target in self._known and (weight is None or weight in self._known)
             if given["reduction"] != MEAN or not is_known:
                 return None
-            if has_numbers(target.meta["val"]) or not self._sizes.has_samples(target):  # no labels of samples
+            if is_differentiable(target.meta["val"]) or not self._sizes.has_samples(target):  # no labels of samples
                 return None
             return lambda: self._labels(node, target, weight, given["ignore_index"])
         if node.target in SUM_OF or arguments(node).get("reduction") == MEAN:

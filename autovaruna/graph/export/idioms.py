@@ -1,13 +1,16 @@
-"""Sees each function of torch that a forward calls, and handles those that torch.export misreads or drops.
+"""Handles what torch.export misreads or drops, on the thread that traces a model.
 
-A mode of torch sees the calls. What has to be replaced in torch instead stands in `patches.py`.
+A mode of torch sees each function of torch that a forward calls. A few have to be replaced in torch instead, while the
+model is traced: libraries do not see then that a tensor of known numbers is fake, and torch follows this thread alone.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from types import FunctionType
 from typing import Any
 
@@ -17,14 +20,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from autovaruna._torch import (
+    CONVERT,
+    FakeTensor,
+    ModuleStackTracer,
     all_true,
     can_nest,
+    convert_impl,
     pack_by_lengths,
+    replaced,
+    subclasses,
     top_saved_tensors_hooks,
 )
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import TraceError
-from autovaruna.graph.export.assertions import all_pass, number_in
+from autovaruna.graph.constant_values import is_known
+from autovaruna.graph.export.assertions import all_pass, is_traced, number_in
 from autovaruna.graph.export.errors import (
     BatchSizeError,
     refuse_backward,
@@ -188,3 +198,74 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _refusing(refuse_backward, "torch.autograd.grad"),
     **{each: partial(_of_one_length, each) for each in (getattr(nn.functional, name) for name in _LOSSES)},
 }
+
+
+@contextmanager
+def modules_followed() -> Iterator[None]:
+    """Has torch.export follow the modules of this thread alone while the context lasts, those that raise as well.
+
+    It sees those of all threads, copies that are tried out as well, and goes wrong where forward catches an error.
+    """
+    tracing, call, get = get_ident(), ModuleStackTracer.call_module, ModuleStackTracer.getattr
+
+    def call_module(self: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if get_ident() != tracing:
+            return forward(*args, **kwargs)
+        running = self.module_stack.copy()
+        try:
+            return call(self, module, forward, args, kwargs)
+        except BaseException:
+            self.module_stack = running
+            raise
+
+    def get_own(self: Any, name: str, value: Any, known: Any) -> Any:
+        return get(self, name, value, known) if get_ident() == tracing else value
+
+    with replaced(ModuleStackTracer, "call_module", call_module), replaced(ModuleStackTracer, "getattr", get_own):
+        yield
+
+
+@contextmanager
+def hide_fakes() -> Iterator[None]:
+    """Hides from libraries, on this thread, that a tensor is fake, if its numbers are known."""
+    tracing = get_ident()
+
+    class _Kind(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            asks = get_ident() == tracing and is_users(sys._getframe(1).f_code.co_filename)
+            return isinstance(value, FakeTensor) and not (asks and is_known(value))
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, FakeTensor)
+
+    class _Seen(metaclass=_Kind):
+        """Stands for the class of fake tensors where others than torch ask for it."""
+
+    with replaced(subclasses, "FakeTensor", _Seen):
+        yield
+
+
+@contextmanager
+def conversions() -> Iterator[None]:
+    """Has a conversion of a module to the dtype and device that it has, as ``self.head.to(x.dtype)``, do nothing."""
+
+    def apply(self: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        state = dict([*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)])
+        if not any(map(is_traced, state.values())):
+            return convert_impl(self, convert, recurse)
+        for name, tensor in state.items():
+            _refuse_conversion(f"{name} of a {type(self).__qualname__}", tensor, convert(torch.empty_like(tensor)))
+        return self
+
+    with replaced(nn.Module, CONVERT, apply):
+        yield
+
+
+def _refuse_conversion(name: str, before: Tensor, after: Tensor) -> None:
+    kinds = [f"{each.dtype}, {each.device}, strides {each.stride()}" for each in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise TraceError(
+            f"forward converts {name}{users_line()}: it would be {kinds[1]} and is {kinds[0]}. Expected a model that "
+            "stays as it is: convert it before it is wrapped, or convert what enters the module, as in "
+            "self.head(x.to(self.head.weight.dtype))."
+        )

@@ -48,11 +48,10 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.idioms import Idioms
-from autovaruna.graph.export.patches import conversions, hide_fakes, modules_followed
+from autovaruna.graph.export.idioms import Idioms, conversions, hide_fakes, modules_followed
 from autovaruna.graph.export.watchers import restart, take_watched
-from autovaruna.graph.fakes import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.lengths import Places, find_lengths
+from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.opaque.functions import kept_functions
 from autovaruna.graph.opaque.keep import OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque

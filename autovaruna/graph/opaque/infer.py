@@ -24,7 +24,8 @@ from autovaruna.errors import TraceError
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.module_state import own_tensors, places_of, replace_tensor, with_state
 from autovaruna.graph.opaque.functions import applied_by
-from autovaruna.graph.opaque.run import OutputShape, ReductionKind, Returned, is_differentiable, opaque_module_of
+from autovaruna.graph.opaque.run import OutputShape, ReductionKind, Returned, opaque_module_of
+from autovaruna.graph.operators import is_differentiable
 from autovaruna.graph.precision import Precision, in_precision
 from autovaruna.graph.random import default_generator, python_generators, untouched_generator
 from autovaruna.graph.side_effects import check_modules, check_state, plain_state

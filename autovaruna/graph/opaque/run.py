@@ -17,7 +17,7 @@ from autovaruna._torch import FakeTensor, replaced, without_saved_tensors_hooks
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.module_state import places_of, with_state
 from autovaruna.graph.opaque.functions import plain_checkpoints
-from autovaruna.graph.operators import run_opaque
+from autovaruna.graph.operators import is_differentiable, run_opaque
 from autovaruna.graph.random import default_generator, python_generators
 from autovaruna.graph.tree import Tree, flatten
 
@@ -192,10 +192,6 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return (None, *map(torch.empty_like, ctx.saved_tensors))
-
-
-def is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def opaque_module_of(node: fx.Node) -> OpaqueModule | None:
