@@ -38,7 +38,7 @@ _CONVOLUTIONS = [getattr(aten, f"conv{kind}{number}d") for kind in ("", "_transp
 _BIAS_PLACE: dict[Any, int] = {
     **dict.fromkeys((aten.linear, aten.convolution, *_CONVOLUTIONS), 2),
     **dict.fromkeys((aten.addmm, aten.baddbmm), 0),
-    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.einsum, aten.embedding), -1),
+    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.embedding), -1),
 }
 """The operations, with the place of the argument that is no reason to defer (its gradient is a sum); -1: none."""
 _VIEWS = {
@@ -286,15 +286,6 @@ def defer(deferred: Deferred, operation: Callable[..., Any], weights: Sequence[i
     return _Deferring.apply(deferred, operation, hidden, kwargs, _root, *visible)  # type: ignore[no-untyped-call]
 
 
-def defer_einsum(deferred: Deferred, weights: Sequence[int], equation: str, *operands: Tensor) -> Any:
-    """Runs an einsum whose weight gradients are deferred; `weights` count from the equation on."""
-
-    def einsum(equation: str, *operands: Tensor) -> Tensor:
-        return aten.einsum.default(equation, operands)  # type: ignore[no-any-return]
-
-    return defer(deferred, einsum, weights, equation, *operands)
-
-
 class _Deferring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -409,7 +400,7 @@ def _may_defer(node: fx.Node, weights: set[fx.Node]) -> bool:
     if _packet(node) not in _BIAS_PLACE or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return False
     bias = _BIAS_PLACE[_packet(node)]
-    places = [place for place, value in enumerate(_arguments(node)) if isinstance(value, fx.Node) and value in weights]
+    places = [place for place, value in enumerate(node.args) if isinstance(value, fx.Node) and value in weights]
     return places not in ([], [bias])
 
 
@@ -421,23 +412,11 @@ def _rewritten(graph: fx.Graph, weights: set[fx.Node], operations: set[fx.Node])
         if node not in operations:
             copies[node] = made.node_copy(node, copies.__getitem__)
             continue
-        arguments = _arguments(node)
-        places = tuple(k for k, value in enumerate(arguments) if isinstance(value, fx.Node) and value in weights)
-        given: tuple[Any, ...] = fx.map_arg(tuple(arguments), copies.__getitem__)
-        if _packet(node) is aten.einsum:
-            target: Callable[..., Any] = defer_einsum
-            args: tuple[Any, ...] = deferred, places, *given
-        else:
-            target, args = defer, (deferred, node.target, places, *given)
-        copies[node] = made.create_node("call_function", target, args, dict(node.kwargs), node.name)
+        places = tuple(k for k, value in enumerate(node.args) if isinstance(value, fx.Node) and value in weights)
+        given: tuple[Any, ...] = fx.map_arg(node.args, copies.__getitem__)
+        args = (deferred, node.target, places, *given)
+        copies[node] = made.create_node("call_function", defer, args, dict(node.kwargs), node.name)
     return made
-
-
-def _arguments(node: fx.Node) -> list[Any]:
-    """Returns the arguments of an operation, the operands of an einsum one by one."""
-    if _packet(node) is aten.einsum:
-        return [node.args[0], *node.args[1]]  # type: ignore[misc]
-    return list(node.args)
 
 
 def _packet(node: fx.Node) -> Any:

@@ -58,7 +58,6 @@ EXAMPLES = {
     "used_twice": Example(lambda s, x: s.a(torch.relu(s.a(s.a(x)))), {"a": linear()}, BOTH),
     "transposed_and_sliced": Example(lambda s, x: (x @ s.w.t()[:, :3]) @ s.w[:3], {"w": weight(6, 6)}, {"w"}),
     "addmm": Example(lambda s, x: torch.addmm(s.b, x, s.w), {"w": weight(6, 5), "b": weight(5)}, {"w", "b"}),
-    "einsum": Example(lambda s, x: torch.einsum("bi,ij,bj->bj", x, s.w, x), {"w": weight(6, 6)}, {"w"}),
     "experts": Example(lambda s, x: torch.bmm(torch.stack([x, x, x]), s.w), {"w": weight(3, 6, 5)}, {"w"}),
     "both_are_weights": Example(lambda s, x: x @ (s.v @ s.w), {"v": weight(6, 2), "w": weight(2, 6)}, {"v", "w"}),
     "convolutions": Example(
