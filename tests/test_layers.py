@@ -90,8 +90,6 @@ LEVELS = {
 """Files and folders of a room by level: each imports those of its own level and of earlier ones alone."""
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
-UNORDERED = ("_torch", "elastic/", "graph/", "planner/", "runtime/t", "session/", "varuna/")
-"""Where constants do not stand before classes and functions yet."""
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 ROOM_FILES = [file for file in FILES if file != "__init__.py"]
 
@@ -227,7 +225,7 @@ def late_constants(file: str) -> list[str]:
     return late
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(UNORDERED)])
+@pytest.mark.parametrize("file", FILES)
 def test_constants_come_first(file):
     assert late_constants(file) == []
 
