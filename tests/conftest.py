@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Ends the ranks that were kept for further tests, where the next one needs none."""
     launch = sys.modules.get("tests.mpi.launch")
-    if launch is not None and (nextitem is None or nextitem.path.parent.name != "mpi"):
+    if launch is not None and (nextitem is None or nextitem.path.parent.name not in ("mpi", "integrations")):
         launch.end_kept_ranks()
 
 
