@@ -50,29 +50,10 @@ def mask_of_each_micro_batch(model: Varuna) -> list[float]:
     return [model.step(batch(6))[0] for _ in range(4)]
 
 
-def test_replicas_stay_equal_and_the_loss_is_that_of_all() -> None:
-    """In float32 the reduced gradients are thrown away, and replicas diverge; the loss is one replica's."""
-
-    def script(world: Any) -> Any:
-        model = wrap({0: [0, 1]}, 6)
-        losses = steps(model, range(3))
-        return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-    (losses, own), (again, other) = on_ranks(2, script)
-    assert losses == again and close(losses, plain_steps(net(), 6, range(3)))
-    assert all(torch.equal(own[name], other[name]) for name in own)
-
-
 def test_no_shared_weights_are_no_trouble() -> None:
     """`shared_weights=None` crashes; so does a list of more than one pair."""
     for pairs in (None, [], [("embedding.weight", "head.weight"), ("layers.0.weight", "layers.1.weight")]):
         assert len(steps(wrap(None, shared_weights=pairs), range(1))) == 1
-
-
-def test_evaluation_works_on_every_stage() -> None:
-    """`evaluate` fails for two or more stages, and weighs a smaller last micro-batch as the others."""
-    expected = net().eval()(**batch(7)).item()
-    assert all(close([found], [expected]) for found in on_ranks(3, lambda w: wrap("0;1;2", 7).evaluate(batch(7))))
 
 
 def test_a_step_of_many_micro_batches_is_not_cut_off() -> None:
@@ -121,12 +102,6 @@ def test_no_stage_runs_ahead_of_its_memory(schedule: str) -> None:
             in_flight += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(step.kind, 0)
             most = max(most, in_flight)
         assert 1 <= most <= plan.stages[rank].in_flight
-
-
-def test_activations_and_gradients_are_told_apart() -> None:
-    """Both have the same tag, and here the same shape: a middle stage sends one up and the other down at a time."""
-    of_ranks = on_ranks(3, lambda world: steps(wrap("2;0;1", 12, 1), range(2)))
-    assert close(of_ranks[1], plain_steps(net(), 12, range(2)))
 
 
 def test_what_was_saved_of_another_model_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
