@@ -24,9 +24,9 @@ FIRST = (
     "session/test_partitions.py",
     "session/test_precision.py",
     "planner/test_bound.py",
-    "session/test_changed_state.py",
-    "session/test_kept.py",
-    "session/test_idioms.py",
+    "graph/test_changed_state.py",
+    "graph/test_kept.py",
+    "graph/test_idioms.py",
     "planner/test_interleaving.py",
 )
 """The files that take longest, and all that share ranks, one after the other.
