@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.mpi.launch import run_on_forks, warm
+from tests.mpi.launch import run_on_forks
 from tests.mpi.test_torchrun import torchrun
 
 for name in ("accelerate", "peft", "transformers"):
@@ -68,7 +68,7 @@ def test_a_checkpoint_goes_on_on_other_ranks_and_in_plain_trainer(folder: Path, 
 def test_ranks_of_torchrun_train_as_plain_trainer(folder: Path) -> None:
     place = folder / "torchrun"
     place.mkdir()
-    done = torchrun(2, "--no-python", *warm().words(TARGET), place)
+    done = torchrun(2, TARGET, place)
     assert done.returncode == 0, done.stderr
     is_like_plain(json.loads((place / "found0.json").read_text()), "usual", folder)
 

@@ -28,10 +28,10 @@ PLAIN = {name: value for name, value in os.environ.items() if not name.startswit
 ENV = {**PLAIN, **QUIET, "AUTOVARUNA_SAVE_DEPLOYMENT": "0", "AUTOVARUNA_LOAD_DEPLOYMENT": "0"}
 
 
-def torchrun(num_ranks: int, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs ``words``, those of `warm` or a module's, on ranks of torchrun."""
+def torchrun(num_ranks: int, module: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a module on ranks of torchrun, which are forked; `test_launcher` has others."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port"]
-    return run_group([*command, str(free_port()), *map(str, words)], 200, ENV)
+    return run_group([*command, str(free_port()), "--no-python", *warm().words(module), *map(str, words)], 200, ENV)
 
 
 def free_port() -> int:
@@ -41,9 +41,9 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns what three ranks have written, each a Python of its own."""
+    """Returns what three ranks have written."""
     place = tmp_path_factory.mktemp("torchrun")
-    done = torchrun(3, "-m", MODULE, "laws_and_training", place)
+    done = torchrun(3, MODULE, "laws_and_training", place)
     assert done.returncode == 0, done.stderr
     return place
 
@@ -100,7 +100,7 @@ def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path) -> None:
 
 
 def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) -> None:
-    done = torchrun(2, "--no-python", *warm().words(MODULE), "error", tmp_path)
+    done = torchrun(2, MODULE, "error", tmp_path)
     assert done.returncode
     cause = done.stderr.rpartition("Root Cause")[2]
     assert "rank      : 1" in cause and "rank 1 failed:" in cause and "ValueError: the story's error" in cause
