@@ -18,7 +18,7 @@ from tests.session.training import merge, weighted_losses
 
 pytestmark = pytest.mark.timeout(1000)
 NAMES = [case.name for case in PLAIN[:: 1 if WHOLE else 4]]
-LARGEST = [case.name for case in HUGGING_FACE[:: 1 if WHOLE else 4]] if find_spec("transformers") else []
+LARGEST = [case.name for case in HUGGING_FACE[: None if WHOLE else 1]] if find_spec("transformers") else []
 RANKS = (2, 3, 4) if WHOLE else (2, 3)
 REPLICATED = ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "lstm", "frozen"]
 
