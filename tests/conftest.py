@@ -14,20 +14,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 FIRST = (
+    "hosts/test_morphing.py",
+    "integrations/test_transformers.py",
     "mpi/test_failures.py",
     "mpi/test_numbers.py",
     "mpi/test_world.py",
     "mpi/test_checkpoint.py",
     "mpi/test_varuna.py",
     "mpi/test_prediction.py",
+    "mpi/test_torchrun.py",
+    "compatibility/test_compatibility.py",
     "test_examples.py",
     "session/test_partitions.py",
-    "session/test_precision.py",
-    "planner/test_bound.py",
-    "graph/test_changed_state.py",
-    "graph/test_kept.py",
+    "session/test_drawn.py",
+    "varuna/test_steps.py",
     "graph/test_idioms.py",
-    "planner/test_interleaving.py",
+    "session/test_optimizers.py",
+    "session/test_precision.py",
+    "planner/test_large.py",
 )
 """The files that take longest, and all that share ranks, one after the other.
 

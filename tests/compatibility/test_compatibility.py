@@ -18,10 +18,15 @@ from autovaruna.runtime.world import World
 from tests.compatibility import language, others, techniques, vision
 from tests.compatibility.script import SCRIPTS, Script, State
 from tests.ranks import run_ranks
-from tests.session.training import trace_shared
 
 RANKS = 2
-QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "num_stages": RANKS}
+QUIET: dict[str, Any] = {
+    "load_deployment": False,
+    "save_deployment": False,
+    "progress": False,
+    "num_stages": RANKS,
+    "profile_iterations": 1,
+}
 HEAD = (
     "# Scripts that run",
     "",
@@ -66,8 +71,7 @@ def on_ranks(script: Script) -> list[State]:
         torch.manual_seed(0)
         return script.train(wrap, share)
 
-    with trace_shared(script.name):
-        return run_ranks(RANKS, be_rank, timeout_seconds=200)
+    return run_ranks(RANKS, be_rank, timeout_seconds=200)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
