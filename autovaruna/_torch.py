@@ -28,6 +28,9 @@ logger = logging.getLogger("autovaruna.graph")
 FUNCTORCH = "torch._functorch"  # functions that transform others, as vmap
 FAKE_TENSORS = "torch._subclasses.fake_tensor"
 EXPORT = "torch.export._trace"
+_MISSING = object()
+IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
+"""What a first trace imports, and whoever expects one may import before."""
 
 
 def _missing(error: ImportError | AttributeError) -> ImportError:
@@ -284,11 +287,6 @@ def hide_tracing() -> Iterator[None]:
     compiler = torch.compiler
     with replaced(compiler, "_is_compiling_flag", False), replaced(compiler, "_is_exporting_flag", False):
         yield
-
-
-_MISSING = object()
-IMPORTED_LATE = ("torch.export._trace", "sympy.tensor.tensor")
-"""What a first trace imports, and whoever expects one may import before."""
 
 
 def _later(module: str, name: str) -> Any:

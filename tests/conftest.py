@@ -14,20 +14,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 FIRST = (
+    "hosts/test_morphing.py",
+    "integrations/test_transformers.py",
     "mpi/test_failures.py",
     "mpi/test_numbers.py",
     "mpi/test_world.py",
     "mpi/test_checkpoint.py",
     "mpi/test_varuna.py",
     "mpi/test_prediction.py",
+    "mpi/test_torchrun.py",
+    "compatibility/test_compatibility.py",
     "test_examples.py",
     "session/test_partitions.py",
+    "session/test_drawn.py",
+    "varuna/test_steps.py",
+    "graph/test_idioms.py",
+    "session/test_optimizers.py",
     "session/test_precision.py",
-    "planner/test_bound.py",
-    "session/test_changed_state.py",
-    "session/test_kept.py",
-    "session/test_idioms.py",
-    "planner/test_interleaving.py",
+    "planner/test_large.py",
 )
 """The files that take longest, and all that share ranks, one after the other.
 
@@ -58,7 +62,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Ends the ranks that were kept for further tests, where the next one needs none."""
     launch = sys.modules.get("tests.mpi.launch")
-    if launch is not None and (nextitem is None or nextitem.path.parent.name != "mpi"):
+    if launch is not None and (nextitem is None or nextitem.path.parent.name not in ("mpi", "integrations")):
         launch.end_kept_ranks()
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -90,8 +91,6 @@ LEVELS = {
 """Files and folders of a room by level: each imports those of its own level and of earlier ones alone."""
 PLAIN_ROOMS = {"errors", "log", "config", "schedule", "planner"}
 PLAIN_FILES = {"graph/records.py", "profiler/records.py"}
-UNORDERED = ("_torch", "elastic/", "graph/", "planner/", "runtime/t", "session/", "varuna/")
-"""Where constants do not stand before classes and functions yet."""
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 ROOM_FILES = [file for file in FILES if file != "__init__.py"]
 
@@ -104,11 +103,22 @@ def is_plain(file: str) -> bool:
     return room_of(Path(file).with_suffix("").parts[0]) in PLAIN_ROOMS or file in PLAIN_FILES
 
 
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text())
+
+
+@cache
+def nodes_of(file: str) -> list[ast.AST]:
+    return list(ast.walk(tree_of(file)))
+
+
+@cache
 def imports(file: str) -> list[list[str]]:
     """Returns the dotted names that a file imports, as lists of their parts."""
     package = ["autovaruna", *Path(file).parent.parts]
     names = []
-    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             names += [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -130,11 +140,11 @@ def test_every_file_is_in_a_room():
     assert {room_of(Path(file).with_suffix("").parts[0]) for file in ROOM_FILES} <= set(ROOMS)
 
 
-@pytest.mark.parametrize("file", ROOM_FILES)
-def test_imports_go_to_the_same_room_or_an_earlier_one(file):
-    room = ROOMS.index(room_of(Path(file).with_suffix("").parts[0]))
-    later = [".".join(name) for name in own_imports(file) if room_of(name[0]) in ROOMS[room + 1 :]]
-    assert not later, f"{file} of room {ROOMS[room]} imports from later rooms: {later}"
+def test_imports_go_to_the_same_room_or_an_earlier_one():
+    for file in ROOM_FILES:
+        room = ROOMS.index(room_of(Path(file).with_suffix("").parts[0]))
+        later = [".".join(name) for name in own_imports(file) if room_of(name[0]) in ROOMS[room + 1 :]]
+        assert not later, f"{file} of room {ROOMS[room]} imports from later rooms: {later}"
 
 
 @pytest.mark.parametrize("room", LEVELS)
@@ -148,29 +158,24 @@ def test_imports_within_a_room_go_to_the_same_level_or_an_earlier_one(room):
         assert not later, f"{file} imports from later levels of {room}: {later}"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if is_plain(file)])
-def test_plain_files_import_no_torch(file):
-    assert not [name for name in imports(file) if name[0] == "torch"]
-
-
-@pytest.mark.parametrize("file", [file for file in FILES if is_plain(file)])
-def test_plain_files_import_only_plain_files(file):
-    others = [name for name in own_imports(file) if room_of(name[0]) in set(ROOMS) - PLAIN_ROOMS]
-    assert not [name for name in others if name[1:2] != ["records"]]
+def test_plain_files_import_no_torch_and_only_plain_files():
+    for file in filter(is_plain, FILES):
+        others = [name for name in own_imports(file) if room_of(name[0]) in set(ROOMS) - PLAIN_ROOMS]
+        others = [name for name in others if name[1:2] != ["records"]]
+        assert not others and not [name for name in imports(file) if name[0] == "torch"], file
 
 
 def private_names(file: str) -> list[str]:
     """Returns the names that are private to torch in a file: those of imports, attributes, and modules in texts."""
-    tree = ast.parse((PACKAGE / file).read_text())
+    nodes = nodes_of(file)
     found = [".".join(name) for name in imports(file)]
-    found += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    found += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    found += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found += [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
     return sorted({name for name in found if re.fullmatch(r"(torch|nn|fx)(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", name)})
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
-def test_private_names_of_torch_are_in_one_file(file):
-    assert not private_names(file)
+def test_private_names_of_torch_are_in_one_file():
+    assert {file: names for file in FILES if file != "_torch.py" and (names := private_names(file))} == {}
 
 
 def private_attributes() -> set[str]:
@@ -199,22 +204,23 @@ PRIVATE = private_attributes()
 KEYS_OF_FILES = {"_growth_tracker", "_reconstruct"}  # what a GradScaler's state and NumPy's pickles have
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
-def test_private_attributes_of_torch_are_read_in_one_file(file):
-    tree = list(ast.walk(ast.parse((PACKAGE / file).read_text())))
-    attributes = [node for node in tree if isinstance(node, ast.Attribute)]
-    own = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {each.attr for each in attributes if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"}
-    own |= {ast.unparse(node.target) for node in tree if isinstance(node, ast.AnnAssign)}
-    read = {each.attr for each in attributes} - own
-    read |= {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert not read & PRIVATE - KEYS_OF_FILES
+def test_private_attributes_of_torch_are_read_in_one_file():
+    for file in FILES:
+        nodes = nodes_of(file)
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        stores = [each for each in attributes if isinstance(each.ctx, ast.Store)]
+        own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        own |= {each.attr for each in stores if ast.unparse(each.value) == "self"}
+        own |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+        read = {each.attr for each in attributes} - own
+        read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        assert file == "_torch.py" or not read & PRIVATE - KEYS_OF_FILES, file
 
 
 def late_constants(file: str) -> list[str]:
     """Returns the constants (UPPER_CASE) after a file's first class or function that refer to none of the file."""
     own, late = set(), []
-    for node in ast.parse((PACKAGE / file).read_text()).body:
+    for node in tree_of(file).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             own.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -227,9 +233,8 @@ def late_constants(file: str) -> list[str]:
     return late
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith(UNORDERED)])
-def test_constants_come_first(file):
-    assert late_constants(file) == []
+def test_constants_come_first():
+    assert {file: late for file in FILES if (late := late_constants(file))} == {}
 
 
 def test_no_file_is_a_drawer_for_everything():
@@ -239,7 +244,7 @@ def test_no_file_is_a_drawer_for_everything():
 def test_no_class_name_stands_twice():
     places = {}
     for file in FILES:
-        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        for node in nodes_of(file):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(file)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}

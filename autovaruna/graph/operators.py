@@ -21,6 +21,20 @@ from torch.overrides import TorchFunctionMode
 
 from autovaruna._torch import HigherOrderOperator, OpOverload, pytree, schema_of
 
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
+_NORMALISES = (3, 4, 5)
+WITH_TENSORS: Mapping[Any, Any] = {
+    **{each.Scalar: each.Tensor for each in (aten.mul, aten.mul_, aten.div, aten.div_, aten.add, aten.sub, aten.rsub)},
+    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.pow.Scalar), aten.pow.Tensor_Tensor),
+    aten.masked_fill.Scalar: aten.masked_fill.Tensor,
+}
+"""What an operation of a tensor and a number is called where both are tensors."""
+SUM_OF: Mapping[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+"""The sum that a mean divides."""
+EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Operators that leave memory to chance."""
+
 
 class ValueSource(Flag):
     """What a value is made of."""
@@ -134,9 +148,6 @@ def count_by_class(target: Tensor, ignored: int, num_classes: int) -> Tensor:
     return classes.new_zeros(num_classes).index_add(0, classes, is_counted.to(classes.dtype))
 
 
-MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
-
-
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of an operation by name, defaults included; those of other functions have no names."""
     target: Any = node.target
@@ -185,9 +196,6 @@ class Counting(TorchFunctionMode):
             if isinstance(each, Tensor):
                 torch.autograd.graph.increment_version(each)
         return result
-
-
-aten = torch.ops.aten
 
 
 class Means(Enum):
@@ -308,7 +316,6 @@ def _others(node: fx.Node) -> Iterable[Any]:
 _LINEAR, _VIEW, _BREAK, _UNKNOWN = Means.LINEAR, Means.VIEW, Means.BREAK, Means.UNKNOWN
 _ROWS = Trait.TAKES_ROWS | Trait.BY_INDEX
 _LABELS = Operator(traits=Trait.AVERAGES_LABELS)
-_NORMALISES = (3, 4, 5)
 _TABLE: tuple[tuple[str, Operator], ...] = (
     # element by element
     (
@@ -400,15 +407,6 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
 )
 _NO_ROW = Operator()
 
-WITH_TENSORS: Mapping[Any, Any] = {
-    **{each.Scalar: each.Tensor for each in (aten.mul, aten.mul_, aten.div, aten.div_, aten.add, aten.sub, aten.rsub)},
-    **dict.fromkeys((aten.pow.Tensor_Scalar, aten.pow.Scalar), aten.pow.Tensor_Tensor),
-    aten.masked_fill.Scalar: aten.masked_fill.Tensor,
-}
-"""What an operation of a tensor and a number is called where both are tensors."""
-SUM_OF: Mapping[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
-"""The sum that a mean divides."""
-
 
 def name_of(node: fx.Node) -> str:
     """Returns the name of an operator of torch's own, without its overload; empty for other functions."""
@@ -493,10 +491,6 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
 def is_differentiable(tensor: Tensor) -> bool:
     """Whether a tensor has other than integers and truth values."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
-"""Operators that leave memory to chance."""
 
 
 def aliases_of(node: fx.Node) -> list[Any]:

@@ -21,6 +21,19 @@ from autovaruna.schedule.registry import POLICIES, Policy
 from autovaruna.schedule.simulation import Simulation
 from autovaruna.schedule.simulator import simulate, simulate_below
 
+_TIMES = attrgetter(*(part.name for part in fields(StageTimes)))
+"""What the simulator knows of a stage has the same names in its plan."""
+_ACTS_OF_A_WHOLE_STEP = 1_000_000
+ACTS_OF_A_SHARED_ACT = 3
+"""A rank with several stages has more to choose from."""
+_ACTS_OF_A_BOUND = 5
+"""What a bound costs, for each stage, counted in acts of the simulator."""
+_ACTS_OF_A_START = 10
+"""What it costs to begin a simulation, for each stage."""
+_ACTS_OF_A_SHORT_STEP = 20_000
+_MOST_PARTS = 8
+"""Of the parts of a pipeline that run beside each other, over other links, those with the greatest bounds tell."""
+
 
 class Edges:
     """Finds the edges of plans of one graph, all values at once: a search asks for thousands of plans."""
@@ -54,10 +67,6 @@ class Edges:
         return tuple(Edge(*row) for row in zip(*(column.tolist() for column in columns), strict=True))
 
 
-_TIMES = attrgetter(*(part.name for part in fields(StageTimes)))
-"""What the simulator knows of a stage has the same names in its plan."""
-
-
 def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipeline:
     """Returns the plan as the simulator sees it. Needs nothing but the plan and the graph: no profile, no cluster."""
     return Pipeline(
@@ -77,11 +86,6 @@ def policy_of(name: str) -> Policy:
     if name not in POLICIES:
         raise PlanError(f"schedule is {name!r}, expected one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
-
-
-_ACTS_OF_A_WHOLE_STEP = 1_000_000
-ACTS_OF_A_SHARED_ACT = 3
-"""A rank with several stages has more to choose from."""
 
 
 def short_enough(pipeline: Pipeline) -> Pipeline:
@@ -244,15 +248,6 @@ def _checked(pipeline: Pipeline, policy: Policy) -> Schedule:
     schedule = simulate(pipeline, policy).schedule
     check(schedule, pipeline)
     return schedule
-
-
-_ACTS_OF_A_BOUND = 5
-"""What a bound costs, for each stage, counted in acts of the simulator."""
-_ACTS_OF_A_START = 10
-"""What it costs to begin a simulation, for each stage."""
-_ACTS_OF_A_SHORT_STEP = 20_000
-_MOST_PARTS = 8
-"""Of the parts of a pipeline that run beside each other, over other links, those with the greatest bounds tell."""
 
 
 class Predictor:

@@ -15,6 +15,7 @@ from autovaruna.planner.cost_table import Array
 _Holders = Sequence[Sequence[int]]
 """For each thing, the segments in which it is used, ascending; the first one makes it."""
 _NOTHING = Size(0.0, 0.0)
+_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,6 @@ class _Rectangles:
         return SizedTable(
             self.total([size.fixed_bytes for size in sizes]), self.total([size.sample_bytes for size in sizes])
         )
-
-
-_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
 
 
 class RangeTables:

@@ -19,6 +19,8 @@ from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Peak
 
 Bytes = TypeVar("Bytes", float, Array)
+# Times of the simulator are rounded to 2**-40 s; a bound stays below by more than all roundings together.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,10 +307,6 @@ class MemoryModel:
         once = lasting + (gradients + messages + running)
         first, least = once + self.before_gradients(held), lasting + (gradients + updating)
         return StageBytes(once, each, least, first, running, gradients, deferred)
-
-
-# Times of the simulator are rounded to 2**-40 s; a bound stays below by more than all roundings together.
-ROUNDING = 1e-9
 
 
 RecomputeOptions = Sequence[tuple[Array, StageBytes[Array]]]

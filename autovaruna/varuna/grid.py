@@ -23,6 +23,7 @@ AUTO = "auto"  # what the launcher passes on in place of a map that is still to 
 
 Grid = tuple[tuple[int, ...], ...]  # the ranks of each stage
 StageMap = Mapping[int, Sequence[int]] | Sequence[Sequence[int]] | str | None
+_ALL_DEPTHS = 16  # up to so many ranks every number of stages is tried; beyond, those that leave the fewest ranks over
 
 
 def grid_of(num_stages: int, num_replicas: int) -> Grid:
@@ -79,9 +80,6 @@ def _complaint(grid: Grid, num_ranks: int) -> str:
         return "got a rank twice; expected each in one place"
     missing = sorted(set(range(num_ranks)) - set(named))
     return f"rank {missing[0]} is in no stage; name it, or start {len(named)} ranks" if missing else ""
-
-
-_ALL_DEPTHS = 16  # up to so many ranks every number of stages is tried; beyond, those that leave the fewest ranks over
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, go_on, num_replicas, save_halfway, uninterrupted
-from tests.products import WHOLE
+from tests.products import WHOLE, some
 from tests.reference import Record, bit_equal, compare
 
 DROPOUT = CASES["dropout"]
@@ -33,8 +33,10 @@ def check(case: str, source: str, target: str, optimizer: str, root: Path, **opt
 @pytest.mark.parametrize("optimizer", OPTIMIZERS if WHOLE else ["adamw"])
 @pytest.mark.parametrize("source", SETUPS)
 def test_from_each_to_each(source: str, optimizer: str, tmp_path: Path) -> None:
+    """To every third, so that there is a run from three others to each; or to all."""
     save_halfway(DROPOUT, SETUPS[source], OPTIMIZERS[optimizer], tmp_path)
-    for target in SETUPS:
+    names, place = list(SETUPS), list(SETUPS).index(source)
+    for target in names if WHOLE else names[place % 3 :: 3]:
         check("dropout", source, target, optimizer, tmp_path)
 
 
@@ -46,7 +48,9 @@ def test_with_each_optimizer(optimizer: str, tmp_path: Path) -> None:
     check("dropout", "3 stages", "2 stages", optimizer, tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", ["tied_three_ways", "conv_net_batch_norm", "frozen", "lstm", "unused_parameter"])
+@pytest.mark.parametrize(
+    "name", some(["tied_three_ways", "lstm", "conv_net_batch_norm", "unused_parameter", "frozen"], 2)
+)
 def test_with_ties_buffers_and_what_is_not_trained(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     save_halfway(case, SETUPS["2 stages"], OPTIMIZERS["sgd"], tmp_path)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.mpi.launch import run_on_ranks
+from tests.mpi.launch import run_on_forks
 
 for name in ("accelerate", "torchmetrics"):
     pytest.importorskip(name)
 program = importlib.import_module("tests.integrations.with_accelerate")
 pytestmark = pytest.mark.timeout(600)
 TARGET = "tests.integrations.with_accelerate"
-OWN = {"OMP_NUM_THREADS": "1"}
 
 
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -28,16 +27,16 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_an_accelerate_loop_trains_saves_and_resumes_as_plain(tmp_path: Path) -> None:
     expected, folder = program.train(tmp_path / "plain", 0), tmp_path / "ranks"
-    check(run_on_ranks(2, f"{TARGET}:train_on_ranks", str(folder), 2, env=OWN)[0], expected)
+    check(run_on_forks(2, f"{TARGET}:train_on_ranks", str(folder), 2)[0], expected)
     found, plain = (load_file(each / "model" / "model.safetensors") for each in (folder, tmp_path / "plain"))
     assert {name: pytest.approx(each.numpy(), abs=1e-5) for name, each in plain.items()} == {
         name: each.numpy() for name, each in found.items()
     }
-    check(run_on_ranks(3, f"{TARGET}:train_on_ranks", str(folder), 3, True, env=OWN)[1], expected)
+    check(run_on_forks(3, f"{TARGET}:train_on_ranks", str(folder), 3, True)[1], expected)
 
 
 def test_libraries_see_the_ranks_of_mpirun() -> None:
-    found = run_on_ranks(2, f"{TARGET}:group_on_ranks", env=OWN)
+    found = run_on_forks(2, f"{TARGET}:group_on_ranks")
     assert [rank["group"] for rank in found] == [(0, 2), (1, 2)]
     assert [rank["sampled"] for rank in found] == [[0, 2, 4, 6], [1, 3, 5, 0]]
     assert all(rank["mean"] == 0.5 and rank["processes"] == 2 for rank in found)
@@ -46,6 +45,6 @@ def test_libraries_see_the_ranks_of_mpirun() -> None:
 
 
 def test_what_cannot_be_joined_is_refused() -> None:
-    other, unknown, lonely = run_on_ranks(2, f"{TARGET}:refusals", env=OWN)[1]
+    other, unknown, lonely = run_on_forks(2, f"{TARGET}:refusals")[1]
     assert "rank 0 of 1; expected rank 1 of 2" in other and "got backend 'mpi'" in unknown
     assert "accelerator.prepare(model, optimizer)" in lonely

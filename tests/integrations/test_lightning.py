@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mpi.launch import run_on_ranks
+from tests.mpi.launch import run_on_forks
 
 pytest.importorskip("lightning")
 program = importlib.import_module("tests.integrations.with_lightning")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 TARGET = "tests.integrations.with_lightning"
-OWN = {"OMP_NUM_THREADS": "1"}
 
 
 def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None:
     expected = [program.train(tmp_path / "plain" / str(one), one, 0) for one in (True, False)]
-    found = run_on_ranks(2, f"{TARGET}:train_on_ranks", str(tmp_path), 2, env=OWN)[0]
+    found = run_on_forks(2, f"{TARGET}:train_on_ranks", str(tmp_path), 2)[0]
     for row, plain, one in zip(found, expected, (True, False), strict=True):
         assert row["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert row["test"] == pytest.approx(plain["test"], rel=1e-5)
@@ -30,6 +29,6 @@ def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None
         assert {name: pytest.approx(each.numpy(), abs=1e-5) for name, each in other.items()} == {
             name: each.numpy() for name, each in own.items()
         }
-    resumed = run_on_ranks(3, f"{TARGET}:train_on_ranks", str(tmp_path), 3, True, env=OWN)[0]
+    resumed = run_on_forks(3, f"{TARGET}:train_on_ranks", str(tmp_path), 3, True)[0]
     for row, plain in zip(resumed, expected, strict=True):
         assert row["losses"] == pytest.approx(plain["losses"][-len(row["losses"]) :], rel=1e-5)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.mpi.launch import run_group, run_on_ranks
-from tests.mpi.test_torchrun import ENV, free_port
+from tests.mpi.launch import run_on_forks
+from tests.mpi.test_torchrun import torchrun
 
 for name in ("accelerate", "peft", "transformers"):
     pytest.importorskip(name)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> list[dict[str, Any]]:
     """What two ranks of mpirun log in each case."""
-    return run_on_ranks(2, f"{TARGET}:train_on_ranks", list(program.CASES), str(folder), 2, env={"HF_HUB_OFFLINE": "1"})
+    return run_on_forks(2, f"{TARGET}:train_on_ranks", list(program.CASES), str(folder), 2)
 
 
 @cache
@@ -60,9 +60,7 @@ def test_ranks_train_evaluate_and_save_as_plain_trainer(case: str, folder: Path,
 
 def test_a_checkpoint_goes_on_on_other_ranks_and_in_plain_trainer(folder: Path, on_two: list[dict[str, Any]]) -> None:
     checkpoint = str(folder / "usual" / f"checkpoint-{program.SAVED}")
-    found = run_on_ranks(
-        3, f"{TARGET}:train_on_ranks", ["usual"], str(folder / "three"), 3, checkpoint, env={"HF_HUB_OFFLINE": "1"}
-    )
+    found = run_on_forks(3, f"{TARGET}:train_on_ranks", ["usual"], str(folder / "three"), 3, checkpoint)
     is_like_plain(found[0]["usual"], "usual", folder)
     is_like_plain(program.train("usual", folder / "again", 0, checkpoint), "usual", folder)
 
@@ -70,14 +68,13 @@ def test_a_checkpoint_goes_on_on_other_ranks_and_in_plain_trainer(folder: Path, 
 def test_ranks_of_torchrun_train_as_plain_trainer(folder: Path) -> None:
     place = folder / "torchrun"
     place.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    done = run_group([*command, str(free_port()), "-m", TARGET, str(place)], 300, {**ENV, "HF_HUB_OFFLINE": "1"})
+    done = torchrun(2, TARGET, place)
     assert done.returncode == 0, done.stderr
     is_like_plain(json.loads((place / "found0.json").read_text()), "usual", folder)
 
 
 def test_a_loss_of_outputs_is_refused_where_losses_of_ranks_are_added(folder: Path) -> None:
-    found = run_on_ranks(2, f"{TARGET}:refuse_outer_loss", str(folder / "outer"), env={"HF_HUB_OFFLINE": "1"})
+    found = run_on_forks(2, f"{TARGET}:refuse_outer_loss", str(folder / "outer"))
     assert all(text.startswith("ConfigError") and "'reduction': 'mean'" in text for text in found)
 
 

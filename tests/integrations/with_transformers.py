@@ -18,8 +18,10 @@ BATCH, STEPS, SAVED = 6, 4, 2
 ROWS, LENGTH, WORDS = 36, 8, 31
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
-    "lora": {"load_best_model_at_end": True, "save_total_limit": 1},
-    "smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "lora": {
+        **{"load_best_model_at_end": True, "save_total_limit": 1},
+        **{"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    },
     "translation": {"predict_with_generate": True, "generation_max_length": 6},
 }
 

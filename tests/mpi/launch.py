@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -156,14 +157,13 @@ class Ranks:
 
     num_ranks: int
     env: dict[str, str]
-    is_native: bool = False
+    start: Callable[..., list[str]] = mixed_command
     num_calls: int = 0
 
     def __post_init__(self) -> None:
         self._place = tempfile.TemporaryDirectory()
         self._folder = Path(self._place.name)
-        make = mpirun_command if self.is_native else mixed_command
-        command = make(self.num_ranks, "tests.mpi.launch", self._folder, os.getpid())
+        command = self.start(self.num_ranks, "tests.mpi.launch", self._folder, os.getpid())
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -187,6 +187,16 @@ class Ranks:
         self.kill()
         fail(f"{what}: " + (f"took longer than {timeout} s" if status is None else f"status {status}") + f"\n{text}")
 
+    def call_once(self, target: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Has each rank run a function, and end."""
+        try:
+            results = self.call(target, args, timeout)
+            self.let_go()
+            self.end()
+            return results
+        finally:
+            self.kill()
+
     def let_go(self) -> None:
         """Lets the ranks come to the end of their script."""
         write_whole(self._folder / f"call{self.num_calls}", pickle.dumps(None))
@@ -201,7 +211,8 @@ class Ranks:
 
     def kill(self) -> None:
         """Ends the ranks, however they are."""
-        kept.pop(self.num_ranks, None)
+        if kept.get(self.num_ranks) is self:
+            del kept[self.num_ranks]
         kill_session(self._process.pid)
         self._process.wait()
         self._place.cleanup()
@@ -232,14 +243,15 @@ def run_on_ranks(
     if env is None:
         ranks = kept.get(num_ranks) or kept.setdefault(num_ranks, Ranks(num_ranks, {**os.environ, **QUIET}))
         return ranks.call(target, args, timeout)
-    ranks = Ranks(num_ranks, {**os.environ, **QUIET, **env}, is_native=bool(env))
-    try:
-        results = ranks.call(target, args, timeout)
-        ranks.let_go()
-        ranks.end()
-        return results
-    finally:
-        ranks.kill()
+    own = Ranks(num_ranks, {**os.environ, **QUIET, **env}, mpirun_command if env else mixed_command)
+    return own.call_once(target, args, timeout)
+
+
+def run_on_forks(num_ranks: int, target: str, *args: Any, timeout: float = 300) -> list[Any]:
+    """Does so on ranks of their own, all forked from a process that has imported the module with its libraries."""
+    warm().prepare("importlib:import_module", target.partition(":")[0])
+    forks = Ranks(num_ranks, {**os.environ, **QUIET}, partial(mpirun_command, is_warm=True))
+    return forks.call_once(target, args, timeout)
 
 
 def own_variables() -> dict[str, str]:

@@ -47,7 +47,7 @@ ENDINGS: dict[str, str] = {
     "error_is_swallowed": r"rank 1, stage 1, micro-batch 0 (?s:.*)the story's error",
 }
 """What the one message says of each story that ends the job; empty: nothing is left that could say something."""
-AS_A_USER = ("script_fails", "process_vanishes_well", "process_is_gone_before_others_begin")
+AS_A_USER = ("script_fails", "process_is_gone_before_others_begin")
 """The stories whose ranks mpirun starts itself; others, of the same endings, are forked. The last looks at mpirun."""
 
 

@@ -21,17 +21,17 @@ from autovaruna.runtime.environment import (
     start_torch,
     variables_beside_mpi,
 )
-from tests.mpi.launch import QUIET, ROOT, mpirun, run_group
+from tests.mpi.launch import QUIET, ROOT, mpirun, run_group, warm
 
 MODULE = "tests.mpi.torch_ranks"
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
 ENV = {**PLAIN, **QUIET, "AUTOVARUNA_SAVE_DEPLOYMENT": "0", "AUTOVARUNA_LOAD_DEPLOYMENT": "0"}
 
 
-def torchrun(num_ranks: int, story: str, folder: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def torchrun(num_ranks: int, module: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a module on ranks of torchrun, which are forked; `test_launcher` has others."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port"]
-    command += [str(free_port()), "-m", MODULE, story, str(folder)]
-    return run_group(command, timeout, ENV)
+    return run_group([*command, str(free_port()), "--no-python", *warm().words(module), *map(str, words)], 200, ENV)
 
 
 def free_port() -> int:
@@ -39,26 +39,30 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_ranks_of_torchrun_keep_the_laws_of_worlds(tmp_path: Path) -> None:
-    done = torchrun(3, "laws", tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns what three ranks have written."""
+    place = tmp_path_factory.mktemp("torchrun")
+    done = torchrun(3, MODULE, "laws_and_training", place)
     assert done.returncode == 0, done.stderr
-    for rank in range(3):
-        assert json.loads((tmp_path / f"broken{rank}").read_text()) == {}
+    return place
+
+
+def test_ranks_of_torchrun_keep_the_laws_of_worlds(folder: Path) -> None:
+    assert [json.loads((folder / f"broken{rank}").read_text()) for rank in range(3)] == [{}] * 3
 
 
 def losses(folder: Path, channel: str) -> list[list[float]]:
     return [json.loads((folder / f"{channel}{rank}").read_text()) for rank in range(3)]
 
 
-def test_losses_are_those_of_mpirun(tmp_path: Path) -> None:
+def test_losses_are_those_of_mpirun(folder: Path, tmp_path: Path) -> None:
     """Bit for bit; within rounding where gloo sums, beside the script's own process group."""
-    done = torchrun(3, "train_both_ways", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = losses(tmp_path, "auto")
+    found = losses(folder, "auto")
     settings = {name: ENV[name] for name in ENV if name.startswith("AUTOVARUNA")}
     mpirun(3, MODULE, "train", tmp_path, env=settings, is_warm=True)
     assert found == losses(tmp_path, "auto")
-    for of_gloo, expected in zip(losses(tmp_path, "gloo"), found, strict=True):
+    for of_gloo, expected in zip(losses(folder, "gloo"), found, strict=True):
         assert of_gloo == pytest.approx(expected, rel=1e-4)
 
 
@@ -74,7 +78,7 @@ def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path) -> None:
     port = str(free_port())
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", MODULE, story, str(tmp_path)],
+            [*warm().words(MODULE), story, str(tmp_path)],
             cwd=ROOT,
             env={**ENV, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             stderr=subprocess.PIPE,
@@ -96,7 +100,7 @@ def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path) -> None:
 
 
 def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) -> None:
-    done = torchrun(2, "error", tmp_path)
+    done = torchrun(2, MODULE, "error", tmp_path)
     assert done.returncode
     cause = done.stderr.rpartition("Root Cause")[2]
     assert "rank      : 1" in cause and "rank 1 failed:" in cause and "ValueError: the story's error" in cause
@@ -131,12 +135,12 @@ SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"
 
 def test_tasks_of_srun_without_mpi_join_by_the_variables_of_torch_or_of_slurm(tmp_path: Path) -> None:
     """As ``srun -N2 -n2 python train.py`` starts them; once, each was refused, for MPI knows of one process alone."""
-    code = "import autovaruna; print(autovaruna.get_rank(), autovaruna.get_world_size())"
     of_torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     for variables, name in ((SLURM, "SLURM_PROCID"), (SLURM | of_torch, "RANK")):
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", code],
+                [*warm().words(MODULE), "rank", str(tmp_path)],
+                cwd=ROOT,
                 env={**ENV, **variables, name: str(rank)},
                 stdout=subprocess.PIPE,
                 text=True,

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autovaruna import AutoVaruna, barrier, get_rank
+from autovaruna import AutoVaruna, barrier, get_rank, get_world_size
 from tests.mpi.world_on_ranks import try_laws
 
 
-def laws(folder: Path) -> None:
-    (folder / f"broken{get_rank()}").write_text(json.dumps(try_laws()))
+def rank(folder: Path) -> None:
+    print(get_rank(), get_world_size())
 
 
 def train(folder: Path, channel: str = "auto") -> AutoVaruna:
@@ -41,11 +41,12 @@ def train(folder: Path, channel: str = "auto") -> AutoVaruna:
     return model
 
 
-def train_both_ways(folder: Path) -> None:
-    """Does so, and once more with the script's own group of torch.distributed, and tensors through gloo.
+def laws_and_training(folder: Path) -> None:
+    """Tries the laws, trains, and trains once more with the script's own group of torch.distributed, through gloo.
 
     The first model goes on afterwards.
     """
+    (folder / f"broken{get_rank()}").write_text(json.dumps(try_laws()))
     first, batch = train(folder).eval(), torch.ones(4, 6)
     with torch.no_grad():
         before = first(batch)

@@ -31,16 +31,6 @@ class EachAlone(Optimizer):
         raise NotImplementedError
 
 
-class Lion(EachAlone):
-    """Follows the sign of an average of gradients (Chen et al., 2023)."""
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        average = state.setdefault("average", torch.zeros_like(parameter))
-        sign = torch.lerp(average, gradient, 0.1).sign()
-        average.lerp_(gradient, 0.01)
-        return sign
-
-
 class AdaBelief(EachAlone):
     """Divides by how far gradients are from their average (Zhuang et al., 2020)."""
 
@@ -79,17 +69,6 @@ class MasterAdam(AdaBelief):
         before = parameter.clone()
         master.add_(super().update(master, gradient.float(), state), alpha=-0.5)
         return before - master.to(parameter.dtype)
-
-
-class Shampoo(EachAlone):
-    """Preconditions each tensor by a matrix of its own (Gupta et al., 2018)."""
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        rows = gradient.reshape(gradient.shape[0], -1)
-        total = state.setdefault("total", 1e-3 * torch.eye(rows.shape[0], device=rows.device))
-        total += rows @ rows.T
-        values, vectors = torch.linalg.eigh(total)
-        return (vectors @ (values.clamp(min=1e-6) ** -0.25).diag() @ vectors.T @ rows).reshape(gradient.shape)
 
 
 class Prodigy(EachAlone):
@@ -204,10 +183,8 @@ def lookahead(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 SEPARATE: dict[str, MakeOptimizer] = {
-    "lion": Lion,
     "lamb": Lamb,
     "master": MasterAdam,
-    "shampoo": Shampoo,
     "lookahead": lookahead,
 }
 JOINT: dict[str, MakeOptimizer] = {

@@ -49,10 +49,6 @@ def dice(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return 1 - 2 * (share * wanted).sum() / (share.sum() + wanted.sum())
 
 
-def summed(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(self.last(x), y, reduction="sum")
-
-
 def decayed(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y, reduction="sum") / x.shape[0] + self.last.weight.square().sum()
 
@@ -69,15 +65,6 @@ def contrastive(self: Any, x: Tensor) -> Tensor:
 
 def hashed(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y) * len({x.shape[0], y.shape[0]})
-
-
-def graph(self: Any, x: Tensor, edges: Tensor) -> Tensor:
-    joined = torch.zeros_like(x).index_add(0, edges[0], x[edges[1]])
-    return self.last(joined).square().mean()
-
-
-def observed(self: Any, state: Tensor) -> Tensor:
-    return self.last(state).softmax(-1)[0].log().neg()
 
 
 def of(function: Callable[..., Any], **parts: nn.Module) -> Callable[[], nn.Module]:
@@ -97,18 +84,10 @@ FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, An
     "a hidden state": (of(decoder, **DECODER), (torch.randn(6, 4, WIDTH), STATE, Y), {}, ("batch_dims",)),
     "two lengths": (of(translating, **RNN), (TOKENS, TOKENS[:3]), {}, ("batch_dims",)),
     "a ratio of sums": (of(dice), (X, Y), {}, ("num_micro_batches", "inputs")),
-    "a sum": (of(summed), (X, Y), {}, ("reduction",)),
     "a mean": (of(decayed), (X, Y), {"reduction": "sum"}, ("reduction",)),
     "no loss": (of(scores), (X,), {"loss_mode": "loss"}, ("loss_mode",)),
     "samples that meet": (of(contrastive), (X,), {}, ("inputs", "num_micro_batches", "dynamic_batch")),
     "a hashed size": (of(hashed), (X, Y), {}, ("dynamic_batch",)),
-    "a graph": (
-        of(graph),
-        (X, torch.tensor([[0, 1, 2], [1, 2, 3]])),
-        {},
-        ("inputs", "num_micro_batches", "dynamic_batch"),
-    ),
-    "an observation": (of(observed), (X[0],), {}, ("inputs", "num_micro_batches", "dynamic_batch")),
 }
 
 

@@ -60,14 +60,14 @@ def test_a_pipeline_trains_as_plain_pytorch(optimizer: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "case"), some(diagonal(REPLICAS, [case for case in PLAIN if case.name != "moving_average"]), 30), ids=str
+    ("setup", "case"), some(diagonal(REPLICAS, [case for case in PLAIN if case.name != "moving_average"]), 12), ids=str
 )
 def test_replicas_train_as_plain_pytorch(setup: str, case: Case) -> None:
     given = replace(REPLICAS[setup], num_micro_batches=2) if case.has_batch_norm else REPLICAS[setup]
     hold(case, given, "sgd", has_all_buffers=False)  # statistics of two samples amplify the last bit
 
 
-@pytest.mark.parametrize("case", HUGGING_FACE, ids=str)
+@pytest.mark.parametrize("case", some(HUGGING_FACE[1:], 3), ids=str)
 def test_a_hugging_face_model_trains_as_plain_pytorch(case: Case) -> None:
     pytest.importorskip("transformers")
     hold(case, Setup(((0,), (1, 0)), 3), "adamw", has_all_buffers=False)

@@ -22,6 +22,7 @@ SETUPS = {
     "2 replicas": Setup(((0, 1),), num_micro_batches=2),
     "2 stages of 2 replicas": Setup(((0, 2), (1, 3)), num_micro_batches=4),
     "2 stages a rank": Setup(((0,), (1,), (0,), (1,))),
+    "one process": Setup(((0,), (0,))),
 }
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -72,13 +73,6 @@ def test_numbers_are_those_of_plain_pytorch_and_nothing_is_measured(name: str, m
     plan = first[0][1]
     assert plan is not None and [stage.ranks for stage in plan.stages] == list(setup.stage_ranks)
     assert all(found == (expected, plan) for found in (*first, *run(plan, setup.world_size)))
-
-
-def test_one_process_runs_it_too() -> None:
-    ((found, plan),) = run(Setup(((0,), (0,))).plan, 1)
-    net = make_net()
-    assert plan is not None and plan.num_stages == 2
-    assert found == pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
 
 
 def test_one_process_that_needs_no_plan_is_prepared_by_doing_nothing() -> None:

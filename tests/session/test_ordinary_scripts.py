@@ -228,17 +228,6 @@ def edits(model: Any, optimizer: Any) -> Any:
     return evaluated(model)
 
 
-def second_optimizer(model: Any, optimizer: Any) -> Any:
-    """Makes an optimizer of all parameters in the middle, with groups by name."""
-    step_on(model, optimizer, 0)
-    biases = [each for name, each in model.named_parameters() if "bias" in name]
-    others = [each for name, each in model.named_parameters() if "bias" not in name]
-    second = adamw(iter([{"params": others, "weight_decay": 0.1}, {"params": biases}]))
-    for seed in (1, 2):
-        step_on(model, second, seed)
-    return evaluated(model)
-
-
 def optimizer_in_backward(model: Any, optimizer: Any) -> Any:
     """Steps each parameter when its gradient is there, by hooks that return something, and keeps no gradient."""
     own = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
@@ -258,7 +247,6 @@ def optimizer_in_backward(model: Any, optimizer: Any) -> Any:
 STORIES: tuple[Story, ...] = (
     average_of_states,
     edits,
-    second_optimizer,
     optimizer_in_backward,
 )
 

@@ -16,6 +16,7 @@ from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.step import Step
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
+from tests.collector import spare_collector
 from tests.products import diagonal
 from tests.reference import OPTIMIZERS, Record, adamw, bit_equal, compare, plain_steps
 from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, train_rank
@@ -221,22 +222,17 @@ def test_an_added_group_of_another_model_is_refused() -> None:
         model(BATCH)
 
 
-def steps() -> list[Step]:
-    return [each for each in gc.get_objects() if isinstance(each, Step)]
-
-
 @pytest.mark.parametrize("loss_mode", ["loss", "outputs"])
 def test_a_step_leaves_nothing_to_the_garbage_collector(loss_mode: str) -> None:
     """What a step held, the outputs of every micro-batch among it, is gone with the results that the caller drops."""
     case = CASES["loss_and_scores"]
     wrapped = AutoVaruna(case.model(), num_micro_batches=2, loss_mode=loss_mode, **QUIET)
     for _ in range(2):
-        gc.collect()
-        before = {id(each) for each in steps()}  # threads of an earlier test may still be ending
+        spare_collector()  # threads of an earlier test may still be ending
         gc.disable()
         try:
             wrapped(**case.batch(6, 0)[1])["loss"].backward()
-            left = [each for each in steps() if id(each) not in before]
+            left = [each for each in gc.get_objects() if isinstance(each, Step)]
         finally:
             gc.enable()
     assert not left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,23 +15,26 @@ from torch import nn
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
 from autovaruna.interception import signals
+from autovaruna.planner.prediction import RankOrders
+from autovaruna.schedule.pipeline import Kind
 from autovaruna.varuna import CutPoint, Varuna
 from autovaruna.varuna.step import GROWTH_INTERVAL, JobSignals, StepScale
+from tests.products import some
 from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
 
 GRIDS = {
-    "one": (1, None),
-    "two stages": (2, "0;1"),
-    "two replicas": (2, {0: [0, 1]}),
     "grid": (4, "0,2;1,3;"),
-    "three stages": (3, [[0], [1], [2]]),
+    "one": (1, None),
     "backwards": (4, {1: [0, 1], 0: [3, 2]}),
-    "unequal": (3, "0;1,2"),
+    "two stages": (2, "0;1"),
+    "three stages": (3, [[0], [1], [2]]),
+    "two replicas": (2, {0: [0, 1]}),
     "two unequal replicas": (6, "4,5;0,1,2,3"),
+    "unequal": (3, "0;1,2"),
 }
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", some([*GRIDS], 4))
 def test_a_script_has_the_losses_of_plain_pytorch(grid: str) -> None:
     num_ranks, stage_map = GRIDS[grid]
     of_ranks = on_ranks(num_ranks, lambda world: steps(wrap(stage_map, 7), range(3), max_norm=0.5))
@@ -117,7 +121,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("grid", ["three stages", "grid"])
+@pytest.mark.parametrize("grid", some(["grid", "three stages"], 1))
 def test_any_number_of_pairs_is_tied(grid: str) -> None:
     num_ranks, stage_map = GRIDS[grid]
 
@@ -134,7 +138,7 @@ def test_any_number_of_pairs_is_tied(grid: str) -> None:
         assert all(torch.equal(state[first], state[second]) for first, second in PAIRS)
 
 
-@pytest.mark.parametrize("grid", ["grid", "two unequal replicas"])
+@pytest.mark.parametrize("grid", some(["two unequal replicas", "grid"], 1))
 def test_evaluation_is_the_mean_over_all_samples_in_eval_mode(grid: str) -> None:
     """Where a stage has more ranks than another, some of them are of one replica."""
     num_ranks, stage_map = GRIDS[grid]
@@ -328,3 +332,45 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
         for number, handler in before.items():
             signal.signal(number, handler)
     assert called == ["before", "handler"] and not signals.has_heard()
+
+
+def test_a_step_of_many_micro_batches_is_not_cut_off() -> None:
+    """Varuna's schedules end silently at about 5,000 micro-batches."""
+
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.cut, self.last = nn.Linear(1, 1), CutPoint(), nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.cut(self.first(x))).mean()
+
+    model = wrap_tiny(Tiny())
+    plan, graph = model.model.plan, model.model.preparation._traced.graph
+    kinds = [(step.kind, step.micro_batch) for step in RankOrders(plan, graph).planned[0]]
+    assert {m for kind, m in kinds if kind is Kind.BACKWARD} == set(range(6000))
+    loss, _ = model.step({"x": torch.arange(6000.0).view(-1, 1)})
+    expected = Tiny()
+    expected.load_state_dict(model.state_dict())
+    assert close([loss], [expected(torch.arange(6000.0).view(-1, 1)).item()])
+
+
+def wrap_tiny(model: nn.Module) -> Varuna:
+    """Wraps a model for one rank and 6,000 micro-batches of a sample."""
+    wrapped = Varuna(
+        model, None, lambda size: {"x": torch.ones(size, 1)}, 6000, 1, device="cpu", save_deployment=False,
+        from_cache=False, progress=False, profile_iterations=1,
+    )  # fmt: skip
+    wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.0))
+    return wrapped
+
+
+def test_a_single_rank_s_deployment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank alone has links that cost nothing, which JSON cannot say as a number."""
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "autovaruna")
+    for _ in range(2):
+        steps(wrap(None, from_cache=True, save_deployment=True, load_deployment="auto"), range(1))
+    assert "using the saved deployment" in caplog.text and not list(tmp_path.glob("*.damaged"))

@@ -39,6 +39,12 @@ from autovaruna.graph.operators import (
 _SIZES = (1, 2, 3, 8)
 _POWERS = {ScalingUse.PLAIN: 0.0, ScalingUse.DIVISOR: 1.0, ScalingUse.FACTOR: -1.0}
 """How what a micro-batch gets of a value of the whole batch grows with it."""
+PARTS = (3, 2)
+ALL = sum(PARTS)
+SIZES = (ALL, *PARTS)
+_MOST_ELEMENTS = 1 << 22
+_ALLOWED = 1e-3
+_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 class Powers:
@@ -152,14 +158,6 @@ class Powers:
         powers = [math.log(other / first, size) for other, size in zip(others, _SIZES[1:], strict=True)]
         nearest = float(round(powers[0]))
         return nearest if all(math.isclose(each, nearest, abs_tol=1e-6) for each in powers) else math.nan
-
-
-PARTS = (3, 2)
-ALL = sum(PARTS)
-SIZES = (ALL, *PARTS)
-_MOST_ELEMENTS = 1 << 22
-_ALLOWED = 1e-3
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def join_tried(node: fx.Node, sizes: Sizes) -> ReductionKind:

@@ -14,6 +14,7 @@ from autovaruna import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError
 from tests.catalogue.small import Written
+from tests.products import some
 from tests.reference import sgd
 from tests.session.training import Setup, descend, on_ranks, pipeline, refuse
 
@@ -100,18 +101,17 @@ PER_RANK = {**DIMS, "inputs": "per_rank"}
 REPLICAS = ((0, 1), (2, 3))
 
 
-@pytest.mark.parametrize(
-    ("setup", "lengths"),
-    [
-        (pipeline(2, num_micro_batches=2, settings=DIMS), (4, 4)),
-        (pipeline(2, num_micro_batches=4, settings=PER_RANK), (4, 4)),
-        (pipeline(2, num_micro_batches=2, settings=PER_RANK), (4, 6, 3)),
-        (pipeline(1, num_micro_batches=3, settings=DIMS), (5, 5)),
-        (Setup(REPLICAS, 4, settings={**DIMS, "inputs": "per_replica", "stage_ranks": REPLICAS}), (4, 4)),
-    ],
-    ids=["replicated", "uneven", "lengths", "one process", "replicas"],
-)
-def test_a_language_model_hands_its_state_from_call_to_call(setup: Setup, lengths: Sequence[int]) -> None:
+SETUPS: dict[str, tuple[Setup, Sequence[int]]] = {
+    "lengths": (pipeline(2, num_micro_batches=2, settings=PER_RANK), (4, 6, 3)),
+    "uneven": (pipeline(2, num_micro_batches=4, settings=PER_RANK), (4, 4)),
+    "replicas": (Setup(REPLICAS, 4, settings={**DIMS, "inputs": "per_replica", "stage_ranks": REPLICAS}), (4, 4)),
+    "replicated": (pipeline(2, num_micro_batches=2, settings=DIMS), (4, 4)),
+    "one process": (pipeline(1, num_micro_batches=3, settings=DIMS), (5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", some([*SETUPS], 2))
+def test_a_language_model_hands_its_state_from_call_to_call(name: str) -> None:
     """What it returns is one row for each word, time before batch: micro-batches lie between each other in there."""
 
     def story(model: Any, optimizer: Any, share: Share) -> list[Tensor]:
@@ -129,6 +129,7 @@ def test_a_language_model_hands_its_state_from_call_to_call(setup: Setup, length
             model(drawn(99, 4, own), hidden)  # other words on each rank, of another number of samples
         return outputs
 
+    setup, lengths = SETUPS[name]
     hold(setup, Language(), story)
 
 

@@ -23,7 +23,7 @@ PLACE = f"{os.sep}autovaruna{os.sep}"
 IMPORT = """
 import torch.nn.utils, torch.optim, torch.amp, torch.export, torch.fx, torch.utils.flop_counter
 import torch.fx.experimental.symbolic_shapes, torch.utils.data, torch.distributed
-from tests.test_interception import shown
+from tests.interception.test_installed import shown
 before = shown()
 from autovaruna import AutoVaruna
 print(shown() == before)
@@ -49,7 +49,7 @@ def test_importing_the_package_changes_nothing() -> None:
 
 
 def test_a_model_that_is_gone_leaves_everything_as_it_was() -> None:
-    run_alone("from tests.test_interception import train_and_leave; train_and_leave()")
+    run_alone("from tests.interception.test_installed import train_and_leave; train_and_leave()")
 
 
 @pytest.mark.timeout(30)

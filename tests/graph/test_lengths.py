@@ -92,7 +92,7 @@ def train_drawn(case: Case, steps: Sequence[tuple[Batch, list[int]]], num_stages
     return merge(records), numbers[0]
 
 
-@pytest.mark.parametrize("case", some(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", some(CASES, 1), ids=str)
 def test_drawn_sizes_and_lengths_are_traced_twice(case: Case) -> None:
     pytest.importorskip(case.needs or "torch")
     steps = drawn(case, NUM_STEPS)
