@@ -350,7 +350,7 @@ def strike_job(
 ) -> list[str]:
     """Strikes one job so many times, ends it, and compares it with one process."""
     words = ["--max_restarts", "1000", "--checkpoints", str(hosts.shared / "checkpoints"), "--checkpoint_seconds", "2"]
-    words += ["--start_seconds", f"{30 * options.patience:g}"]
+    words += ["--start_seconds", f"{30 * options.patience:g}"] + ["--slow_factor", "100"] * ("slow" not in options.only)
     width, num_layers = WIDTH if "slow" in options.only else 32, max(4, len(hosts.names))
     script = [SCRIPT, NUM_STEPS, STEP_SECONDS, hosts.shared / "last", width, num_layers]
     run = ElasticRun(hosts, list(map(str, script)), words)

@@ -34,6 +34,7 @@ model = AutoVaruna(
     optimizer,
     num_stages=get_world_size(),
     micro_batch_size=4,
+    schedule="gpipe" if num_layers > 4 else "auto",  # many stages are searched for long
     inputs="replicated",
     progress=False,
 )

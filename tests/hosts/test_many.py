@@ -16,8 +16,9 @@ pytestmark = [
     pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip()),
 ]
 NUM_HOSTS = 16
+MOST_LOST = 40
 LONG_SECONDS = 300.0
-PATIENT = ["--start_seconds", "200", "--state_wait_seconds", "5", "--max_restarts", "50", "--checkpoint_seconds", "2"]
+PATIENT = ["--start_seconds", "200", "--state_wait_seconds", "5", "--slow_factor", "100", "--checkpoint_seconds", "2"]
 
 
 def test_half_of_sixteen_hosts_are_lost_four_come_one_hangs_and_all_but_two_are_lost():
@@ -28,14 +29,14 @@ def test_half_of_sixteen_hosts_are_lost_four_come_one_hangs_and_all_but_two_are_
         run = ElasticRun(hosts, script, [*PATIENT, "--checkpoints", last])
         try:
             run.wait_until_training_on(hosts.names, LONG_SECONDS)
-            run.wait_for_steps(20, LONG_SECONDS)
+            run.wait_for_steps(60, LONG_SECONDS)
             half, newest = hosts.names[1::2], run.steps[-1][1]
             for host in half:
                 hosts.kill(host)
             left = [host for host in hosts.names if host not in half]
             run.wait_until_training_on(left, LONG_SECONDS)
             starts = [event for event in run.events if event["event"] == "start"]
-            assert starts[-1]["step"] >= newest - 1 and set(starts[-1]["from"]) <= set(left), run.text
+            assert starts[-1]["step"] > newest - MOST_LOST and set(starts[-1]["from"]) <= set(left), run.text
             lost = [host for event in run.events if event["event"] == "ended" for host in event["lost"]]
             assert set(lost) == set(half), run.text
 
