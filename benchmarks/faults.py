@@ -1,10 +1,11 @@
 """Strikes jobs on emulated hosts with faults at random moments, and prints what each costs and whether all went well.
 
-A job trains a model with dropout, AdamW and a scheduler on 3 hosts of a rank each, one stage a rank, under `autovaruna
-run`. Its losses and weights shall be those of one process to the last bit, whatever happens to it. A fault strikes a
-step, or, one time in four, the recovery from the fault before it. Root only.
+A job trains a model with dropout, AdamW and a scheduler on 3 hosts of a rank each, or more, one stage a rank, under
+`autovaruna run`. Its losses and weights shall be those of one process to the last bit, whatever happens to it. A fault
+strikes a step, or, one time in four, the recovery from the fault before it. Root only.
 
-python benchmarks/faults.py [--faults N] [--seed S] [--faults-per-job K] [--only KIND ...]
+python benchmarks/faults.py [--faults N] [--seed S] [--faults-per-job K] [--only KIND ...] [--hosts H] [--patience P]
+    [--processor SECONDS]    # what share of a core the manager takes, too
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ are cut off for a while."""
 ALONE = ("half there", "deaths", "slow", "manager")
 """Those that take several events, and strike no recovery: mpirun is killed while a host's sshd is stopped; a rank dies
 twice at one step; a host is lost while both others are left out as slow; the manager is killed and started again."""
-KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", "host", "power", "notice", *MEMORY, *ALONE)
-ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", "host", "power", "notice", *MEMORY, *ALONE[:-1])
+OF_HOSTS = ("host", "power", "half", "notice")
+"""A host is killed, or loses its power; every second one is killed; one is given notice of."""
+KINDS = ("rank", "rank 0", "mpirun", "stub", "keeper", "standby", "stop", *OF_HOSTS, *MEMORY, *ALONE)
+ENDING = ("rank", "rank 0", "mpirun", "stub", "stop", *OF_HOSTS, *MEMORY, *ALONE[:-1])
 """Those that always end a run of the job."""
-ALONE = ("half there", "deaths", "slow", "manager")
-"""Those that take several events, and strike no recovery."""
 WIDTH = 1024  # of the model's layers: of steps that take less than 5 ms, no rank is called slow
 STEP_SECONDS = 0.05
 NUM_STEPS = 100_000
@@ -84,10 +85,13 @@ class Striker:
         draw: What is random.
         kinds: The faults to draw from.
         faults: Gets those that the job has survived.
+        patience: How many times as long as on a machine without other work all may take.
     """
 
-    def __init__(self, run: ElasticRun, draw: random.Random, kinds: list[str], faults: list[Fault]) -> None:
-        self.run, self.draw, self.kinds, self.faults = run, draw, kinds, faults
+    def __init__(
+        self, run: ElasticRun, draw: random.Random, kinds: list[str], faults: list[Fault], patience: float
+    ) -> None:
+        self.run, self.draw, self.kinds, self.faults, self.patience = run, draw, kinds, faults, patience
         self.violations: list[str] = []
         self.missing: set[str] = set()
 
@@ -95,7 +99,7 @@ class Striker:
         """Strikes; returns None if there was nothing to strike."""
         run, hosts = self.run, self.run.hosts
         others = [host for host in hosts.names[1:] if hosts.is_up(host) and host not in self.missing]
-        if kind in ALONE and (in_recovery or (kind == "slow" and self.missing)):
+        if kind in ALONE and (in_recovery or (kind == "slow" and (self.missing or len(hosts.names) > 3))):
             return None
         is_of_host = kind in ("host", "power", "notice", "half there")
         if is_of_host and len(others) < 1 + in_recovery:
@@ -113,6 +117,12 @@ class Striker:
             fault.rank = self.draw.choice(chosen)
             fault.host, process = ranks[fault.rank]
             run.strike(process, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        elif kind == "half":
+            if in_recovery or self.missing:
+                return None
+            self.missing.update(hosts.names[1::2])
+            for host in hosts.names[1::2]:
+                hosts.kill(host)
         elif is_of_host:
             fault.host = host
             self.missing.add(host)
@@ -219,7 +229,7 @@ class Striker:
             steps = [(when, step) for when, step, _ in run.steps if when > begin and step > newest]
             return steps if len(steps) > 3 else []
 
-        run.wait(lambda: bool(found()), f"a step after {fault}", 120.0)
+        run.wait(lambda: bool(found()), f"a step after {fault}", 120.0 * self.patience)
         events = after()
         fault.seconds = found()[0][0] - fault.at
         begin = max(fault.at, *(event["time"] - clock for event in run.events if event["event"] == "start"))
@@ -240,9 +250,9 @@ class Striker:
         if fault.lost > MOST_LOST:
             complain(f"{fault.lost} steps were lost")
         longest = 2 * LONGEST_SECONDS if fault.kind in ALONE else LONGEST_SECONDS
-        if fault.seconds > longest + CUT_SECONDS * (fault.kind == "cut"):
+        if fault.seconds > self.patience * longest + CUT_SECONDS * (fault.kind == "cut"):
             complain(f"{fault.seconds:.1f} s to the next step")
-        if ended is not None and fault.noticed > NOTICED_SECONDS and fault.kind != "notice":
+        if ended is not None and fault.noticed > self.patience * NOTICED_SECONDS and fault.kind != "notice":
             complain(f"noticed after {fault.noticed:.1f} s")
         if fault.in_recovery or fault.kind in (*MEMORY, "deaths"):
             return
@@ -255,13 +265,13 @@ class Striker:
         found = BLAMED.search(words)
         if found is not None and fault.kind in ("rank", "rank 0", "stop") and int(found[1]) != fault.rank:
             complain("another rank was blamed")
-        if found is not None and fault.kind in ("mpirun", "host", "power", "notice", "keeper"):
+        if found is not None and fault.kind in ("mpirun", "keeper", *OF_HOSTS):
             complain("a rank was blamed")
         if fault.kind in ("rank", "rank 0", "stop") and found is None:
             complain("no rank was blamed")
         if fault.kind in ("host", "power", "slow") and (ended is None or ended["lost"] != [fault.host]):
             complain("the lost host was not named")
-        if fault.kind not in ("host", "power", "slow") and ended is not None and ended["lost"]:
+        if fault.kind not in ("host", "power", "half", "slow") and ended is not None and ended["lost"]:
             complain("a host was blamed")
 
     def bring_back(self) -> None:
@@ -284,12 +294,12 @@ class Striker:
             last = events[starts[-1] :]
             return len(last[0]["hosts"]) == len(run.hosts.names) and any(each["event"] == "running" for each in last)
 
-        run.wait(is_whole, f"all hosts, after event {since}", 120.0)
+        run.wait(is_whole, f"all hosts, after event {since}", 120.0 * self.patience)
 
     def strike_all(self, count: int) -> None:
         """Strikes so many times, and lets the job recover after each, or most of them."""
         for _ in range(count):
-            self.run.wait_for_steps(self.draw.randrange(8, 40), 120.0)
+            self.run.wait_for_steps(self.draw.randrange(8, 40), 120.0 * self.patience)
             newest = self.run.steps[-1][1]
             kind = self.draw.choice(self.kinds)
             fault = self.strike(kind, False)
@@ -315,32 +325,55 @@ class Striker:
                 self.bring_back()
 
 
+def print_processor(run: ElasticRun, seconds: float) -> None:
+    """Prints what share of a core the manager takes while ranks train, and while they wait between two steps."""
+
+    def used(manager: int) -> float:
+        words = Path(f"/proc/{manager}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    run.wait_for_steps(20, 600.0)
+    manager, pause = run.process("h1", "-m autovaruna run"), run.hosts.shared / "pause"
+    for what in ("at steps", "idle"):
+        before, num_steps, begin = used(manager), len(run.steps), time.monotonic()
+        time.sleep(seconds)
+        passed = time.monotonic() - begin
+        share, rate = (used(manager) - before) / passed, (len(run.steps) - num_steps) / passed
+        print(f"manager of {len(run.hosts.names)} hosts {what}: {share:.2%} of a core, {rate:.1f} steps/s", flush=True)
+        pause.touch()
+        time.sleep(2.0)
+    pause.unlink()
+
+
 def strike_job(
-    hosts: Hosts, draw: random.Random, count: int, kinds: list[str], log: Path | None, faults: list[Fault]
+    hosts: Hosts, draw: random.Random, count: int, options: argparse.Namespace, faults: list[Fault]
 ) -> list[str]:
     """Strikes one job so many times, ends it, and compares it with one process."""
-    options = ["--max_restarts", "1000", "--checkpoints", str(hosts.shared / "checkpoints")]
-    script = [SCRIPT, str(NUM_STEPS), str(STEP_SECONDS), str(hosts.shared / "last")]
-    script += [str(WIDTH)] if "slow" in kinds else []
-    run = ElasticRun(hosts, script, [*options, "--checkpoint_seconds", "2"])
-    striker = Striker(run, draw, kinds, faults)
+    words = ["--max_restarts", "1000", "--checkpoints", str(hosts.shared / "checkpoints"), "--checkpoint_seconds", "2"]
+    words += ["--start_seconds", f"{30 * options.patience:g}"] + ["--slow_factor", "100"] * ("slow" not in options.only)
+    width, num_layers = WIDTH if "slow" in options.only else 32, max(4, len(hosts.names))
+    script = [SCRIPT, NUM_STEPS, STEP_SECONDS, hosts.shared / "last", width, num_layers]
+    run = ElasticRun(hosts, list(map(str, script)), words)
+    striker = Striker(run, draw, options.only, faults, options.patience)
     try:
+        if options.processor:
+            print_processor(run, options.processor)
         striker.strike_all(count)
         run.stop_soon()
-        status = run.finish(120.0)
+        status = run.finish(120.0 * options.patience)
         if status:
             striker.violations.append(f"the job ended with status {status}\n{run.text}")
         if others := run.differences():
             striker.violations.append(f"losses or weights are others: {others[:9]}\n{run.text}")
-        left = leftovers(hosts, CLEAN_SECONDS)
+        left = leftovers(hosts, CLEAN_SECONDS * options.patience)
         if left:
             striker.violations.append(f"left: {left}\n{run.text}")
     except Exception as error:
         striker.violations.append(f"{type(error).__name__}: {error}\n{run.text}")
     finally:
         run.end()
-        if log is not None:
-            with log.open("a") as file:
+        if options.log is not None:
+            with options.log.open("a") as file:
                 file.write(f"{run.text}\n=====\n")
     return striker.violations
 
@@ -352,6 +385,9 @@ def main() -> int:
     parser.add_argument("--faults-per-job", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[kind for kind in KINDS if kind != "slow"], choices=KINDS)
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=1.0, help="for a machine with other work: times all limits")
+    parser.add_argument("--processor", type=float, default=0.0)
     parser.add_argument("--log", type=Path, help="a file that gets what jobs print")
     options = parser.parse_args()
     if reason_to_skip():
@@ -361,10 +397,10 @@ def main() -> int:
     faults: list[Fault] = []
     violations: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(KeyboardInterrupt), Hosts(3) as hosts:
+    with suppress(KeyboardInterrupt), Hosts(options.hosts) as hosts:
         while len(faults) < options.faults and len(violations) < 3:
             count = min(options.faults_per_job, options.faults - len(faults))
-            wrong = strike_job(hosts, draw, count, options.only, options.log, faults)
+            wrong = strike_job(hosts, draw, count, options, faults)
             violations += wrong
             hosts.reset()
     report(faults, violations)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autovaruna.elastic.job import Probe
-from autovaruna.elastic.link import Link, answers
+from autovaruna.elastic.link import Link, answers, ping_all
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import MorphingOptions, is_this_machine, list_hosts
 from autovaruna.elastic.slow_hosts import LEFT_OUT_SECONDS, SlowHosts
@@ -66,6 +66,7 @@ class Hosts:
         self._machine_time = _time_of(options.machine_list)
         self._times_of_notices: dict[str, int] = {}
         self._last_look = 0.0
+        self._is_over = threading.Event()
         self._reading: Future[dict[str, int]] | None = None
         self._fault_of_list = ""
 
@@ -73,6 +74,7 @@ class Hosts:
         """Starts the keepers and calls `check` until each is up, or has failed; ConfigError if too few can start."""
         for host in self.listed:
             self._open(host)
+        threading.Thread(target=ping_all, args=(self.links, self._is_over), daemon=True).start()
         deadline = time.monotonic() + self._options.start_seconds
         while any(not link.is_ready and not link.is_gone for link in self.links.values()):
             check()
@@ -233,6 +235,8 @@ class Hosts:
         """Begins a run on keepers; each is told which keeper gets copies of its ranks' parts."""
         links = [self.links[host] for host in hosts]
         asked = {}
+        for link in links:
+            link.known = {}
         for place, link in enumerate(links):
             buddy = links[(place + 1) % len(links)]
             to = None if buddy is link else [buddy.address, buddy.port]
@@ -265,6 +269,7 @@ class Hosts:
                 self._open(host)
             else:
                 watch.record(host, link.report)
+                link.known = watch.known_work(host)
         self.slow.record(watch)
 
     def ask_reports(self, hosts: Iterable[str], watch: JobWatch) -> list[str]:
@@ -299,6 +304,7 @@ class Hosts:
 
     def close(self) -> None:
         """Ends all keepers, which remove what is the job's."""
+        self._is_over.set()
         for probe in self._probes.values():
             probe.end()
         for link in self.links.values():

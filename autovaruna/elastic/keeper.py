@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from autovaruna.checkpoint.remote_file import TOKEN, Pointer
@@ -106,8 +107,11 @@ class Keeper:
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
-    def ping(self) -> dict[str, Any]:
-        """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone."""
+    def ping(self, known: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+        """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone.
+
+        By rank, `known` is the last call whose seconds of work are known; what the plan predicts is then known as well.
+        """
         found = {}
         predicted: dict[str, float] = {}
         for folder in self._rank_folders():
@@ -115,9 +119,10 @@ class Keeper:
             if progress is not None:
                 rank = _number_of(folder)
                 gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
-                more = {"state": state_of(progress.process), "gone_seconds": gone, "work": read_work(folder)}
+                work = [each for each in read_work(folder) if each[0] > known.get(str(rank), -1)]
+                more = {"state": state_of(progress.process), "gone_seconds": gone, "work": work}
                 found[str(rank)] = {**asdict(progress), **more}
-                predicted = predicted or read_predicted(folder)
+                predicted = predicted or (read_predicted(folder) if not known else {})
         attempt = self._attempt
         return {
             "attempt": None if attempt is None else attempt.number,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -18,9 +19,9 @@ from autovaruna.elastic.job import python_path
 from autovaruna.elastic.options import is_this_machine
 
 _CONNECT_SECONDS = 3
-_BEAT_SECONDS, _ANSWER_SECONDS = 0.25, 1.0
-"""How often a keeper is asked for its ranks, and how long it may take to answer."""
-_MOST_MISSED = 3  # answers that may be missed: a pause of the manager's own, however long, is one
+_PING_SECONDS = 0.5
+"""How often a keeper is asked for its ranks."""
+_MOST_MISSED = 6  # answers that may be missed: a pause of the manager's own, however long, is one
 
 
 class Link:
@@ -31,7 +32,8 @@ class Link:
         port: where other keepers and ranks find the keeper.
         words: what the keeper or ssh wrote last, to say why it is gone.
         began: when it was started, on the monotonic clock, seconds.
-        report: what the keeper last said of its ranks, which it is asked four times a second.
+        report: what the keeper last said of its ranks.
+        known: of each rank the last call whose seconds of work the manager has, which reports leave out.
     """
 
     def __init__(self, host: str, settings: dict[str, Any]) -> None:
@@ -41,6 +43,8 @@ class Link:
         self.began = time.monotonic()
         self._num_missed = 0
         self.report: dict[str, Any] = {}
+        self.known: dict[int, int] = {}
+        self._is_asked = False
         self._name = ""
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
@@ -57,7 +61,6 @@ class Link:
         self._write(settings)
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._read_errors, daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
 
     @property
     def is_up(self) -> bool:
@@ -131,19 +134,21 @@ class Link:
         self._process.wait()
         self._fail()
 
-    def _beat(self) -> None:
-        """Asks four times a second; a keeper that misses three answers is cut off, so that nobody waits for it."""
-        while not self.is_gone:
-            begin = time.monotonic()
-            if self.port:
-                try:
-                    self.report = self.ask("ping").result(_ANSWER_SECONDS)
-                    self._num_missed = 0
-                except Exception:  # no answer in time, or the keeper has gone
-                    self._num_missed += 1
-                if self.is_silent:
-                    self.cut()
-            time.sleep(max(0.0, _BEAT_SECONDS - (time.monotonic() - begin)))
+    def ping(self) -> None:
+        """Asks for a report, which comes later; a keeper that is silent is cut off, so that nobody waits for it."""
+        if not self.is_up:
+            return
+        if self._is_asked or self._lock.locked():  # a request that nobody reads holds it
+            self._num_missed += 1
+            if self.is_silent:
+                self.cut()
+            return
+        self._is_asked = True
+        self.ask("ping", known=self.known).add_done_callback(self._record)
+
+    def _record(self, answer: Future[dict[str, Any]]) -> None:
+        if answer.exception() is None:
+            self.report, self._num_missed, self._is_asked = answer.result(), 0, False
 
     def _receive(self, found: dict[str, Any]) -> None:
         if "port" in found:
@@ -177,6 +182,13 @@ def _command(host: str) -> list[str]:
     there = ["env", f"PYTHONPATH={python_path(os.environ)}", *call]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
     return ["ssh", *options, host, f"cd / && exec {shlex.join(there)}"]
+
+
+def ping_all(links: Mapping[str, Link], is_over: threading.Event) -> None:
+    """Asks keepers for reports, again and again, until it is over."""
+    while not is_over.wait(_PING_SECONDS):
+        for link in list(links.values()):
+            link.ping()
 
 
 def answers(pending: dict[str, Future[Any]], seconds: float) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class JobWatch:
         self.longest_seconds = longest_seconds
         self.changes: list[Slow | Recovered] = []
         self._speeds: Speeds | None = None
+        self._is_compared = False
         self._ranks: dict[int, _ReportedRank] = {}
         self._states: dict[str, Mapping[str, Any]] = {}
         self._num_calls = 0
@@ -82,15 +83,20 @@ class JobWatch:
         """Tells the comparison of speeds what ranks have computed since it was last told of them."""
         predicted = next((state["predicted"] for state in self._states.values() if state["predicted"]), None)
         if self._speeds is None:
-            if predicted is None or len(self._ranks) < len(predicted) or max(predicted.values()) < _LEAST_WORK_SECONDS:
+            if predicted is None or len(self._ranks) < len(predicted):
                 return
+            self._is_compared = max(predicted.values()) >= _LEAST_WORK_SECONDS
             self._speeds = Speeds({int(rank): seconds for rank, seconds in predicted.items()}, self._planned_for)
         for rank in ranks:
             seen = self._ranks[rank]
             for call, seconds in seen.report["work"]:
                 if call > seen.last_call:
                     seen.last_call = call
-                    self.changes += self._speeds.report(rank, call, seconds)
+                    self.changes += self._speeds.report(rank, call, seconds) if self._is_compared else []
+
+    def known_work(self, host: str) -> dict[int, int]:
+        """Returns the last call of each rank of a host of which it is known what was computed; none at first."""
+        return {rank: seen.last_call for rank, seen in self._ranks.items() if seen.host == host and seen.last_call >= 0}
 
     def place_of(self, rank: int) -> Place:
         """Returns the host of a rank, and its number there."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from autovaruna.elastic.link import Link
+from autovaruna.elastic.link import Link, ping_all
 from tests.hosts.emulation import wait_for
 
 TOKEN = "a" * 64
@@ -20,11 +21,13 @@ def keeper(
 ) -> Iterator[Linked]:
     """Returns a keeper's link, once it answers; it ends with the context."""
     settings = {"folder": str(folder), "token": TOKEN, "standby": has_standby, "keep_seconds": keep_seconds}
-    link = kind("localhost", settings)
+    link, is_over = kind("localhost", settings), threading.Event()
+    threading.Thread(target=ping_all, args=({"localhost": link}, is_over), daemon=True).start()
     try:
         wait_for(lambda: link.is_up or link.is_gone, "a keeper")
         assert link.is_up, link.words
         yield link
     finally:
+        is_over.set()
         link.quit()
         link.wait(10.0)

@@ -114,14 +114,14 @@ class ElasticRun:
         self.wait(lambda: bool(found()), f"an event {kind}", seconds)
         return found()[0]
 
-    def wait_until_training_on(self, names: Sequence[str]) -> None:
+    def wait_until_training_on(self, names: Sequence[str], seconds: float = 90.0) -> None:
         """Returns once the newest run has come to a step, on some hosts, however many starts that takes."""
 
         def is_so() -> bool:
             last = [event for event in self.events if event["event"] in ("start", "running")][-2:]
             return [event["event"] for event in last] == ["start", "running"] and last[0]["hosts"] == names
 
-        self.wait(is_so, f"training on {names}", 90.0)
+        self.wait(is_so, f"training on {names}", seconds)
 
     def finish(self, seconds: float = 60.0) -> int:
         """Returns the status at the job's end; AssertionError if it does not end in time."""

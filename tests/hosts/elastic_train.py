@@ -1,9 +1,9 @@
 """Trains a small model on the same batch on each rank, and goes on where an earlier run of the job has come to.
 
-elastic_train.py STEPS SECONDS [FOLDER [WIDTH]]: rank 0 prints ``begin STEP``, ``loss STEP HEX`` after each step, and
-``weights HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. In the folder that it runs in, a
-file ``stop`` may say the last step, and ``die`` steps at which rank 0 kills itself, once for each line. All depends on
-the bits of scheduler, optimizer and generator.
+elastic_train.py STEPS SECONDS [FOLDER [WIDTH [LAYERS]]]: rank 0 prints ``begin STEP``, ``loss STEP HEX`` after each
+step, and ``weights HASH`` at the end; each step takes some more seconds; FOLDER has checkpoints. In the folder that it
+runs in, a file ``stop`` may say the last step, ``die`` steps at which rank 0 kills itself, once for each line; while
+there is one ``pause``, ranks wait between two steps. All depends on the bits of scheduler, optimizer and generator.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from autovaruna import AutoVaruna, get_rank, get_world_size
 
 num_steps, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
 width = int(sys.argv[4]) if len(sys.argv) > 4 else 32
-stop, die = Path("stop"), Path("die")
+num_layers = int(sys.argv[5]) if len(sys.argv) > 5 else 4
+stop, die, pause = Path("stop"), Path("die"), Path("pause")
 torch.manual_seed(0)
-net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1))))
+layers = ((nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(num_layers))
+net = nn.Sequential(*(module for layer in layers for module in layer))
 optimizer = torch.optim.AdamW(net.parameters())
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 model = AutoVaruna(
@@ -32,6 +34,7 @@ model = AutoVaruna(
     optimizer,
     num_stages=get_world_size(),
     micro_batch_size=4,
+    schedule="gpipe" if num_layers > 4 else "auto",  # many stages are searched for long
     inputs="replicated",
     progress=False,
 )
@@ -53,6 +56,8 @@ for step in range(first, num_steps):
             die.write_text("\n".join(left[1:]))
             os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(seconds)
+    while pause.exists():
+        time.sleep(0.1)
 state = model.state_dict()
 if get_rank() == 0:
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()

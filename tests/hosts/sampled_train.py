@@ -1,11 +1,13 @@
 """Trains on the samples that `ElasticSampler` gives each rank, for one epoch.
 
 sampled_train.py SAMPLES BATCH SECONDS: each rank prints ``took STEP NUMBERS...`` after each step, rank 0 also ``loss
-STEP VALUE``, of the global batch; each step takes some more seconds.
+STEP VALUE``, of the global batch; each step takes some more seconds, and twenty times as many while there is a file
+``slow``.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -61,7 +63,7 @@ def main() -> None:
         if get_rank() == 0:
             print(f"loss {step} {loss.item()}", flush=True)
         step += 1
-        time.sleep(seconds)
+        time.sleep(20 * seconds if os.path.exists("slow") else seconds)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,27 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
+from tests.hosts.elastic_run import SCRIPT, leftovers
 from tests.hosts.emulation import Command, Hosts, wait_for
 from tests.mpi.launch import find_mpirun
+from tests.products import WHOLE, some
 
 pytestmark = pytest.mark.timeout(300)
 PAIR = ["h1", "h2"]
-SHORT, LONG = ("4", "0.0"), ("100000", "0.05")
+SHORT = (SCRIPT, "4", "0.0")
+LONG = (SCRIPT, "100000", "0.05")
+LIGHT = LONG if WHOLE else (SCRIPT.with_name("mpi_steps.py"),)
 CLEAN_SECONDS = 10.0
 
 
 @contextmanager
 def one_run(
     hosts: Hosts,
-    words: Sequence[str],
+    script: Sequence[str | Path],
     options: Sequence[str] = (),
     names: Sequence[str] = PAIR,
     env: Mapping[str, str] | None = None,
@@ -31,9 +35,7 @@ def one_run(
     """Returns a run of ``run_varuna --no_morphing``, which is killed at the end of the context if it still runs."""
     (hosts.shared / "machines").write_text("".join(f"{name}\n" for name in names))
     call = [sys.executable, "-m", "autovaruna.run_varuna", "--no_morphing", "--machine_list", "machines"]
-    command = hosts.start(
-        "h1", [*call, "--gpus_per_node", "1", *options, str(SCRIPT), *words], cwd=hosts.shared, env=env
-    )
+    command = hosts.start("h1", [*call, "--gpus_per_node", "1", *options, *script], cwd=hosts.shared, env=env)
     try:
         yield command
     finally:
@@ -54,38 +56,29 @@ def finish(run: Command) -> tuple[int, str]:
     return run.returncode, out + err
 
 
-@contextmanager
-def managed(hosts: Hosts, words: Sequence[str] = LONG, options: Sequence[str] = ()) -> Iterator[ElasticRun]:
-    """Returns a job with a manager, which is killed at the end of the context if it still runs."""
-    run = ElasticRun(hosts, [SCRIPT, *words], options, listed=PAIR)
-    try:
-        yield run
-    finally:
-        run.end()
-
-
-def test_ranks_of_two_hosts_train_with_the_bits_of_one_process(hosts: Hosts):
-    alone = hosts.run("h2", [sys.executable, SCRIPT, *SHORT], cwd=hosts.shared).stdout.splitlines()
+@pytest.mark.parametrize("is_launched", some((True, False), 1), ids=lambda each: "launcher" if each else "mpirun")
+def test_ranks_of_two_hosts_train_with_the_bits_of_one_process(hosts: Hosts, is_launched: bool):
+    """Names and addresses are one machine to the launcher, and the virtual environment need not be on its path."""
+    alone = hosts.run("h2", [sys.executable, *SHORT], cwd=hosts.shared).stdout.splitlines()
     assert len(alone) == 1 + 4 + 1
-    place = ["-x", "PATH", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "--bind-to", "none", "--host", "h1:2,h2:1"]
-    call = [find_mpirun(), *place, sys.executable, SCRIPT, *SHORT]
-    assert hosts.run("h1", call, timeout=120, cwd=hosts.shared).stdout.splitlines() == alone
+    if is_launched:
+        path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+        with one_run(hosts, SHORT, names=["h1", "10.77.0.1", "10.77.0.2"], env=path) as run:
+            out, err = run.communicate(timeout=150.0)
+        assert run.returncode == 0 and out.splitlines() == [f"[0] {line}" for line in alone], out + err
+        assert not leftovers(hosts, CLEAN_SECONDS)
+    else:
+        place = ["-x", "PATH", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "--bind-to", "none", "--host", "h1:2,h2:1"]
+        call = [find_mpirun(), *place, sys.executable, *SHORT]
+        assert hosts.run("h1", call, timeout=120, cwd=hosts.shared).stdout.splitlines() == alone
 
 
 def test_a_host_that_was_lost_is_no_success(hosts: Hosts):
-    with one_run(hosts, LONG) as run:
+    with one_run(hosts, LIGHT) as run:
         wait_for_a_step(run)
         hosts.kill("h2")
         status, words = finish(run)
     assert status not in (0, 75) and "never said that they ended: their host was lost" in words, words
-    assert not leftovers(hosts, CLEAN_SECONDS)
-
-
-def test_names_and_addresses_are_one_machine_and_a_virtual_environment_need_not_be_on_the_path(hosts: Hosts):
-    path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-    with one_run(hosts, SHORT, names=["h1", "10.77.0.1", "10.77.0.2"], env=path) as run:
-        status, words = finish(run)
-    assert status == 0 and "[0] weights" in words, words
     assert not leftovers(hosts, CLEAN_SECONDS)
 
 
@@ -99,7 +92,7 @@ def test_a_folder_that_another_host_has_not_is_named(hosts: Hosts):
 
 def test_no_process_is_left_of_a_launcher_that_is_killed(hosts: Hosts):
     """The folder of an mpirun whose launcher has gone is removed by the next job."""
-    with one_run(hosts, LONG) as run:
+    with one_run(hosts, LIGHT) as run:
         wait_for_a_step(run)
         run.kill()
         wait_for(lambda: all("/tmp/ompi." in each for each in leftovers(hosts, 0.0)), "the end of all", CLEAN_SECONDS)
@@ -113,28 +106,3 @@ def test_an_interrupted_launcher_leaves_nothing(hosts: Hosts):
         status, words = finish(run)
         assert status == 130 and time.monotonic() - begin < CLEAN_SECONDS, words
         assert not leftovers(hosts, CLEAN_SECONDS)
-
-
-def test_nothing_is_left_of_a_manager_that_is_killed(hosts: Hosts):
-    with managed(hosts, options=["--keep_seconds", "1"]) as job:
-        job.wait_for_steps(3)
-        job.command.send_signal(signal.SIGKILL)
-        assert not leftovers(hosts, CLEAN_SECONDS)
-
-
-def test_a_manager_that_is_asked_to_end_saves_and_the_next_one_goes_on(hosts: Hosts):
-    alone = hosts.run("h1", [sys.executable, SCRIPT, "40", "0"]).stdout.splitlines()[1:]
-    saved = hosts.shared / "saved"
-    with managed(hosts, ["40", "0.1", str(saved)], ["--checkpoints", str(saved)]) as job:
-        job.wait_for_steps(2)
-        job.command.send_signal(signal.SIGTERM)
-        assert job.finish() == 75, job.text
-        done = job.losses()
-        assert not leftovers(hosts, CLEAN_SECONDS), job.text
-    with managed(hosts, ["40", "0", str(saved)], ["--checkpoints", str(saved)]) as job:
-        assert job.finish() == 0, job.text
-        (begin,) = [line for _, line in job.lines if "] begin " in line]
-        assert begin == f"[0] begin {done[-1][0] + 1}", job.text
-        weights = [line.partition("] ")[2] for _, line in job.lines if "] weights" in line]
-        assert [f"loss {step} {loss}" for step, loss in done + job.losses()] + weights == alone
-    assert not leftovers(hosts, CLEAN_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -18,11 +19,14 @@ from autovaruna import ElasticSampler
 from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
 from tests.hosts.emulation import Hosts
 from tests.hosts.sampled_train import Loss, dataset
+from tests.products import WHOLE, some
 
 pytestmark = pytest.mark.timeout(400)
 NOTICED_SECONDS = CLEAN_SECONDS = 10.0
 STEP_SECONDS = 0.05
 MOST_STEPS = 100_000
+MOST_LOST = 40
+FILLING = "/dev/shm/filling"
 SAMPLED = Path(__file__).with_name("sampled_train.py")
 
 
@@ -37,7 +41,7 @@ def job(run: ElasticRun) -> Iterator[ElasticRun]:
 
 def blamed(run: ElasticRun, strike: Callable[[], object]) -> dict[str, Any]:
     """Strikes a job that trains, and returns what it says of the end of its run, once it trains again."""
-    run.wait_for_steps(12)
+    run.wait_for_steps(5)
     since = len(run.events)
     strike()
     at = time.time()
@@ -47,10 +51,59 @@ def blamed(run: ElasticRun, strike: Callable[[], object]) -> dict[str, Any]:
     return ended
 
 
+def go_on(run: ElasticRun, strike: Callable[[ElasticRun], object]) -> list[str]:
+    """Strikes a job that trains on all hosts; returns those on which it goes on from about where it was."""
+    run.wait_until_training_on(run.hosts.names)
+    run.wait_for_steps(5)
+    newest, since = run.steps[-1][1], len(run.events)
+    strike(run)
+    run.wait_for_event("running", since)
+    start = next(event for event in run.events[since:] if event["event"] == "start")
+    assert start.get("step", -1) > max(0, newest - MOST_LOST), run.text
+    return list(start["hosts"])
+
+
+def stop_keepers(run: ElasticRun) -> None:
+    """Stops all keepers for 5 s; once, the job started from step 0."""
+    keepers = [run.process(host, "elastic.keeper") for host in run.hosts.names]
+    for number, seconds in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.0)):
+        for process in keepers:
+            run.strike(process, number)
+        time.sleep(seconds)
+
+
+def cut_off(run: ElasticRun) -> None:
+    """Cuts two hosts of three off for 6 s; once, the job started from step 0."""
+    for do, seconds in ((run.hosts.cut, 6.0), (run.hosts.mend, 0.0)):
+        for host in ("h2", "h3"):
+            do(host)
+        time.sleep(seconds)
+
+
+def stop_sshd(run: ElasticRun) -> None:
+    """Makes a host one that is half there, and kills a rank."""
+    run.hosts.stop_sshd("h2")
+    run.strike(run.ranks()[0][1])
+    run.wait_for_event("left_out", 0, host="h2")
+
+
+def fill(run: ElasticRun) -> None:
+    """Fills the memory of a host and kills a rank; once, the job was started again 31 times, and given up."""
+    with open(run.hosts.path("h2", FILLING), "wb") as file:
+        room = os.statvfs(file.fileno())
+        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+    run.strike(run.ranks()[0][1])
+
+
 def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
-    """One run of one job, struck by one fault after another; each is said as what it was."""
-    with job(ElasticRun(hosts, [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS)], ["--start_seconds", "20"])) as run:
-        for rank in (1, 0):
+    """One job, struck by one fault after another, each of which is said as what it was, then asked to end.
+
+    What it has saved goes on in another job on other hosts, of which nothing is left when its manager is killed.
+    """
+    saved = str(hosts.shared / "saved")
+    options, script = ["--checkpoints", saved], [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS), saved]
+    with job(ElasticRun(hosts, script, [*options, "--start_seconds", "20"])) as run:
+        for rank in some((1, 0), 1):
             ended = blamed(run, lambda rank=rank: run.strike(run.ranks()[rank][1]))
             assert f"rank {rank} was ended by SIGKILL" in ended["text"] and not ended["lost"]
         ended = blamed(run, lambda: run.strike(run.process("h1", "prterun --hostfile")))
@@ -58,31 +111,41 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
         ended = blamed(run, lambda: run.strike(run.ranks()[2][1], signal.SIGSTOP))
         assert "rank 2 on h3 is stopped" in ended["text"] and not ended["lost"]
 
-        run.wait_for_steps(12)
         since = len(run.events)
         run.strike(run.process("h2", "elastic.keeper"))
-        run.wait_for_steps(30)
+        run.wait_for_steps(20)
         assert not [event for event in run.events[since:] if event["event"] == "ended"], run.text
 
-        for host, power_loss in (("h2", False), ("h3", True)):
+        for strike in some((cut_off, stop_keepers), 1):
+            go_on(run, strike)
+        run.wait_until_training_on(hosts.names)
+        for host, power_loss in some((("h2", False), ("h3", True)), 1):
             ended = blamed(run, lambda host=host, power_loss=power_loss: hosts.kill(host, power_loss))
             assert ended["lost"] == [host] and f"host {host} was lost" in ended["text"]
         since = len(run.events)
-        for host in ("h2", "h3"):
+        for host in some(("h2", "h3"), 1):
             hosts.boot(host)
         assert " is there" in run.wait_for_event("ended", since)["text"]
-        run.wait_until_training_on(hosts.names)
+        if WHOLE:
+            assert go_on(run, stop_sshd) == hosts.names
+            assert run.events[-2]["hosts"] == ["h1", "h3"], run.text
+            hosts.continue_sshd("h2")
+        assert go_on(run, fill) == ["h1", "h3"]
+        assert sum("h2 is left out" in line for _, line in run.lines) == 1, run.text
+        hosts.path("h2", FILLING).unlink()
 
-        since = len(run.events)
-        hosts.stop_sshd("h2")  # a host that is half there
-        run.strike(run.ranks()[0][1])
-        event = run.wait_for_event("left_out", since, host="h2")
-        assert run.wait_for_event("start", run.events.index(event))["hosts"] == ["h1", "h3"]
-        hosts.continue_sshd("h2")
-        run.wait_until_training_on(hosts.names)
-        run.stop_soon()
-        assert run.finish() == 0 and run.matches_one_process(), run.text
+        run.wait_for_steps(5)
+        run.command.send_signal(signal.SIGTERM)
+        assert run.finish() == 75, run.text
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
+    first = run.steps[-1][1] + 1
+    with job(ElasticRun(hosts, script, [*options, "--keep_seconds", "1"], listed=["h1", "h2"])) as other:
+        other.wait_for_steps(5)
+        assert [line for _, line in other.lines if "] begin " in line] == [f"[0] begin {first}"], other.text
+        other.command.send_signal(signal.SIGKILL)
+        assert not leftovers(hosts, CLEAN_SECONDS), other.text
+        other.lines[:0] = run.lines
+        assert not [line for line in other.differences() if "weights" not in line], other.text
 
 
 def plain_losses(num_samples: int, batch_size: int) -> list[float]:
@@ -101,17 +164,20 @@ def plain_losses(num_samples: int, batch_size: int) -> list[float]:
 
 
 def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
-    """Three hosts, one, and three again within one epoch, by the machine list and by a notice; starts are cold."""
+    """Three hosts, one, and three again within one epoch, by the machine list and by a notice; cold in test-whole."""
     num_samples, batch_size = 2400, 12
-    script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), str(STEP_SECONDS)]
-    with job(ElasticRun(hosts, script, ["--no_standby"])) as run:
-        run.wait_for_steps(20)
+    script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), "0.02"]
+    slow = hosts.shared / "slow"
+    with job(ElasticRun(hosts, script, ["--no_standby"] if WHOLE else [])) as run:
+        run.wait_for_steps(5)
+        slow.touch()
         run.list_hosts(["h1", "h2"])
         told = hosts.run("h1", [sys.executable, "-m", "autovaruna", "notify", "h2", "--seconds", "60"])
         run.wait_until_training_on(["h1"])
-        run.wait_for_steps(20)
+        run.wait_for_steps(5)
         run.list_hosts(hosts.names)
         run.wait_until_training_on(hosts.names)
+        slow.unlink()
         assert run.finish(120) == 0, f"{told.stdout}{run.text}"
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
     taken = [line for _, line in run.lines if "] took " in line]
