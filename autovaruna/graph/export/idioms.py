@@ -80,7 +80,7 @@ class Idioms(TorchFunctionMode):
     @contextmanager
     def scripted_functions(self) -> Iterator[None]:
         """Sees calls of functions of ``torch.jit.script``, of which torch tells no mode, while the context lasts."""
-        tracing, plain = get_ident(), ScriptFunction.__call__
+        tracing, plain = get_ident(), vars(ScriptFunction)["__call__"]
 
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             act = partial(plain, function)
