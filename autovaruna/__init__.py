@@ -30,6 +30,7 @@ if _TYPE_CHECKING:
     from autovaruna.elastic.notices import notify_manager_preempt
     from autovaruna.elastic.sampler import ElasticSampler
     from autovaruna.graph.cuts import CutPoint
+    from autovaruna.graph.opaque.keep import keep_whole
     from autovaruna.integrations.process_group import init_process_group
     from autovaruna.runtime.environment import barrier, get_rank, get_world_size
     from autovaruna.varuna.profiler import AutoConfig, Profiler
@@ -61,6 +62,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_process_group",
+    "keep_whole",
     "load_checkpoint",
     "notify_manager_preempt",
 ]
@@ -77,6 +79,7 @@ _HOMES = {
     "get_rank": "autovaruna.runtime.environment",
     "get_world_size": "autovaruna.runtime.environment",
     "init_process_group": "autovaruna.integrations.process_group",
+    "keep_whole": "autovaruna.graph.opaque.keep",
     "load_checkpoint": "autovaruna.checkpoint.load",
     "notify_manager_preempt": "autovaruna.elastic.notices",
 }

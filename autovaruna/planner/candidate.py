@@ -112,6 +112,7 @@ class Planner:
             remote_link=cluster.remote_link,
             host_of=self.host_of,
             overhead_seconds=cluster.overhead_seconds,
+            cores_per_rank=cluster.cores_per_rank,
             needs_gradient=problem.needs_gradient,
             shares_state=problem.shares_state,
         )

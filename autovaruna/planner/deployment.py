@@ -39,6 +39,7 @@ _PREDICTED = (
     "bound_proof",
     "overhead_seconds",
     "rank_memory_bytes",
+    "cores_per_rank",
 )
 
 
@@ -221,6 +222,7 @@ class _Predicted(msgspec.Struct):
     overhead_seconds: Amount
     rank_memory_bytes: tuple[Amount, ...]
     block_bytes: BlockBytes | None
+    cores_per_rank: Positive = 1.0
 
 
 class _ValidFor(msgspec.Struct):

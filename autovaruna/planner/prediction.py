@@ -78,6 +78,7 @@ def pipeline_of(plan: Plan, graph: Graph, edges: Edges | None = None) -> Pipelin
         plan.needs_gradient,
         plan.overhead_seconds,
         plan.optimizer_seconds(),
+        plan.cores_per_rank,
     )
 
 

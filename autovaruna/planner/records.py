@@ -96,7 +96,8 @@ class Plan:
     `predicted_seconds` comes from the simulator; `bound_seconds` is a lower bound on the step over all plans of the
     searched kind, `single_bound_seconds` over those with one stage a rank (0: none fits), and `bound_proof` says in one
     sentence how they were proved. The links, `host_of` (a host number for each rank; empty: one host) and
-    `overhead_seconds` (of the executor, for each instruction) are those that the prediction was made with: with them
+    `overhead_seconds` (of the executor, for each instruction) are those that the prediction was made with, as is
+    `cores_per_rank`, less than 1 where ranks share cores: with them
     the plan alone gives the schedule, the same one on every rank. `is_measured` is False if the costs came from a
     roofline. `rank_memory_bytes` is the predicted peak of each rank over its instructions (empty: not known).
     `block_bytes` is what memory was predicted from, so that a plan edited by hand can be checked. With `shares_state`
@@ -117,6 +118,7 @@ class Plan:
     remote_link: LinkCost = UNKNOWN_LINK
     host_of: tuple[int, ...] = ()
     overhead_seconds: float = 0.0
+    cores_per_rank: float = 1.0
     needs_gradient: bool = True
     is_measured: bool = True
     rank_memory_bytes: tuple[float, ...] = ()

@@ -71,6 +71,9 @@ def explain(plan: Plan, graph: Graph) -> str:
     if plan.block_bytes and plan.block_bytes.fragmentation > 1:
         factor = f"{plan.block_bytes.fragmentation:.3g} times what micro-batches make and free"
         lines.append(f"fragmentation   predicted memory is what lasts, gradients, and {factor}")
+    if plan.cores_per_rank < 1:
+        cores = f"{plan.num_ranks} ranks share {plan.num_ranks * plan.cores_per_rank:.3g}"
+        lines.append(f"cores           {cores}: those that work at one time divide them")
     if plan.shares_state:
         lines.append("optimizer state shared by the replicas of a stage: each keeps that of its own parameters")
     if len(used) < plan.num_ranks:

@@ -100,6 +100,7 @@ class Cluster:
         own_process_bytes: the same of each rank, of which that is the most; empty where it is not known.
         fragmentation: bytes that the allocator takes for each byte that micro-batches make and free, holes with them.
         memory_margin: the share of what the user has said, or the machine has, that the limits leave free.
+        cores_per_rank: of the host with the fewest; less than 1 where ranks share cores.
     """
 
     hosts: tuple[str, ...]
@@ -114,6 +115,7 @@ class Cluster:
     fragmentation: Amount = 1.0
     own_process_bytes: tuple[Amount, ...] = ()
     memory_margin: Amount = 0.0
+    cores_per_rank: Positive = 1.0
     format_version: int = FORMAT_VERSION
 
     def complaint(self) -> str:

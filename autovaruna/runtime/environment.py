@@ -236,7 +236,7 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
     num_sharing = count_sharing(places, world.rank)
-    transport.is_crowded = num_sharing > len(cores)
+    transport.cores_per_rank = min(len(cores) / num_sharing, 1.0)
     share_threads(len(cores), num_sharing)
     return world
 

@@ -53,7 +53,18 @@ class Bounds:
                 held.setdefault(rank, []).append((stage, replica))
         ranks = (_rank_bound(pipeline, self.paths, mine) for mine in held.values())
         stages = (_stage_bound(pipeline, self.paths, stage) for stage in range(pipeline.num_stages))
-        return max(*ranks, *stages)
+        return max(*ranks, *stages, self._busy_seconds() / pipeline.cores)
+
+    def _busy_seconds(self) -> float:
+        """Returns what all ranks together are busy at least."""
+        pipeline, paths = self.pipeline, self.paths
+        work = 0.0
+        for stage, times in enumerate(pipeline.stages):
+            for replica in range(times.num_replicas):
+                each = paths.on(stage, replica)
+                backward = each.whole if pipeline.needs_gradients else 0.0
+                work += pipeline.share(stage, replica) * (each.forward + each.recompute + backward)
+        return work + (sum(pipeline.optimizer_seconds) if pipeline.needs_gradients else 0.0)
 
     @cached_property
     def tails(self) -> list[float]:

@@ -168,6 +168,7 @@ class Pipeline:
         needs_gradients: False for evaluation: forwards alone.
         overhead_seconds: what the executor adds to each instruction.
         optimizer_seconds: of each rank; empty: none.
+        cores_per_rank: less than 1 where ranks share cores.
     """
 
     stages: tuple[StageTimes, ...]
@@ -178,6 +179,7 @@ class Pipeline:
     needs_gradients: bool = True
     overhead_seconds: float = 0.0
     optimizer_seconds: tuple[float, ...] = ()
+    cores_per_rank: float = 1.0
 
     def __post_init__(self) -> None:
         pairs = [(edge.source, edge.destination) for edge in self.edges]
@@ -190,6 +192,11 @@ class Pipeline:
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def cores(self) -> float:
+        """The cores that the ranks share; infinite: each has one."""
+        return self.num_ranks * self.cores_per_rank if self.cores_per_rank < 1.0 else math.inf
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
         ranks = self.stages[stage].ranks

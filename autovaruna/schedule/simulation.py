@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from autovaruna.schedule.pipeline import FORWARD, WEIGHT, Instruction, Kind, Schedule
 from autovaruna.schedule.replica import Replica
@@ -145,6 +148,50 @@ def _message_waits(acts: list[Act]) -> Iterator[float]:
         if idle_from < inbox.ready[k] <= start:
             yield inbox.ready[k] - max(idle_from, inbox.sent[k])
         idle_from = end
+
+
+def ends_of(acts: tuple[list[Act], ...], reductions: tuple[AllReduce, ...]) -> list[float]:
+    """Returns when each rank has run its instructions and reductions; its optimizer comes after them."""
+    ends = [row[-1][1] if row else 0.0 for row in acts]
+    for reduction in reductions:
+        for rank in reduction.ranks:
+            ends[rank] = max(ends[rank], reduction.end_seconds)
+    return ends
+
+
+def on_shared_cores(simulation: Simulation, cores: float) -> Simulation:
+    """Returns the step of ranks that share so many cores: those that are busy at one time divide them evenly.
+
+    As all of them slow down alike, none overtakes another, and time is stretched: b times for ``b * cores`` busy ranks.
+    (Processor sharing; Kleinrock, "Time-shared systems: a theoretical treatment", 1967.) An all-reduce was measured
+    with all ranks at it, and does not count as busy.
+    """
+    acts, reductions = simulation.acts, simulation.reductions
+    ends = np.array(ends_of(acts, reductions))
+    last = ends + simulation.optimizer_seconds
+    spans = np.reshape([act[:2] for row in acts for act in row], (-1, 2))
+    starts, stops = np.sort(np.concatenate([spans, np.stack([ends, last], 1)]), 0).T
+    times = np.unique(np.concatenate([[0.0], starts, stops]))
+    num_busy = np.searchsorted(starts, times[:-1], "right") - np.searchsorted(stops, times[:-1], "right")
+    stretched = np.concatenate([[0.0], np.cumsum(np.diff(times) * np.maximum(1.0, num_busy / cores))])
+
+    def real(seconds: Any) -> Any:
+        return np.interp(seconds, times, stretched).tolist()
+
+    for replica in {id(act[2]): act[2] for row in acts for act in row}.values():
+        for inbox in (replica.activations, replica.gradients):
+            inbox.ready, inbox.sent = real(inbox.ready), real(inbox.sent)
+    places = iter(real(spans))
+    return replace(
+        simulation,
+        step_seconds=max(real(last)),
+        reductions=tuple(
+            replace(each, start_seconds=real(each.start_seconds), end_seconds=real(each.end_seconds))
+            for each in reductions
+        ),
+        acts=tuple([(*next(places), *act[2:]) for act in row] for row in acts),
+        optimizer_seconds=tuple(np.subtract(real(last), real(ends)).tolist()),
+    )
 
 
 def render(simulation: Simulation, width: int = 100, *, columns: int = 0) -> str:

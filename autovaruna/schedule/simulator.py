@@ -25,7 +25,7 @@ from autovaruna.schedule.pipeline import (
 )
 from autovaruna.schedule.registry import Choice, Policy
 from autovaruna.schedule.replica import Inbox, Lines, RankLine, Replica, Route, Wires
-from autovaruna.schedule.simulation import Act, AllReduce, Simulation
+from autovaruna.schedule.simulation import Act, AllReduce, Simulation, ends_of, on_shared_cores
 
 
 class FixedOrder(Policy):
@@ -254,14 +254,11 @@ class _Simulator:
 
     def _result(self) -> Simulation:
         pipeline = self.pipeline
-        ends = [acts[-1][1] if acts else 0.0 for acts in self.acts]
         reduced = reductions(pipeline, self.acts)
-        for reduction in reduced:
-            for rank in reduction.ranks:
-                ends[rank] = max(ends[rank], reduction.end_seconds)
+        ends = ends_of(self.acts, reduced)
         optimizer = (pipeline.needs_gradients and pipeline.optimizer_seconds) or (0.0,) * pipeline.num_ranks
         optimizer = tuple(exact(seconds) for seconds in optimizer)
-        return Simulation(
+        found = Simulation(
             step_seconds=max(end + seconds for end, seconds in zip(ends, optimizer, strict=True)),
             peak_in_flight=tuple(tuple(replica.peak for replica in stage) for stage in self.stages),
             reductions=reduced,
@@ -269,3 +266,4 @@ class _Simulator:
             overhead_seconds=exact(pipeline.overhead_seconds),
             optimizer_seconds=optimizer,
         )
+        return found if pipeline.cores == math.inf else on_shared_cores(found, pipeline.cores)

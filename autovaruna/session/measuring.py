@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import fmean, median, median_low
 from time import perf_counter
@@ -71,7 +71,10 @@ class SpeedWatch:
 
     def sample(self) -> None:
         """Measures every rank now. Collective."""
-        self._samples.append(self.world.gather_objects(measure_pace(self.device), "measuring speeds"))
+        pace = measure_pace(self.device)
+        if self.world.transport.cores_per_rank < 1.0:  # who shares its core is in the plan
+            pace = replace(pace, mean=pace.typical)
+        self._samples.append(self.world.gather_objects(pace, "measuring speeds"))
 
     def speeds(self) -> tuple[float, ...]:
         """Returns the speed of each rank by all samples so far: what a step gets.
@@ -298,20 +301,22 @@ def describe_cluster(
     watch.sample()
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
-    known = world.gather_objects((memory, overhead), "describing the machine")
+    cores = world.transport.cores_per_rank if device.type == "cpu" else 1.0
+    known = world.gather_objects((memory, overhead, cores), "describing the machine")
     return Cluster(
         hosts=world.hosts,
-        memory_bytes=tuple(memory for memory, _ in known),
+        memory_bytes=tuple(memory for memory, *_ in known),
         speeds=watch.speeds(),
         local_link=local,
         remote_link=remote,
         all_reduce_bytes_per_second=sums.bytes_per_second,
         all_reduce_latency_seconds=sums.latency_seconds,
-        overhead_seconds=median_low(each for _, each in known),
+        overhead_seconds=median_low(each for _, each, _ in known),
         process_bytes=process_bytes,
         fragmentation=fragmentation(device),
         own_process_bytes=() if settings.memory_limit_bytes else own_process_bytes,
         memory_margin=settings.memory_margin,
+        cores_per_rank=min(each for *_, each in known),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
+from autovaruna import keep_whole
 from tests.compatibility.script import Share, State, Wrap, normal, script, whole
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
@@ -44,6 +45,49 @@ def thawing(wrap: Wrap, share: Share) -> State:
         x, y = labelled(share, step)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@torch.jit.script
+def without_even(words: Tensor) -> Tensor:
+    """Replaces even words."""
+    kept = words.clone()
+    for row in kept:
+        for k in range(row.numel()):
+            if row[k] % 2 == 0:
+                row[k] = 1
+    return kept
+
+
+@keep_whole
+def by_length(hidden: Tensor, words: Tensor) -> Tensor:
+    """Averages over the places up to the last word that is not 1."""
+    ends = [max([k + 1 for k, word in enumerate(row) if word != 1], default=1) for row in words.tolist()]
+    return torch.stack([row[:end].mean(0) for row, end in zip(hidden, ends, strict=True)])
+
+
+@script(change="`@keep_whole` on the function that goes by numbers; that of torch.jit.script stays as it is")
+def functions_by_numbers(wrap: Wrap, share: Share) -> State:
+    """Functions whose Python goes by the numbers in tensors: one of torch.jit.script, one plain."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.out = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, words: Tensor) -> Tensor:
+            words = without_even(words)
+            return self.out(by_length(torch.tanh(self.body(self.embed(words))), words))  # type: ignore[no-any-return]
+
+    model: Any = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = wrap(model, optimizer)
+    for step in range(STEPS):
+        words, y = share(whole(step, 20, BATCH, 6)), share(whole(step, CLASSES, BATCH))
+        optimizer.zero_grad()
+        F.cross_entropy(model(words), y).backward()
         optimizer.step()
     return model.state_dict()
 

@@ -1,18 +1,26 @@
-"""Autograd functions that are kept whole are tried out: they go on, are averaged or added up, or are refused."""
+"""Functions that are kept whole are tried out: they go on, are averaged or added up, or are refused.
+
+They are autograd functions, those of ``torch.jit.script``, and those that a script marks with `keep_whole`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVarunaError, InputError, TraceError
+from autovaruna import AutoVarunaError, InputError, TraceError, keep_whole
+from autovaruna.graph.trace import trace
+from tests.catalogue import DEVICE
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
+from tests.graph.models import call_of
 from tests.reference import bit_equal
 from tests.session.training import pipeline, refuse, train, train_as_plain
 
@@ -111,7 +119,48 @@ def quantised(h: Tensor) -> Tensor:
     return torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 7)
 
 
+@torch.jit.script
+def damped(h: Tensor, scale: float = 0.5) -> Tensor:
+    """Goes by the numbers of each sample."""
+    rows = []
+    for row in h:
+        if float(row.sum()) > 0.0:
+            row = row * scale
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@torch.jit.script
+def normed(h: Tensor) -> Tensor:
+    """Goes by the numbers of all samples."""
+    if float(h.abs().max()) > 0.0:
+        h = h / h.abs().max()
+    return h
+
+
+@torch.jit.script
+def squared(h: Tensor) -> Tensor:
+    return h * h
+
+
+@keep_whole
+def sorted_rows(h: Tensor, *, is_down: bool) -> tuple[Tensor, Tensor]:
+    """Sorts rows by their greatest number, as Python does, and back."""
+    order = sorted(range(len(h)), key=h.amax(1).tolist().__getitem__, reverse=is_down)
+    places = torch.tensor(order)
+    return h[places][places.argsort()], h.argmax(1)
+
+
+def by_numpy(h: Tensor, bias: Tensor) -> Tensor:
+    """Takes weights as an argument, and goes through numpy."""
+    signs = torch.from_numpy(numpy.sign(h.detach().numpy()))
+    return h * signs + bias.sum()
+
+
 AS_PLAIN: dict[str, Loss] = {
+    "scripted": lambda m, h, y: F.cross_entropy(m.last(damped(h) + damped(h, scale=2.0)), y),
+    "marked": lambda m, h, y: F.cross_entropy(m.last(sorted_rows(h, is_down=True)[0]), y),
+    "of a library": lambda m, h, y: F.cross_entropy(m.last(keep_whole(by_numpy)(h, m.last.bias)), y),
     "mean": lambda m, h, y: Half.apply(m.last(h), y, "mean"),
     "divided sum": lambda m, h, y: Half.apply(m.last(h), y, "sum") / h.shape[0],
     "limited": lambda m, h, y: F.cross_entropy(m.last(Clamped.apply(h)), y),
@@ -130,6 +179,14 @@ def test_a_function_trains_as_in_plain_pytorch(name: str) -> None:
 REFUSED: dict[str, tuple[Loss, type[AutoVarunaError], str]] = {
     "sum": (lambda m, h, y: Half.apply(m.last(h), y, "sum"), InputError, "a sum over the samples"),
     "root": (lambda m, h, y: Root.apply(m.last(h)), InputError, "no mean over its samples"),
+    "scripted, mixing": (
+        lambda m, h, y: F.cross_entropy(m.last(normed(h)), y),
+        *(TraceError, "mixes the samples.*normed, which is kept whole, returns for a sample, or its gradient, dep"),
+    ),
+    "marked, mixing": (
+        lambda m, h, y: F.cross_entropy(m.last(keep_whole(lambda x: x - x.mean().item())(h)), y),
+        *(TraceError, "mixes the samples.*lambda>, which is kept whole, returns for a sample, or its gradient, dep"),
+    ),
     "centred": (
         lambda m, h, y: F.cross_entropy(m.last(Centred.apply(h)), y),
         *(TraceError, r"the gradient that goes back through module is another.*the gradient of first\.weight"),
@@ -156,6 +213,27 @@ def test_another_needs_the_whole_batch_in_one(name: str) -> None:
     refuse(case_of(name, loss), words, error=error)
     train_as_plain(case_of(name, loss), pipeline(2, num_micro_batches=1), SIZE, SIZE)
     assert "cov" not in vars(torch.Tensor)
+
+
+def test_a_scripted_function_without_branches_is_traced() -> None:
+    case = case_of("squared", lambda m, h, y: F.cross_entropy(m.last(squared(h)), y))
+    model = case.model()
+    assert not trace(model, call_of(model, **case.batch(SIZE, 0)[1]), DEVICE).has_kept_modules
+    train_as_plain(case, pipeline(2), SIZE)
+
+
+NET = nn.Linear(WIDTH, WIDTH)
+
+
+def hiding(h: Tensor) -> Tensor:
+    """Uses weights that it is not given."""
+    out: Tensor = NET(h)
+    return out
+
+
+def hiding_in(inner: nn.Module, h: Tensor) -> Tensor:
+    out: Tensor = inner(h)
+    return out
 
 
 class Again(torch.autograd.Function):
@@ -232,7 +310,22 @@ def test_a_function_that_draws_has_the_same_bits_on_any_number_of_stages() -> No
 
 
 WEIGHTS = r"Again uses the weights of \w+.*pass each weight to apply\(\)"
+MARKED = (
+    r"The function {} .* can neither be traced nor kept whole: it uses tensors of {} that are not among its arguments"
+)
 LINES: dict[str, tuple[nn.Module, str, Any]] = {
+    "weights of a marked function": (
+        Written(lambda self, x: keep_whole(hiding)(x), inner=NET),
+        *(MARKED.format("hiding", "the model"), X),
+    ),
+    "weights in its closure": (
+        Written(lambda self, x: keep_whole(partial(hiding_in, self.inner))(x), inner=NET),
+        *(MARKED.format("partial", "Linear"), X),
+    ),
+    "no tensor": (
+        Written(lambda self, x: keep_whole(float)(x.sum()) * self.inner(x), inner=NET),
+        *("float .* can neither be traced nor kept whole: it returns no tensor", X),
+    ),
     "hooks of saved tensors": (Model(saved_by_hooks), r"hooks for saved tensors.*in a submodule", None),
     "weights": (reaching(False), WEIGHTS, X),
     "hidden weights": (reaching(True), WEIGHTS, X),

@@ -277,3 +277,34 @@ def test_work_of_each_stage_is_that_of_the_log() -> None:
     for stage, seconds in ((0, FIRST_SECONDS), (LOGGED, 107.1), (NUM_STAGES - 1, LAST_SECONDS)):
         work = simulated(0.0).lost[stage * NUM_REPLICAS].work_seconds
         assert work == pytest.approx(seconds, rel=0.005)
+
+
+def sharing(pipeline: Pipeline, cores_per_rank: float) -> Simulation:
+    return simulate(replace(pipeline, cores_per_rank=cores_per_rank), POLICIES["1f1b"])
+
+
+def test_replicas_that_share_cores_take_longer_by_as_many_as_there_are() -> None:
+    pipeline = placed(chain(1, 8), [(0, 1, 2, 3)], 4)
+    alone = sharing(pipeline, 1.0)
+    assert sharing(pipeline, 0.5).step_seconds == pytest.approx(2 * alone.step_seconds)
+
+
+def test_a_pipeline_on_one_core_runs_what_it_has_and_has_no_bubble() -> None:
+    assert sharing(chain(3, 6), 1 / 3).step_seconds == pytest.approx(3 * 6 * 2.0)
+
+
+def test_stages_that_share_cores_slow_each_other_down_while_both_are_busy() -> None:
+    """Of four stages on two cores two are busy at first, and three and four are later: a forward takes 1.5, then 2."""
+    ends = [event.end_seconds for event in sharing(chain(4, 8), 0.5).events if event.rank == 0]
+    assert ends[:4] == pytest.approx([1.0, 2.0, 3.5, 5.5])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shared_cores_take_no_less_than_the_bound_and_add_up(seed: int) -> None:
+    pipeline = deepened(replace(random_pipeline(seed), cores_per_rank=0.4))
+    shared, alone = sharing(pipeline, 0.4), sharing(pipeline, 1.0)
+    assert lower_bound(pipeline) <= shared.step_seconds * (1 + 1e-9)
+    assert alone.step_seconds <= shared.step_seconds * (1 + 1e-9)
+    assert shared.step_seconds <= alone.step_seconds * max(1.0, 1 / 0.4) * (1 + 1e-9)
+    assert shared.schedule == alone.schedule
+    assert all(sum(lost.parts.values()) == pytest.approx(shared.step_seconds) for lost in shared.lost)

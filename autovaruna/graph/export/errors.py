@@ -39,6 +39,7 @@ _OF_LENGTHS = "(Size-like symbols: u"
 _OF_KEYS = "unhashable type: non-nested SymInt"
 _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 """What torch says of a bound on the batch size that is no whole number."""
+_INTO = "into a submodule, or into a function with @autovaruna.keep_whole, which is then kept whole"
 DRAWN = "it draws from Python's or numpy's generator, and a trace would fix what it drew (draw from torch)"
 _NUMPY = re.compile(r"\b(np|numpy)\b|\bfrom_numpy\(")
 _TRANSFORM = "function transform of torch.func"
@@ -139,7 +140,7 @@ def refuse_int() -> TraceError:
     return TraceError(
         f"forward asks for int() of a tensor{users_line()}: it needs the number in a tensor, which a trace does not "
         "have. Expected x.item() in place of int(x): the result can be a length of other tensors. Where Python goes by "
-        "the number, move the line into a submodule, which is then kept whole."
+        f"the number, move the line {_INTO}."
     )
 
 
@@ -194,15 +195,14 @@ def explain(
             "a length that has no fixed number in a trace, that of the batch or one that numbers in tensors decide, is "
             "hashed there, as a key of a dict, a member of a set, or an argument of a cached function. Expected "
             "lengths that are compared and computed with. Leave the set or the cache out, move the line out of "
-            "forward, or into a submodule, which is then kept whole as one operation; if it is the batch size, "
-            "dynamic_batch=False fixes that."
+            f"forward, or {_INTO} as one operation; if it is the batch size, dynamic_batch=False fixes that."
         )
     elif _uses_transform(error):
         is_said = _TRANSFORM in str(error)
         reason = first_line(error) if is_said else f"it uses a {_TRANSFORM}, inside of which a trace stops"
         text = (
             f"{reason}. Expected a forward of the model itself without vmap, grad, jacrev, jvp and the like. Move the "
-            "line into a submodule, which is then kept whole as one operation, or write it with ordinary operations."
+            f"line {_INTO} as one operation, or write it with ordinary operations."
         )
     elif is_dynamic and is_about_batch(error):
         reason = _size_reason(error) + "; a submodule with such a line is kept whole" * bool(fixed_at)
@@ -210,8 +210,7 @@ def explain(
     elif _is_about_data(error) and _NUMPY.search(where):
         text = (
             "it goes through NumPy, which needs the numbers in a tensor, and a trace has none. Expected operations of "
-            "torch, such as torch.sign(x) for np.sign(x); or move the line into a submodule, which is then kept whole "
-            "as one operation."
+            f"torch, such as torch.sign(x) for np.sign(x); or move the line {_INTO} as one operation."
         )
     elif isinstance(error, InModuleError) and str(error) == DRAWN:
         where = ""
@@ -223,13 +222,13 @@ def explain(
         text = (
             "a length there follows from the numbers in a tensor (as that of torch.bincount, unique or nonzero does), "
             "and a trace has none. Expected lengths that shapes tell: F.one_hot(y, C).sum(0) for torch.bincount(y, "
-            "minlength=C), torch.where for a selection; or move the lines into a submodule, which is then kept whole."
+            f"minlength=C), torch.where for a selection; or move the lines {_INTO}."
         )
     else:
         text = (
             f"{reason_of(error)}. Expected a forward whose Python control flow does not depend on the numbers in "
-            "tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or into a submodule, "
-            "which is then kept whole as one operation."
+            f"tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or {_INTO} as one "
+            "operation."
         )
     return TraceError(f"{name} cannot be traced{where}: {text}")
 

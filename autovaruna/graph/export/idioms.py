@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -42,6 +43,7 @@ from autovaruna.graph.export.errors import (
     refuse_nesting,
     refuse_parameter,
 )
+from autovaruna.graph.opaque.keep import NamedFunction
 from autovaruna.graph.source_lines import chain_of, is_users, users_line
 
 _LOSSES = (
@@ -67,7 +69,7 @@ class Idioms(TorchFunctionMode):
 
     def __init__(self, kept: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self._failed: list[tuple[Exception, str]] = []
+        self._failed: list[tuple[Exception, NamedFunction]] = []
         self._kept = kept
         self._before = _modes()
 
@@ -75,18 +77,32 @@ class Idioms(TorchFunctionMode):
         if _modes() != self._before:
             _refuse_modes(self._before)
         given: dict[str, Any] = kwargs or {}
-        act = self._kept.get(function) or _HANDLERS.get(function)
+        return self._call(function, _HANDLERS.get(function) or function, args, given)
+
+    def _call(self, function: Any, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
-            return function(*args, **given) if act is None else act(*args, **given)
+            return self._kept.get(function, act)(*args, **kwargs)
         except Exception as error:
-            is_seen = isinstance(function, FunctionType) or type(error).__name__ in _STOPS
+            is_seen = isinstance(function, FunctionType | ScriptFunction) or type(error).__name__ in _STOPS
             if is_seen and (name := _name_of(function)):
-                self._failed.append((error, name))
+                self._failed.append((error, (name, function)))
             raise
 
-    def function_of(self, error: Exception) -> str:
-        """Returns what a model calls the function of torch that raised an error; empty: none that can be kept whole."""
-        return next((name for link in chain_of(error) for each, name in self._failed if each is link), "")
+    @contextmanager
+    def scripted_functions(self) -> Iterator[None]:
+        """Sees calls of functions of ``torch.jit.script``, of which torch tells no mode, while the context lasts."""
+        tracing, plain = get_ident(), vars(ScriptFunction)["__call__"]
+
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            act = partial(plain, function)
+            return self._call(function, act, args, kwargs) if get_ident() == tracing else act(*args, **kwargs)
+
+        with replaced(ScriptFunction, "__call__", call):
+            yield
+
+    def function_of(self, error: Exception) -> NamedFunction | None:
+        """Returns the function of torch, or of TorchScript, that raised an error, if it can be kept whole."""
+        return next((found for link in chain_of(error) for each, found in self._failed if each is link), None)
 
 
 def _modes() -> tuple[Any, ...]:
@@ -145,7 +161,7 @@ def _refuse_packing(*args: Any) -> Any:
 
 def _refuse_nesting(src: Tensor, is_word: Tensor) -> bool:
     """Refuses an encoder that would make a nested tensor; one that has a gradient makes none."""
-    given = sys._getframe(2).f_locals  # of nn.TransformerEncoder.forward
+    given = sys._getframe(3).f_locals  # of nn.TransformerEncoder.forward
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (src, *given["self"].parameters()))
     if given["mask"] is None and not has_gradient and not torch.is_autocast_enabled():
         raise refuse_nesting(users_line())
@@ -175,6 +191,8 @@ def _is_of_data(length: Any) -> bool:
 
 def _name_of(function: Any) -> str:
     """Returns what a model calls a function by; empty: it is none that can be kept whole."""
+    if isinstance(function, ScriptFunction):
+        return str(function.name)
     name = getattr(function, "__name__", "")
     if name.startswith("_") or name in _OF_NUMBERS:
         return ""

@@ -53,7 +53,7 @@ from autovaruna.graph.export.watchers import restart, take_watched
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.opaque.functions import kept_functions
-from autovaruna.graph.opaque.keep import OpaqueCalls, is_of_keeper, kept_whole, place_modules
+from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
 from autovaruna.graph.random import python_generators, recorded_draws
@@ -138,15 +138,15 @@ class KeptWhole:
     """What is kept whole.
 
     Attributes:
-        operations: names of functions of torch; ``cdist`` chooses its algorithm by the batch size, and ``istft``
-            looks at the numbers of its window.
+        operations: functions of torch and of TorchScript, with names; ``cdist`` chooses its algorithm by the batch
+            size, and ``istft`` looks at the numbers of its window.
         can_grow: whether a submodule that stops the trace is kept whole in the next attempt.
         shows_tracing: whether ``torch.compiler.is_compiling()`` says yes, for which libraries have code of their own.
         may_show_tracing: whether that is still to be tried.
         hidden_error: what stopped the trace while it said no.
     """
 
-    operations: frozenset[str] = frozenset({"torch.cdist", "torch.istft"})
+    operations: frozenset[NamedFunction] = frozenset({("torch.cdist", torch.cdist), ("torch.istft", torch.istft)})
     modules: frozenset[str] = frozenset()
     can_grow: bool = True
     shows_tracing: bool = False
@@ -162,7 +162,9 @@ class RetryError(Exception):
         self.kept, self.refusal = kept, refusal
 
 
-def next_attempt(error: Exception, model: nn.Module, kept: KeptWhole, function: str) -> KeptWhole | None:
+def next_attempt(
+    error: Exception, model: nn.Module, kept: KeptWhole, function: NamedFunction | None
+) -> KeptWhole | None:
     """Returns what to try after an error: first to show that it is a trace, then to keep what stopped it whole."""
     if kept.may_show_tracing and not isinstance(error, InModuleError):
         return replace(kept, shows_tracing=True, may_show_tracing=False, hidden_error=str(error))
@@ -174,7 +176,7 @@ def next_attempt(error: Exception, model: nn.Module, kept: KeptWhole, function: 
         _warn(model, sorted(modules - kept.modules), error)
         return replace(kept, modules=modules)
     if function and function not in kept.operations:
-        _warn(model, [function], error)
+        _warn(model, [function[0]], error)
         return replace(kept, operations=kept.operations | {function})
     return None
 
@@ -202,7 +204,8 @@ class FlatCall(nn.Module):
         numbers = plain_state(self.model)
         with ExitStack() as stack:
             hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
-            for context in (*hidden, unchecked_distributions(), conversions(), self.idioms):
+            idioms = self.idioms, self.idioms.scripted_functions()
+            for context in (*hidden, unchecked_distributions(), conversions(), *idioms):
                 stack.enter_context(context)
             returned = call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
@@ -360,7 +363,12 @@ class ExportAttempt:
         return graph_module
 
     def _stop(
-        self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str], function: str
+        self,
+        error: Exception,
+        flat: FlatCall,
+        mode: FakeTensorMode,
+        drawn: Sequence[str],
+        function: NamedFunction | None,
     ) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
         kept = self.kept

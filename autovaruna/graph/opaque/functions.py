@@ -136,9 +136,9 @@ def _handled(function: Function, plain: Callable[..., Any]) -> Callable[..., Any
     return forward
 
 
-def holder_of_weights(function: Function, arguments: Any) -> str:
-    """Returns what with gradients a function reaches beside its arguments: a module, a kind of tensor, or nothing."""
-    waiting = [*pytree.tree_leaves(arguments), function.forward, function.backward]
+def holder_of_weights(given: Any) -> str:
+    """Returns what with gradients functions and their arguments hold: a module, a kind of tensor, or nothing."""
+    waiting = pytree.tree_leaves(given)
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
@@ -156,7 +156,8 @@ def holder_of_weights(function: Function, arguments: Any) -> str:
 
 def _refuse_weights(call: Call) -> None:
     """Refuses a function that uses the weights of a module, which its backward would find elsewhere."""
-    if call.wants_gradient and (holder := holder_of_weights(call.function, call.arguments)):
+    functions = call.function.forward, call.function.backward
+    if call.wants_gradient and (holder := holder_of_weights((call.arguments, functions))):
         raise TraceError(
             f"The torch.autograd.Function {call.function.__qualname__} uses the weights of {holder}, which are not "
             "among its tensors, so that their gradients are its own affair. Expected a function of tensors: pass each "

@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import hide_tracing, parameter_table, version_of
+from autovaruna._torch import FakeTensor, hide_tracing, parameter_table, version_of
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import hooks_of
 from autovaruna.graph.module_state import own_tensors, places_of, replace_tensor, with_state
@@ -33,6 +33,7 @@ from autovaruna.graph.tree import Opaque, Tree, flatten
 
 _SIZES = (2, 3, 5)
 _BY_NUMBERS = "the shapes of its arguments and results depend on the numbers in tensors"
+USES_WEIGHTS = "it uses tensors of {} that are not among its arguments"
 _NEAR = 0.05
 _PARTS = (2, 3)
 _WHOLE = sum(_PARTS)
@@ -145,6 +146,8 @@ class OpaqueTrial:
             before = [(place, _bits(getattr(*place)).clone()) for place, *_ in places_of(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")
             changed = [place for place, bits in before if not torch.equal(bits, _bits(getattr(*place)))]
+        if any(isinstance(each, FakeTensor) for each in outputs):  # the model is traced, and its tensors are fake
+            raise CannotKeepError(USES_WEIGHTS.format("the model"))
         if any(name in parameter_table(owner) for owner, name in changed):
             raise CannotKeepError("its forward changes its parameters")
         check_state(numbers, plain_state(self.module))

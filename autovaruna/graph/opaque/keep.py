@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import pkgutil
 import traceback
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from threading import local
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import HOOKS, parameter_table
+from autovaruna._torch import HOOKS, parameter_table, replaced
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import restored
 from autovaruna.graph.module_state import own_tensors, places_of
-from autovaruna.graph.opaque.functions import Function, plain_apply
-from autovaruna.graph.opaque.infer import CannotKeepError, OpaqueTrial, copy_of, infer_reductions
+from autovaruna.graph.opaque.functions import Function, holder_of_weights, plain_apply
+from autovaruna.graph.opaque.infer import USES_WEIGHTS, CannotKeepError, OpaqueTrial, copy_of, infer_reductions
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import current_precision, regions
@@ -27,6 +27,8 @@ from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
 
 _calls: dict[str, OpaqueModule] = {}
+NamedFunction = tuple[str, Callable[..., Any]]
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 Spare = tuple[nn.Module | CannotKeepError, Sequence[Tensor]]
 """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
@@ -43,15 +45,56 @@ def _fake(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: s
     return [line.make(batch, device) for line in _calls[key].returned.tensors]
 
 
+class _TracingThread(local):
+    keeper: OpaqueCalls | None = None
+
+
+_thread = _TracingThread()
+
+
+def keep_whole(function: _Callable) -> _Callable:
+    """Keeps a function whole where a model calls it: one operation that is never cut, and runs as it is.
+
+    For a function in which a trace stops, since its Python goes by the numbers in tensors. Outside of a trace it is the
+    function itself.
+
+    Args:
+        function: takes tensors, and returns new ones whose shapes follow from those. It is given all tensors that it
+            needs, the weights of the model as well.
+
+    Examples:
+        >>> import torch
+        >>> from autovaruna import keep_whole
+        >>> @keep_whole
+        ... def without_even(tokens: torch.Tensor) -> torch.Tensor:
+        ...     rows = [[token if token % 2 else 1 for token in row] for row in tokens.tolist()]
+        ...     return torch.tensor(rows)
+        >>> without_even(torch.tensor([[2, 3]]))
+        tensor([[1, 3]])
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _thread.keeper is None:
+            return function(*args, **kwargs)
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return _thread.keeper.call_function(name, function, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 @contextmanager
 def kept_whole(
-    model: nn.Module, paths: Collection[str], functions: Collection[str], device: torch.device
+    model: nn.Module,
+    paths: Collection[str],
+    functions: Collection[NamedFunction],
+    device: torch.device,
 ) -> Iterator[OpaqueCalls]:
-    """Keeps modules and functions of torch whole while the context lasts; hooks of modules run inside of them."""
+    """Keeps modules and functions whole while the context lasts; hooks of modules run inside of them."""
     keeper = OpaqueCalls(device, functions)
     modules = {model.get_submodule(path): path for path in sorted(paths, reverse=True)}
     try:
-        with restored(map(vars, modules)):
+        with restored(map(vars, modules)), replaced(_thread, "keeper", keeper):
             for module, path in modules.items():
                 vars(module)["forward"] = partial(keeper.call, path, module, spare_of(module))
                 vars(module).update({name: OrderedDict() for name in HOOKS if name in vars(module)})
@@ -74,15 +117,17 @@ class OpaqueCalls:
         batch: the batch size of each batch input of the trace, a symbol or a number; they are equal.
     """
 
-    def __init__(self, device: torch.device, functions: Collection[str] = ()) -> None:
-        self.functions = {pkgutil.resolve_name(name): partial(self._call_function, name) for name in functions}
+    def __init__(self, device: torch.device, functions: Collection[NamedFunction] = ()) -> None:
+        self.functions = {function: partial(self.call_function, name, function) for name, function in functions}
         self._device = device
         self.batch: list[Any] = []
         self._known: dict[Any, Returned] = {}
 
-    def _call_function(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module = KeptFunction(name, pkgutil.resolve_name(name))
-        return self.call(name, module, spare_of(module), *args, **kwargs)
+    def call_function(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = KeptFunction(name, function)
+        holder = holder_of_weights((args, kwargs, function))
+        spare = (CannotKeepError(USES_WEIGHTS.format(holder)), ()) if holder else spare_of(module)
+        return self.call(name, module, spare, *args, **kwargs)
 
     def call_own(self, function: Function, args: tuple[Any, ...]) -> Any:
         """Leaves a node for a call of an autograd function, in whose forward gradients are off."""

@@ -102,6 +102,10 @@ class KeptFunction(nn.Module):
     def extra_repr(self) -> str:
         return self.name
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptFunction:
+        """Returns one of the same function; TorchScript's cannot be copied."""
+        return KeptFunction(self.name, self.function, self.is_own)
+
 
 class OpaqueModule:
     """A submodule that is kept whole.

@@ -125,6 +125,8 @@ class Transport(ABC):
 
     rank: int
     hosts: tuple[str, ...]
+    cores_per_rank = 1.0
+    """Less than 1 where ranks share cores, so that one that waits leaves its core to others."""
 
     @abstractmethod
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:

@@ -42,8 +42,7 @@ class ProcessTransport(Transport):
         self._ring_pairs: set[Pair] = set()
         self._rings_to: dict[int, RingSender] = {}
         self._rings_from: dict[int, RingReceiver] = {}
-        self.is_crowded = True
-        """Whether ranks share cores, so that waiting ones leave them to others."""
+        self.cores_per_rank = 0.0  # until that is known
 
     @property
     def is_ending(self) -> bool:
@@ -106,10 +105,12 @@ class ProcessTransport(Transport):
             receiver.advance()
 
     def rest(self, waited_seconds: float) -> None:
-        """Spins at first if there are cores enough, then yields, then sleeps."""
-        if waited_seconds < SPIN_SECONDS and not self.is_crowded:
+        """Spins at first, then yields, then sleeps; where ranks share cores it sleeps at once, for a fiftieth of it."""
+        if self.cores_per_rank < 1.0:
+            time.sleep(min(max(waited_seconds / 50, 20e-6), 500e-6))
+        elif waited_seconds < SPIN_SECONDS:
             return
-        if waited_seconds < YIELD_SECONDS:
+        elif waited_seconds < YIELD_SECONDS:
             os.sched_yield()
         else:
             time.sleep(50e-6 if waited_seconds < 1.0 else 500e-6)
