@@ -17,7 +17,7 @@ from autovaruna.elastic.options import LaunchOptions, options_in, read_options
 from autovaruna.elastic.options import add_options as add_launch_options
 from autovaruna.errors import AutoVarunaError, ConfigError
 
-HELP = "run a training script, and go on when hosts come and go"
+EXAMPLE = "autovaruna run --machine_list hosts --ranks_per_host 8 train.py --epochs 3"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

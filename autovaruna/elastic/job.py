@@ -53,7 +53,7 @@ _PASSED_ON = (
 _GRACE_SECONDS = 30.0
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 """How mpirun's daemons find that a host has lost its power: seconds of silence, seconds between probes, and probes."""
-_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
@@ -215,7 +215,7 @@ class MpiJob:
             found[stub.SOCKET] = self._standby
         for name, seconds in _KEEP_ALIVE.items():
             found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
-        found |= _AS_ROOT
+        found |= AS_ROOT
         if max(self.options.hosts.values()) > (os.cpu_count() or 1):
             found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         return found
@@ -336,7 +336,7 @@ class Probe:
 
     def __init__(self, host: str, seconds: float) -> None:
         words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
-        mpirun, variables = find_mpirun(), {**os.environ, **_AS_ROOT}
+        mpirun, variables = find_mpirun(), {**os.environ, **AS_ROOT}
         self._deadline = time.monotonic() + seconds
         self._process = _mpirun(
             mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL

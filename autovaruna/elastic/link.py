@@ -174,6 +174,11 @@ def _command(host: str) -> list[str]:
     call = [sys.executable, "-m", "autovaruna.elastic.keeper"]
     if is_this_machine(host):
         return call
+    return over_ssh(host, call)
+
+
+def over_ssh(host: str, call: list[str]) -> list[str]:
+    """Returns a call of Python as it is made on another host, which ssh reaches without a password."""
     there = ["env", f"PYTHONPATH={python_path(os.environ)}", *call]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
     return ["ssh", *options, host, f"cd / && exec {shlex.join(there)}"]

@@ -252,4 +252,4 @@ def share_threads(num_cores: int, num_ranks: int) -> None:
     if os.environ.get("OMP_NUM_THREADS"):
         return
     torch.set_num_threads(max(1, num_cores // num_ranks))
-    logger.info("%d ranks share %d cores: %d threads each", num_ranks, num_cores, torch.get_num_threads())
+    logger.debug("%d ranks share %d cores: %d threads each", num_ranks, num_cores, torch.get_num_threads())
