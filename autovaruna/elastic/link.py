@@ -14,12 +14,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from autovaruna.elastic.allocation import slurm_nodes
 from autovaruna.elastic.job import python_path
 from autovaruna.elastic.options import is_this_machine
 
 _CONNECT_SECONDS = 3
 _BEAT_SECONDS, _ANSWER_SECONDS = 0.25, 1.0
 """How often a keeper is asked for its ranks, and how long it may take to answer."""
+_OF_SRUN = ("--overlap", "--quiet", "--unbuffered", "--nodes=1", "--ntasks=1", "--mpi=none", "--chdir=/")
 _MOST_MISSED = 3  # answers that may be missed: a pause of the manager's own, however long, is one
 
 
@@ -170,10 +172,12 @@ class Link:
 
 
 def _command(host: str) -> list[str]:
-    """Returns how the keeper of a host is started: over ssh, unless it is this one."""
+    """Returns how the keeper of a host is started: over ssh, or by Slurm on its nodes, unless it is this host."""
     call = [sys.executable, "-m", "autovaruna.elastic.keeper"]
     if is_this_machine(host):
         return call
+    if host in slurm_nodes():
+        return ["srun", *_OF_SRUN, "--nodelist", host, *call]
     return over_ssh(host, call)
 
 

@@ -20,6 +20,7 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
+from autovaruna.interception.signals import record_training
 from autovaruna.log import long_call, phase
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.clipping import CLIPPING
@@ -180,6 +181,8 @@ class Session:
         run, manager, num_steps = self._run, self._run.manager, self._run.num_steps
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
         step = run.stopping.step_after(num_steps)
+        if has_stepped:
+            record_training()
         if manager is not None:
             if run.world.num_ranks == 1:
                 manager.agree(manager.is_snapshot_ready, manager.is_to_leave)
