@@ -65,16 +65,7 @@ def run(options: argparse.Namespace) -> None:
     profile, num_measured = measure_here(target, sizes or sorted({quarter, whole}), settings)
     save_measured(options.output, profile)
     if options.json:
-        show_json(
-            {
-                "file": options.output,
-                "device": profile.device,
-                "micro_batch_sizes": profile.micro_batch_sizes,
-                "num_blocks": len(target.traced.graph.blocks),
-                "num_measured": num_measured,
-                "costs": [[asdict(block) for block in blocks] for blocks in profile.costs],
-            }
-        )
+        show_json(asdict(profile) | {"file": options.output, "num_measured": num_measured})
         return
     sizes_text = ", ".join(map(str, profile.micro_batch_sizes))
     show(
