@@ -9,17 +9,30 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import cleandoc
 from typing import Any, NoReturn
 
+from autovaruna import __version__
 from autovaruna.commands.printing import hush
 from autovaruna.errors import AutoVarunaError
 
 _COMMANDS = {
-    "run": "run_varuna",
-    "notify": "elastic.notices",
-    **{name: f"commands.{name}" for name in ("config", "show", "measure", "plan", "simulate", "trace")},
+    "run": ("run_varuna", "run a training script, and go on when hosts come and go"),
+    "notify": ("elastic.notices", "tell running jobs that a host will be taken away"),
+    "config": ("commands.config", "print each setting, its value, and where the value came from"),
+    "show": ("commands.show", "print a saved deployment as a table"),
+    "measure": ("commands.measure", "measure a model on this machine, block by block, and save the profile"),
+    "plan": ("commands.plan", "plan a model for any number of ranks, none of which has to be there"),
+    "simulate": ("commands.simulate", "replay a trace of hosts that come and go against a plan"),
+    "trace": ("commands.trace", "show the trace of a run: steps as measured and as predicted"),
+    "doctor": ("commands.doctor", "look at this machine and its environment, and say what is wrong and what to do"),
+    "completion": ("commands.completion", "print a script for the shell that completes commands and options"),
 }
-"""The module of each command: it has the command's ``HELP``, `add_options` and `run`."""
+"""The module of each command, with its ``EXAMPLE``, `add_options` and `run`; and what it does, in short."""
+_DESCRIPTION = "Trains PyTorch models over many processes: runs jobs, plans and measures models, says what is wrong."
+_EPILOG = """\
+example: autovaruna plan examples/gpt3.py:build --ranks 64 --device h100
+`autovaruna COMMAND --help` says more of a command, with an example."""
 
 _RARELY = 10_000_000, 50, 100
 _INTERRUPTED = 128 + 2
@@ -42,21 +55,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def parser_of(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns a parser of the command that comes first; of all, if none does.
+def parser_of(arguments: Sequence[str] | None) -> argparse.ArgumentParser:
+    """Returns a parser of all commands; without the options of those that do not come first, unless it gets None.
 
     Most commands import torch, which takes seconds and memory; those that live long or run often do not.
     """
-    parser = argparse.ArgumentParser(prog="autovaruna", description="Plans, measures, and shows both.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in arguments[:1] if arguments[:1] and arguments[0] in _COMMANDS else _COMMANDS:
-        command = _module(name)
-        command.add_options(commands.add_parser(name, help=command.HELP, description=command.run.__doc__))
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("autovaruna", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"autovaruna {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in _COMMANDS.items():
+        own = commands.add_parser(name, help=text, formatter_class=raw)
+        if arguments is None or name in arguments[:1]:
+            command = _module(name)
+            own.description, own.epilog = cleandoc(command.run.__doc__), f"example: {command.EXAMPLE}"
+            command.add_options(own)
     return parser
 
 
 def _module(command: str) -> Any:
-    return import_module(f"autovaruna.{_COMMANDS[command]}")
+    return import_module(f"autovaruna.{_COMMANDS[command][0]}")
 
 
 def collect_rarely() -> None:

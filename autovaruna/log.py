@@ -9,6 +9,8 @@ import difflib
 import logging
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +35,11 @@ LEVELS = {
     "error": logging.ERROR,
     "off": logging.CRITICAL + 1,
 }
-_LONG_SECONDS = 1.0
+VERBOSITIES = {"none": logging.WARNING, "short": logging.INFO, "full": logging.DEBUG}
+"""The lowest level that each `verbosity` shows of rank 0."""
+_LONG_SECONDS = 2.0
+TRYING = "trying the trace and the optimizer out"
+"""The phase of a call in which ranks find out whether these do what they should."""
 ALL_FRAMES_VARIABLE = "AUTOVARUNA_FULL_TRACEBACKS"
 
 
@@ -52,8 +58,11 @@ class RankHandler(logging.Handler):
             sys.stderr.flush()
 
 
-def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
-    """Sets format and levels of all rooms, in place of an earlier call; ConfigError if logging.toml has a wrong key."""
+def configure(rank: int = 0, environ: Mapping[str, str] | None = None, verbosity: str = "short") -> None:
+    """Sets format and levels of all rooms, in place of an earlier call; ConfigError if logging.toml has a wrong key.
+
+    A `verbosity` of full lowers the levels of the rooms that are at info, one of none raises them.
+    """
     directory = conf_dir(os.environ if environ is None else environ)
     files = [PACKAGED / "logging.toml", directory / "logging.toml"]
     tables = [_checked(read_toml(path), str(path)) for path in files]
@@ -68,7 +77,8 @@ def configure(rank: int = 0, environ: Mapping[str, str] | None = None) -> None:
     for room in ROOMS:
         logger = logging.getLogger(f"autovaruna.{room}")
         if logger.level == handler.levels.get(room, logging.NOTSET):
-            handler.levels[room] = max(floor, LEVELS[levels[room]])
+            level = LEVELS[levels[room]]
+            handler.levels[room] = max(floor, VERBOSITIES[verbosity] if level == logging.INFO else level)
             logger.setLevel(handler.levels[room])
 
 
@@ -100,12 +110,40 @@ def _expect_known(file: str, kind: str, got: object, known: tuple[str, ...]) -> 
         raise ConfigError(f"{file}: unknown {kind} {got!r}{hint} (known: {', '.join(known)})")
 
 
+_of_call = threading.local()
+"""Has, in a call that may take long, the `deadline` from which its phases are shown, and the set of those `shown`."""
+
+
+@contextmanager
+def long_call() -> Iterator[None]:
+    """Has the phases inside shown from when they have taken two seconds together, each once."""
+    if hasattr(_of_call, "deadline"):
+        yield
+        return
+    _of_call.deadline, _of_call.shown = time.monotonic() + _LONG_SECONDS, set()
+    try:
+        yield
+    finally:
+        del _of_call.deadline, _of_call.shown
+
+
 @contextmanager
 def phase(logger: logging.Logger, what: str) -> Iterator[None]:
-    """Says in a line what is being done, once it has taken a second."""
-    timer = Timer(_LONG_SECONDS, logger.info, (f"{what} ...",))
+    """Shows in a line what is being done, once that, or the call that it belongs to, has taken two seconds."""
+    shown: set[str] = getattr(_of_call, "shown", set())
+    left = getattr(_of_call, "deadline", time.monotonic() + _LONG_SECONDS) - time.monotonic()
+
+    def show() -> None:
+        if what not in shown:
+            shown.add(what)
+            logger.info("%s ...", what)
+
+    timer = Timer(left, show)
     timer.daemon = True
-    timer.start()
+    if left > 0:
+        timer.start()
+    else:
+        show()
     try:
         yield
     finally:

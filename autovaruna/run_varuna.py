@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,10 @@ from autovaruna.elastic.job import Grid
 from autovaruna.elastic.manager import start
 from autovaruna.elastic.options import LaunchOptions, options_in, read_options
 from autovaruna.elastic.options import add_options as add_launch_options
+from autovaruna.elastic.progress import SAVED
 from autovaruna.errors import AutoVarunaError, ConfigError
 
-HELP = "run a training script, and go on when hosts come and go"
+EXAMPLE = "autovaruna run --machine_list hosts --ranks_per_host 8 train.py --epochs 3"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs a training script on every rank of some hosts, and goes on when hosts or ranks come and go."""
     gc.set_threshold(700, 10, 10)  # unlike other commands it may run for months
+    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(SAVED))  # until there is a job that hears it
     return start(options_in(options), choose)
 
 

@@ -88,8 +88,7 @@ def milliseconds(run: ElasticRun) -> float:
 
 def plan_of(run: ElasticRun) -> str:
     """Says what the plans of the job predict for a step, as it has printed them."""
-    lines = [line for _, line in run.lines if "planned " in line]
-    return "; ".join(line.partition("planned ")[2].partition(", at most")[0] for line in lines)
+    return "; ".join(line.partition(": ")[2] for _, line in run.lines if "the plan" in line)
 
 
 def watch(run: ElasticRun, share: float) -> None:

@@ -41,7 +41,7 @@ def no_set_up(monkeypatch):
     return lambda: monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
-def level(room):
+def level_of(room):
     return logging.getLogger(f"autovaruna.{room}").level
 
 
@@ -60,15 +60,15 @@ def test_rank_0_tells_and_the_others_warn(conf, capsys, no_set_up):
 def test_a_level_is_one_room_s(conf, rank, first_line):
     """Other ranks can be heard, too."""
     log.configure(rank, conf(first_line + '[levels]\nruntime = "debug"\ngraph = "off"'))
-    assert level("runtime") == logging.DEBUG
-    assert level("graph") > logging.CRITICAL
-    assert level("planner") == logging.INFO
+    assert level_of("runtime") == logging.DEBUG
+    assert level_of("graph") > logging.CRITICAL
+    assert level_of("planner") == logging.INFO
 
 
 def test_a_level_that_the_program_set_stays(conf):
     logging.getLogger("autovaruna.graph").setLevel(logging.ERROR)
     log.configure(0, conf())
-    assert level("graph") == logging.ERROR
+    assert level_of("graph") == logging.ERROR
 
 
 def test_the_program_s_handlers_go_first(conf, capsys):
@@ -159,6 +159,31 @@ def test_an_error_that_is_caught_inside_shows_what_led_there():
     text = caught()  # the line of the call
     assert "the line of the call" in text and "frames of torch and AutoVaruna" in text
     assert text.splitlines()[-1].startswith("autovaruna.errors.ConfigError: keyword num_stage")
+
+
+@pytest.mark.parametrize(("verbosity", "lines"), [("none", 1), ("short", 2), ("full", 3)])
+def test_verbosity_is_for_the_rooms_that_the_user_left_at_info(conf, capsys, no_set_up, verbosity, lines):
+    no_set_up()
+    log.configure(0, conf('[levels]\ngraph = "error"\nruntime = "debug"'), verbosity)
+    for level in ("debug", "info", "warning"):
+        getattr(logging.getLogger("autovaruna.planner"), level)(level)
+        getattr(logging.getLogger("autovaruna.graph"), level)(level)
+    assert (
+        capsys.readouterr().err.splitlines() == [f"[rank 0] {each}" for each in ("debug", "info", "warning")][-lines:]
+    )
+    assert (level_of("graph"), level_of("runtime")) == (logging.ERROR, logging.DEBUG)
+
+
+def test_a_long_call_shows_each_phase_once_from_when_all_are_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger, now = logging.getLogger("autovaruna.test"), [0.0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    with caplog.at_level(logging.INFO, logger="autovaruna.test"), log.long_call():
+        for seconds, what in ((1.5, "tracing"), (0.6, "trying"), (9, "measuring"), (9, "measuring"), (0, "planning")):
+            with log.long_call(), log.phase(logger, what):
+                now[0] += seconds
+    assert caplog.messages == ["measuring ...", "planning ..."]
 
 
 def test_a_long_phase_says_so_before_it_ends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

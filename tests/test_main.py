@@ -1,13 +1,16 @@
 """Holds the command line."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from autovaruna.__main__ import main
+import autovaruna
+from autovaruna.__main__ import main, parser_of
 from autovaruna.config.settings import declarations
 from autovaruna.planner.deployment import Fingerprint, deployment_of, save
 from autovaruna.planner.search import make_plan
@@ -101,3 +104,60 @@ def test_where_nobody_listens_there_is_no_traceback(command, output, status, con
     if command == "config":
         assert done.returncode == status
         assert ("Standard output cannot be written to: No space left" in done.stderr) == bool(status)
+
+
+COMMANDS = ("run", "notify", "config", "show", "measure", "plan", "simulate", "trace", "doctor", "completion")
+
+
+def printed(capsys, *arguments):
+    """Returns what a call prints that ends in the parser."""
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_help_names_each_command_and_needs_no_torch(capsys):
+    assert all(
+        f"    {name} " in printed(capsys, "--help") + " " or f"    {name}\n" in printed(capsys, "--help")
+        for name in COMMANDS
+    )
+    assert printed(capsys, "--version") == f"autovaruna {autovaruna.__version__}\n"
+    code = "import sys, autovaruna.__main__ as it; it.parser_of(['--help']); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_says_what_it_does_with_one_example_that_parses(capsys, command):
+    text = printed(capsys, command, "--help")
+    example = text.rpartition("\nexample: ")[2]
+    assert text.count("example: ") == 1 and f"autovaruna {command} " in example + " "
+    words = shlex.split(example.partition(">")[0])
+    words = words[words.index("autovaruna") + 1 :]
+    assert parser_of(words).parse_args(words).command == command
+
+
+def test_config_and_show_print_json(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOVARUNA_NSTAGES", "3")
+    assert main(["config", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert list(record) == [each.name for each in declarations()]
+    assert record["num_stages"] | {"meaning": ""} == {"value": 3, "from": "variable AUTOVARUNA_NSTAGES", "meaning": ""}
+    problem = make_problem(8, 3, 12, num_stages=3)
+    deployment = deployment_of(make_plan(problem), problem.graph, Fingerprint("abc", num_ranks=3, device="cpu"))
+    save(tmp_path / "deployment.json", deployment)
+    assert main(["show", "--json", str(tmp_path / "deployment.json")]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [each["starts_at"] for each in record["stages"]] == ["", *deployment.cuts]
+    assert record["predicted_seconds"] == deployment.plan.predicted_seconds and record["valid_for"]["num_ranks"] == 3
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_can_complete_commands_and_options(capsys, shell):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in (*COMMANDS, "ranks-per-host", "machine_list"))
+    if shell == "bash":
+        line = 'COMP_WORDS=(autovaruna plan --ranks-p); COMP_CWORD=2; _shtab_autovaruna; echo "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, timeout=60)
+        assert done.stdout.split() == ["--ranks-per-host"], done.stderr

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-from autovaruna.commands.printing import show
+from autovaruna.commands.printing import add_json, show, show_json
 from autovaruna.config.files import PACKAGED
 from autovaruna.config.settings import REFUSALS, Settings, declarations, known_names, meanings, resolve
 from autovaruna.errors import ConfigError
 
-HELP = "print each setting, its value, and where the value came from"
+EXAMPLE = "AUTOVARUNA_NUM_STAGES=2 autovaruna config"
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -50,12 +50,17 @@ def _option(name: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing."""
+    """Adds the option."""
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Offers settings as options of commands (``--num-stages 4``), and prints each with where its value came from."""
+    """Prints each setting, its value, where the value came from, and what the setting means."""
     settings, words = resolve(), meanings()
+    if options.json:
+        values = settings.as_dict()
+        show_json({n: {"value": values[n], "from": settings.source_of(n), "meaning": words[n]} for n in values})
+        return
     table = Table("setting", "value", "from", "meaning", caption=f"A conf.toml to start from: {PACKAGED / 'conf.toml'}")
     for each in declarations():
         value = getattr(settings, each.name)

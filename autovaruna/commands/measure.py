@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from autovaruna.commands.config import add_settings, settings_of
-from autovaruna.commands.printing import show
+from autovaruna.commands.printing import add_json, show, show_json
 from autovaruna.commands.target import Target, load_target
 from autovaruna.config.files import check_writable
 from autovaruna.config.settings import Settings
@@ -17,7 +18,7 @@ from autovaruna.profiler.measure import lasting_parts, measure, merge, to_profil
 from autovaruna.profiler.records import Profile
 from autovaruna.session.device import find_device
 
-HELP = "measure a model on this machine, block by block, and save the profile"
+EXAMPLE = "autovaruna measure examples/gpt3.py:build --micro-batch-sizes 1,2,4 -o profile.json"
 
 
 def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:
@@ -48,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
     parser.add_argument("-o", "--output", default="profile.json", metavar="FILE", help="the profile (profile.json)")
     parser.add_argument("--micro-batch-sizes", default="", metavar="1,2,4", help="samples in a micro-batch")
+    add_json(parser)
     add_settings(
         parser, ("device", "profile_iterations", "profile_cache", "batch_inputs", "batch_dims", "dynamic_batch")
     )
@@ -62,6 +64,9 @@ def run(options: argparse.Namespace) -> None:
     quarter, whole = max(1, target.batch_size // 4), target.batch_size  # small ones cost more for each sample
     profile, num_measured = measure_here(target, sizes or sorted({quarter, whole}), settings)
     save_measured(options.output, profile)
+    if options.json:
+        show_json(asdict(profile) | {"file": options.output, "num_measured": num_measured})
+        return
     sizes_text = ", ".join(map(str, profile.micro_batch_sizes))
     show(
         f"{len(target.traced.graph.blocks)} blocks at {sizes_text} samples on {profile.device}: measured "

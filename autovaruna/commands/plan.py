@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import nn
 
 from autovaruna.commands.config import add_settings, settings_of
 from autovaruna.commands.measure import measure_here
-from autovaruna.commands.printing import checked_plot, columns, plot, show
+from autovaruna.commands.printing import add_json, checked_plot, columns, plot, show, show_json
+from autovaruna.commands.show import record_of
 from autovaruna.commands.target import Target, load_target
 from autovaruna.config.files import at_home, check_writable
 from autovaruna.config.settings import BYTES, REFUSALS, Sharing
@@ -44,7 +45,7 @@ from autovaruna.session.preparation import fingerprint_of
 
 _CPU = torch.device("cpu")
 _MOST_ROWS = 24
-HELP = "plan a model for any number of ranks, none of which has to be there"
+EXAMPLE = "autovaruna plan train.py:build --ranks 16 --ranks-per-host 8 --device h100 -o deployment.json"
 _SETTINGS = (
     *SHAPING,
     "memory_margin",
@@ -253,6 +254,17 @@ def _number(text: str) -> float | bool:
 def report(planning: Planning, options: argparse.Namespace) -> None:
     """Plans, and shows and saves what the options ask for."""
     graph, (plan, choices) = planning.traced.graph, planning.plan_and_choices
+    if options.output:
+        save(options.output, planning.deployment)
+    pipeline = short_enough(pipeline_of(plan, graph))
+    simulation = simulate(pipeline, policy_of(plan.schedule))
+    rows = shown_ranks(pipeline)
+    if options.plot:
+        plot(simulation, rows, options.plot)
+    if options.json:
+        record = record_of(planning.deployment) | {"notes": planning.assumptions}
+        show_json(record | ({"choices": [asdict(each) for each in choices]} if options.table else {}))
+        return
     if options.table:
         show(choices_table(choices) if choices else "choices: none to list beside this plan\n")
     table = plan_table(plan, graph)
@@ -260,19 +272,14 @@ def report(planning: Planning, options: argparse.Namespace) -> None:
         table.title = f"{table.title} (roofline)"
     show(table)
     show(explain(plan, graph))
-    pipeline = short_enough(pipeline_of(plan, graph))
-    simulation = simulate(pipeline, policy_of(plan.schedule))
-    rows = shown_ranks(pipeline)
     longer = len(str(plan.num_ranks)) - len(str(pipeline.num_ranks))
     drawing = render(simulation, columns=columns() - longer)
     show("\n" + timeline(drawing, rows, plan.num_ranks, _names(plan, pipeline)))
     for assumption in planning.assumptions:
         show(f"note: {assumption}")
     if options.output:
-        save(options.output, planning.deployment)
         show(f"saved {options.output}")
     if options.plot:
-        plot(simulation, rows, options.plot)
         show(f"drew {options.plot}")
 
 
@@ -343,6 +350,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
     parser.add_argument("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
     parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
+    add_json(parser)
     add_cost_options(parser)
 
 

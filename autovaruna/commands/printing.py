@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -115,6 +117,16 @@ def show(content: Table | str) -> None:
     except OSError as error:
         hush()
         raise InputError(f"Standard output cannot be written to: {error.strerror}. Expected a place for it.") from error
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of a command to print numbers for programs."""
+    parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
+
+
+def show_json(record: Mapping[str, object]) -> None:
+    """Prints a record as one JSON object."""
+    show(json.dumps(record, default=str))
 
 
 def columns() -> int:

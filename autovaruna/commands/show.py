@@ -1,31 +1,44 @@
-"""Prints a saved deployment as a table."""
+"""Prints a saved deployment as a table, or as JSON."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from autovaruna.commands.printing import show
+from autovaruna.commands.printing import add_json, show, show_json
 from autovaruna.planner.deployment import Deployment, load
 from autovaruna.planner.infeasible import ranks_text, readable
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.table import seconds
 
-HELP = "print a saved deployment as a table"
+EXAMPLE = "autovaruna show deployment.json"
 _COLUMNS = ("stage", "starts at", "ranks", "parameters", "forward", "backward", "memory", "recompute", "in flight")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the file."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a deployment, as deployment.json")
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints a saved deployment as a table."""
-    show(table_of(load(options.file)))
+    deployment = load(options.file)
+    if options.json:
+        show_json(record_of(deployment))
+    else:
+        show(table_of(deployment))
+
+
+def record_of(deployment: Deployment) -> dict[str, object]:
+    """Returns a deployment for programs, in bytes and seconds."""
+    plan, cuts = deployment.plan, ("", *deployment.cuts)
+    stages = [asdict(stage) | {"starts_at": cut} for stage, cut in zip(plan.stages, cuts, strict=True)]
+    return asdict(plan) | {"stages": stages, "valid_for": asdict(deployment.fingerprint)}
 
 
 def table_of(deployment: Deployment) -> Table:

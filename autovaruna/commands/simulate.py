@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 
 from autovaruna.commands.plan import Planning, add_cost_options, num_bytes
-from autovaruna.commands.printing import show
+from autovaruna.commands.printing import add_json, show, show_json
 from autovaruna.elastic.replay import Change, FaultCosts, Throughput, read_trace, replay
 from autovaruna.errors import ConfigError, PlanError
 from autovaruna.planner.deployment import load
 from autovaruna.planner.table import seconds
 from autovaruna.varuna.profiler import AutoConfig
 
-HELP = "replay a trace of hosts that come and go against a plan"
+EXAMPLE = "autovaruna simulate --trace hosts.csv --plan deployment.json"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *_spellings("--ranks-per-host"), type=int, default=1, metavar="N", help="ranks on each host (1)"
     )
-    parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
+    add_json(parser)
     costs = parser.add_argument_group("costs of faults")
     for cost in fields(FaultCosts):
         option = _spellings("--" + cost.name.replace("_", "-"))
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     step_seconds = _step_seconds(options, {change.hosts for change in trace[:-1]} - {0})
     result = replay(trace, step_seconds, costs)
     if options.json:
-        show(json.dumps(_record(result, step_seconds, costs)))
+        show_json(_record(result, step_seconds, costs))
         return
     show(_report(options.trace, trace, result))
     show(_plans_used(trace, step_seconds))

@@ -15,7 +15,7 @@ from autovaruna.commands.printing import COLOURS, checked_plot, draw_bars, show
 from autovaruna.config.files import Amount, Whole, at_home, parse, read_record
 from autovaruna.errors import ConfigError
 
-HELP = "show the trace of a run: steps as measured and as predicted"
+EXAMPLE = "autovaruna trace events.trace.json --plot step.png"
 _PROCESSES = ("measured", "predicted")
 _NAMES = {"F": "forward", "R": "recompute", "B": "backward", "a": "all-reduce, loss", "w": "wait for a message"}
 _COLOURS = {

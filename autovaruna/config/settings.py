@@ -236,6 +236,7 @@ class Settings:
         either(BOOLEAN, choice("inductor", "aot_eager", "eager")), False
     )
     progress: bool = _setting(BOOLEAN, True)
+    verbosity: Literal["none", "short", "full"] = _setting(choice("none", "short", "full"), "short")
     stall_report_seconds: float = _setting(number(), 30.0)
     stall_limit_seconds: float = _setting(number(), 0.0)
     save_on_signal: str = _setting(PATH, "")

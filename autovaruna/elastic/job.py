@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import pairwise
@@ -23,6 +23,7 @@ from types import FrameType
 from typing import IO
 
 from autovaruna.elastic import rank_script, stub
+from autovaruna.elastic.allocation import slurm_nodes
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.progress import VARIABLE as PLACE
 from autovaruna.elastic.progress import JobPlace
@@ -53,14 +54,14 @@ _PASSED_ON = (
 _GRACE_SECONDS = 30.0
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 """How mpirun's daemons find that a host has lost its power: seconds of silence, seconds between probes, and probes."""
-_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
 
 
 class JobOutput:
-    """Follows the streams of an mpirun; calls `on_start` once a rank runs, and `on_end` for each that ends.
+    """Follows the streams of an mpirun; calls `on_start` for each rank that runs, and `on_end` for each that ends.
 
     Attributes:
         started: the ranks that have run.
@@ -126,10 +127,8 @@ class JobOutput:
             return None
         before, mark, _ = text.partition(STARTED)  # whatever Python itself has written before it
         if mark:
-            is_first = not self.started
             self.started.add(int(tag[1]))
-            if is_first:
-                self._on_start()
+            self._on_start()
             return f"[{tag[1]}] {before}\n" if before else None
         return f"[{tag[1]}] {text}"
 
@@ -215,7 +214,7 @@ class MpiJob:
             found[stub.SOCKET] = self._standby
         for name, seconds in _KEEP_ALIVE.items():
             found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
-        found |= _AS_ROOT
+        found |= AS_ROOT | _beside_allocation(self.options.hosts)
         if max(self.options.hosts.values()) > (os.cpu_count() or 1):
             found.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         return found
@@ -299,22 +298,27 @@ class MpiJob:
         """Whether every rank has ended well."""
         return len(self.output.ended) == self.num_ranks and not any(self.output.ended.values())
 
+    @property
+    def _are_all_started(self) -> bool:
+        return len(self.output.started | self.output.ended.keys()) >= self.num_ranks
+
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
         """Passes a signal on to the ranks; mpirun ends those that do not end in time."""
         meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         is_end = meant in rank_script.STAND_INS
         self._num_ends += is_end
-        if self._process is None or (is_end and (self._num_ends > 1 or not self.output.has_started)):
+        if is_end and (self._process is None or self._num_ends > 1 or not self.output.has_started):
             self._end()
-        elif not self.output.has_started:
+        elif not self._are_all_started:
             self._early.append(meant)
         else:
             self._send(meant)
 
     def _deliver(self) -> None:
-        """Passes signals on that came before there were ranks."""
-        for meant in self._early:
-            self._send(meant)
+        """Passes signals on that came before all ranks could hear them."""
+        if self._are_all_started:
+            for meant in self._early:
+                self._send(meant)
 
     def _send(self, meant: signal.Signals) -> None:
         assert self._process is not None
@@ -336,7 +340,7 @@ class Probe:
 
     def __init__(self, host: str, seconds: float) -> None:
         words = ["-np", "1", "--stdin", "none", "--wdir", "/", sys.executable, "-S", "-E", "-c", ""]
-        mpirun, variables = find_mpirun(), {**os.environ, **_AS_ROOT}
+        mpirun, variables = find_mpirun(), {**os.environ, **AS_ROOT, **_beside_allocation([host])}
         self._deadline = time.monotonic() + seconds
         self._process = _mpirun(
             mpirun, {host: 1}, lambda file: [mpirun, "--hostfile", file, *words], variables, subprocess.DEVNULL
@@ -355,6 +359,12 @@ class Probe:
         _kill_session(self._process.pid)
         self._process.wait()
         _remove_folder(self._process.pid)
+
+
+def _beside_allocation(hosts: Collection[str]) -> dict[str, str]:
+    """Returns what has mpirun take hosts by ssh that Slurm's allocation does not know, at least by these names."""
+    nodes = slurm_nodes()
+    return {} if not nodes or set(hosts) <= set(nodes) else {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "ssh"}
 
 
 def _mpirun(

@@ -15,12 +15,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from autovaruna.elastic.allocation import slurm_nodes
 from autovaruna.elastic.job import python_path
 from autovaruna.elastic.options import is_this_machine
 
 _CONNECT_SECONDS = 3
 _PING_SECONDS = 0.5
 """How often a keeper is asked for its ranks."""
+_OF_SRUN = ("--overlap", "--quiet", "--unbuffered", "--nodes=1", "--ntasks=1", "--mpi=none", "--chdir=/")
 _MOST_MISSED = 6  # answers that may be missed: a pause of the manager's own, however long, is one
 
 
@@ -175,10 +177,17 @@ class Link:
 
 
 def _command(host: str) -> list[str]:
-    """Returns how the keeper of a host is started: over ssh, unless it is this one."""
+    """Returns how the keeper of a host is started: over ssh, or by Slurm on its nodes, unless it is this host."""
     call = [sys.executable, "-m", "autovaruna.elastic.keeper"]
     if is_this_machine(host):
         return call
+    if host in slurm_nodes():
+        return ["srun", *_OF_SRUN, "--nodelist", host, *call]
+    return over_ssh(host, call)
+
+
+def over_ssh(host: str, call: list[str]) -> list[str]:
+    """Returns a call of Python as it is made on another host, which ssh reaches without a password."""
     there = ["env", f"PYTHONPATH={python_path(os.environ)}", *call]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
     return ["ssh", *options, host, f"cd / && exec {shlex.join(there)}"]

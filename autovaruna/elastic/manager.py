@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from autovaruna.elastic.allocation import requeue
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
@@ -73,15 +74,19 @@ class Manager:
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
         with handling(self._hear), self._notices:
+            has_hosts = False
             try:
-                self._hosts.start(self._end_if_asked)
-                self._watch = JobWatch(max((link.attempt for link in self._hosts.up().values()), default=0))
                 while True:
                     try:
+                        if not has_hosts:
+                            self._hosts.start(self._end_if_asked)
+                            attempts = (link.attempt for link in self._hosts.up().values())
+                            self._watch, has_hosts = JobWatch(max(attempts, default=0)), True
                         outcome = self._run_once()
                     except _EndedBySignal:
                         came = max(self._signals)
-                        outcome = Outcome(f"{came.name} came", HELD if self._watch.attempt else 128 + came)
+                        unsaved = SAVED if came == signal.SIGUSR1 else 128 + came
+                        outcome = Outcome(f"{came.name} came", HELD if self._watch.attempt else unsaved)
                     status = self._give_up(outcome) if outcome.status is None else outcome.status
                     if status is not None:
                         return self._end(outcome, status)
@@ -184,8 +189,10 @@ class Manager:
         is_hasty = heard in (signal.SIGINT, signal.SIGHUP) or is_later
         if is_hasty and self._run is not None:
             self._run.job.kill()
-        if is_hasty or self._run is None:
+        if is_hasty or (self._run is None and heard != signal.SIGUSR1):
             raise KeyboardInterrupt
+        if self._run is None:
+            raise _EndedBySignal
 
     def _end_if_asked(self) -> None:
         if self._signals:
@@ -297,10 +304,12 @@ def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:
 def start(options: LaunchOptions, choose: Callable[[LaunchOptions], tuple[LaunchOptions, Grid | None]]) -> int:
     """Runs a job as its options say, once or for as long as there are hosts, and returns its status."""
     chosen, grid = choose(options)  # refuses first what no number of hosts could run
-    if options.morphing is None:
-        return MpiJob(chosen, grid).run()
     try:
-        return Manager(options, choose).run()
+        status = MpiJob(chosen, grid).run() if options.morphing is None else Manager(options, choose).run()
     except KeyboardInterrupt:
         show(sys.stderr, "autovaruna: interrupted; the job has been ended\n")
         return 128 + signal.SIGINT
+    if status == SAVED and options.is_requeued:
+        show(sys.stderr, "autovaruna: asking Slurm to put this job into its queue again\n")
+        requeue()
+    return status

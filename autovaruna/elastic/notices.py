@@ -26,7 +26,7 @@ from autovaruna.errors import ConfigError
 from autovaruna.runtime.token_server import Server, connect
 
 _FOLDER = "~/.autovaruna/jobs"
-HELP = "tell running jobs that a host will be taken away"
+EXAMPLE = "autovaruna notify node07 --seconds 120"
 
 
 class EventLog:

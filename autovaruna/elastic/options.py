@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from autovaruna.config.files import at_home, check_writable
+from autovaruna.elastic.allocation import allocated_lines, check_requeue
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
 _DISCOVER_SECONDS = 30.0
+_RANKS_PER_HOST = 4
 _MOST_CHARACTERS = 131_071  # of a line: the system takes no longer variables
 _ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
 _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
@@ -28,11 +30,12 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 class MorphingOptions:
     """How a job goes on when hosts come and go; what each setting means is said in `add_options`.
 
-    Without a `machine_list` the job has this machine alone, without `discover_hosts` the file counts.
+    Without a `machine_list` the job has the hosts of the allocation that it is in, or this machine alone; without
+    `discover_hosts` the file counts. Without `gpus_per_node` an allocation says how many ranks a host has, else 4.
     """
 
     machine_list: str | None
-    gpus_per_node: int
+    gpus_per_node: int | None
     discover_hosts: str | None = None
     min_ranks: int = 1
     max_restarts: int = 30
@@ -62,6 +65,7 @@ class LaunchOptions:
     profile_folder: str | None
     resume_step: int | None
     morphing: MorphingOptions | None = None
+    is_requeued: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -101,7 +105,10 @@ def options_in(given: argparse.Namespace) -> LaunchOptions:
         profile_folder=given.profile_folder,
         resume_step=given.resume_step,
         morphing=None if given.no_morphing else _read_morphing(given),
+        is_requeued=given.requeue,
     )
+    if given.requeue:
+        check_requeue()
     if options.num_stages > options.num_ranks:
         raise ConfigError(
             f"--nstages is {options.num_stages}, but there are {options.num_ranks} ranks on {len(options.hosts)} "
@@ -122,10 +129,16 @@ def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
-    """Adds the launcher's options; without a machine list, this machine alone is the default."""
+    """Adds the launcher's options; without a machine list, the allocation or this machine alone is the default."""
     add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
-    add_path("--machine_list", default=machine_list, metavar="FILE", help="a name or address a line")
-    add("--gpus_per_node", "--ranks_per_host", type=int, default=4, metavar="G", help="ranks on each machine (4)")
+    add_path(
+        "--machine_list",
+        default=machine_list,
+        metavar="FILE",
+        help="a name a line; not given: the allocation, or this machine",
+    )
+    text = "ranks on each machine (as the allocation has tasks; without one 4)"
+    add("--gpus_per_node", "--ranks_per_host", type=int, metavar="G", help=text)
     add("--batch_size", "--batch-size", type=int, metavar="B", help="samples of a step, over all ranks")
     add("--nstages", type=int, metavar="S", help="stages of the pipeline; not given: found")
     add("--chunk_size", "--chunk-size", type=int, metavar="C", help="most samples of a micro-batch; not given: found")
@@ -133,6 +146,7 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add_path("--env_file", metavar="FILE", help=f"variables of ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
     add_path("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
     add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
+    add("--requeue", action="store_true", help="after status 75, have Slurm put its job into the queue again")
     add("--no_morphing", action="store_true", help="run the job once, whatever becomes of it")
     add("--discover_hosts", metavar="COMMAND", help="prints the machine list; asked every few seconds")
     add("--min_ranks", type=int, default=1, metavar="N", help="with fewer, wait for hosts (1)")
@@ -150,11 +164,14 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
 
-def list_hosts(path: str | None, num_slots: int, command: str | None) -> dict[str, int]:
-    """Returns the ranks of each machine that a file lists, or that a command prints; ConfigError if there is none.
+def list_hosts(path: str | None, num_slots: int | None, command: str | None) -> dict[str, int]:
+    """Returns the ranks of each machine that a file lists, a command prints, or the allocation has; else ConfigError.
 
     One that is listed twice has twice as many, by whatever names and addresses.
     """
+    if path is None and command is None and (lines := allocated_lines(num_slots)):
+        return _machines_in(lines, "the allocation", 1)
+    num_slots = num_slots or _RANKS_PER_HOST
     if path is None and command is None:
         return {"localhost": num_slots}
     if path is not None and command is None:
@@ -196,7 +213,8 @@ def _machines_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str,
 def is_this_machine(name: str) -> bool:
     """Says whether a name or address is that of the machine that this runs on, whatever machine that is."""
     name, own = name.rpartition("@")[2], socket.gethostname()
-    if name in ("localhost", "::1", own, own.partition(".")[0]) or name.startswith("127."):
+    of_slurm = os.environ.get("SLURMD_NODENAME", own)  # in a job; a node may have another name than its machine
+    if name in ("localhost", "::1", own, own.partition(".")[0], of_slurm) or name.startswith("127."):
         return True
     return name.count(".") == 3 and _has_address(name)
 

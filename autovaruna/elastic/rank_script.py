@@ -18,6 +18,7 @@ from typing import Any
 VARIABLE = "VARUNA_LAUNCH"
 """Holds what all ranks get, as JSON: the script and its arguments too, so that nothing reads them but the script."""
 STARTED = "\x1estarted"  # tells the launcher that a rank runs; it shows no such line
+_SAVED = 75  # as in progress.py, which is imported later
 STAND_INS = {signal.SIGTERM: signal.SIGVTALRM, signal.SIGINT: signal.SIGURG}
 """What mpirun forwards in place of what it would end the job for."""
 
@@ -76,11 +77,23 @@ def _turn_back(number: int, frame: object) -> None:
     os.kill(os.getpid(), meant)
 
 
+def _end_early(number: int, frame: object) -> None:
+    """Ends a rank that has made no step as one that may be started again, unless it hears signals by itself."""
+    signals = sys.modules.get("autovaruna.interception.signals")
+    if signals is None or not (signals.has_heard() or signals.has_trained):
+        sys.exit(_SAVED)
+    if not signals.has_heard():
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 def main() -> None:
     """Runs the script with its arguments."""
     rank, local = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "LOCAL_RANK"))
     for stand_in in STAND_INS.values():
         signal.signal(stand_in, _turn_back)
+    signal.signal(signal.SIGUSR1, _end_early)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # which the stub has blocked until here
     sys.stderr.write(STARTED + "\n")
     sys.stderr.flush()
     launch = json.loads(os.environ[VARIABLE])

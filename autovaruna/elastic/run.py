@@ -253,7 +253,8 @@ class JobRun:
         self.job.wait() if not self.job.is_running else None
         every = {status, *self.job.output.ended.values()}
         status = next((each for each in (HELD, SAVED) if each in every), status)
-        is_held = (status < 0 or status == LOST_OTHERS) and (self._has_state or self.watch.holds_any)
+        is_unsaved = status < 0 or status == LOST_OTHERS or (status == SAVED and not self.watch.num_steps_here)
+        is_held = is_unsaved and (self._has_state or self.watch.holds_any)
         return Outcome(f"{self._asked.name} came", HELD if is_held else status if status >= 0 else 128 - status)
 
     def _reason_to_leave(self) -> Outcome | None:

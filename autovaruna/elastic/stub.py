@@ -75,6 +75,7 @@ def _started() -> int:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != stub:
             os._exit(1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_script.py")
         os.execv(sys.executable, [sys.executable, script])
     _pass_on(process)

@@ -171,7 +171,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Trac
         steady = frozenset(state[name] for name in steady_state(known, changed))
         if options.is_parted:
             _say_what_follows_samples({state[name] for name in changed} - steady, model)
-        logger.info("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
+        logger.debug("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
         return TracedModel(
             **about,
             graph=graph,

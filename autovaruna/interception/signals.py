@@ -11,6 +11,8 @@ from autovaruna.interception.installed import ProcessPiece, Undo
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
+has_trained = False
+"""Whether this process has made a step: until then a job that is asked to end has nothing to save."""
 _heard: set[signal.Signals] = set()
 _before: dict[int, Any] = {}
 
@@ -18,6 +20,12 @@ _before: dict[int, Any] = {}
 def has_heard() -> bool:
     """Says whether a signal has asked this process to end."""
     return bool(_heard)
+
+
+def record_training() -> None:
+    """Records that this process has made a step."""
+    global has_trained
+    has_trained = True
 
 
 def heard_names() -> str:

@@ -25,14 +25,12 @@ _COLUMNS = (
     ("recompute", "left"),
 )
 _LEAST_SHOWN = 0.001
+_MOST_SUMMED_UP = 4
 
 
 def plan_table(plan: Plan, graph: Graph) -> Table:
     """Returns the stages of a plan as a table; times are predicted, for one micro-batch."""
-    title = f"{_count(plan.num_stages, 'stage')}, {_count(plan.num_micro_batches, 'micro-batch')}, {plan.schedule}"
-    if plan.predicted_seconds:
-        title += f": predicted {seconds(plan.predicted_seconds)} a step"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=_title(plan), box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name, side in _COLUMNS:
         table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "modules")
     for number, stage in enumerate(plan.stages):
@@ -46,6 +44,21 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
             "yes" if stage.needs_recompute else "no",
         )
     return table
+
+
+def summary(plan: Plan, graph: Graph) -> str:
+    """Returns a plan in two lines: what it is, and what each rank has, or the ranks of the first stages of many."""
+    stages = []
+    for stage in plan.stages[:_MOST_SUMMED_UP]:
+        ranks = f"rank{'s' * (len(stage.ranks) > 1)} {ranks_text(stage.ranks)}"
+        stages.append(f"{ranks}: {module_range(stage.blocks, graph)}, {readable(plan.bytes_of(stage))}")
+    left = plan.num_stages - len(stages)
+    return f"{_title(plan)}\n  {'; '.join(stages + [_count(left, 'more stage')] * (left > 0))}"
+
+
+def _title(plan: Plan) -> str:
+    title = f"{_count(plan.num_stages, 'stage')}, {_count(plan.num_micro_batches, 'micro-batch')}, {plan.schedule}"
+    return title + (f": predicted {seconds(plan.predicted_seconds)} a step" if plan.predicted_seconds else "")
 
 
 def explain(plan: Plan, graph: Graph) -> str:

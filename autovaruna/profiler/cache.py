@@ -93,7 +93,7 @@ class ProfileCache:
                 continue
             if entry.iterations >= self.iterations:
                 found[key] = entry.cost
-        logger.info("%d measured costs came from %s", len(found), self.directory)
+        logger.debug("%d measured costs came from %s", len(found), self.directory)
         return found
 
     def write(self, costs: Mapping[Key, PartCost]) -> None:

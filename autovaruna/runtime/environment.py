@@ -8,8 +8,10 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -35,6 +37,8 @@ _OF_MPI = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCA
 LOCAL_RANK_VARIABLES = (*_OF_MPI, "SLURM_LOCALID", "LOCAL_RANK")
 """The number of a rank on its host, as set by the same, and by launchers of PyTorch."""
 
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+_REFUSED_SECONDS = 1.0
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 """Where ranks of srun meet: below the ports that systems give to connections."""
 
@@ -122,10 +126,21 @@ def check_slurm(variables: Mapping[str, str]) -> None:
     is_step = "SLURM_STEP_ID" in variables or variables.get("SLURM_PROCID", "0") != "0"
     is_known = "SLURM_STEP_NUM_TASKS" in variables or "WORLD_SIZE" in variables
     if num_tasks > 1 and is_step and not is_known:
-        raise ConfigError(
+        _refuse(
             f"srun started {num_tasks} tasks that do not know each other: each would train a model of its own. Start "
-            f"the script with `mpirun -np {num_tasks} python {_script()} ...`, or with `srun --mpi=pmix`"
+            f"the script with `mpirun -np {num_tasks} python {_script()} ...`, with `srun --mpi=pmix python "
+            f"{_script()} ...`, or on each host with `torchrun --nproc-per-node {num_tasks} {_script()} ...`",
+            variables,
         )
+
+
+def _refuse(text: str, variables: Mapping[str, str]) -> NoReturn:
+    """Raises a ConfigError on the first of ranks which nothing joins; the others end after it, without a word."""
+    rank = next((variables[name] for name in _RANK_VARIABLES if variables.get(name, "").isdigit()), "0")
+    if rank != "0":
+        time.sleep(_REFUSED_SECONDS)  # a launcher may end all as soon as one has ended
+        raise SystemExit(1)
+    raise ConfigError(text)
 
 
 def _script() -> str:
@@ -187,11 +202,12 @@ def variables_beside_mpi(variables: Mapping[str, str]) -> dict[str, str]:
         return {name: variables[name] for name in TORCH_VARIABLES}
     if not all(variables.get(name, "").isdigit() for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID")):
         return {}
+    is_one_host = variables.get("SLURM_STEP_NUM_NODES") == "1"  # whose name need not be one that can be looked up
     number = int(variables["SLURM_JOB_ID"]) * 31 + _number(variables, "SLURM_STEP_ID")
     return {
         "RANK": variables["SLURM_PROCID"],
         "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": first_host(variables.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
+        "MASTER_ADDR": (not is_one_host and first_host(variables.get("SLURM_STEP_NODELIST", ""))) or "127.0.0.1",
         "MASTER_PORT": str(_FIRST_PORT + number % _NUM_PORTS),
     }
 
@@ -228,10 +244,12 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
     _ending = Ending(world)
     _ending.install()
     if world.num_ranks != num_ranks:
-        raise ConfigError(
+        _refuse(
             f"the launcher started {num_ranks} ranks, but mpi4py sees {world.num_ranks}: they belong to different "
             f"MPIs. Start the script with `mpirun -np {num_ranks} python {_script()} ...`, the mpirun of the MPI that "
-            "mpi4py was built with; under Slurm also with `srun --mpi=pmix`, if that MPI knows it"
+            f"mpi4py was built with; under Slurm also with `srun --mpi=pmix`, if that MPI knows it; or with `torchrun "
+            f"--nproc-per-node {num_ranks} {_script()} ...`",
+            os.environ,
         )
     cores = sorted(os.sched_getaffinity(0))
     places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
@@ -252,4 +270,4 @@ def share_threads(num_cores: int, num_ranks: int) -> None:
     if os.environ.get("OMP_NUM_THREADS"):
         return
     torch.set_num_threads(max(1, num_cores // num_ranks))
-    logger.info("%d ranks share %d cores: %d threads each", num_ranks, num_cores, torch.get_num_threads())
+    logger.debug("%d ranks share %d cores: %d threads each", num_ranks, num_cores, torch.get_num_threads())

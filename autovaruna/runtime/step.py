@@ -47,9 +47,8 @@ _ALL = tuple(Kind)
 _FORWARDS = (Kind.FORWARD,)
 _BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT
 _OF_OWN_SAMPLES = (
-    "the loss is made outside of the model, by each rank of its own samples, and counts with its share of them, as in "
-    "DistributedDataParallel: one that sums over samples, or compares samples with each other (contrastive), is "
-    "another one than that of the global batch. Have forward return such a loss, with reduction='sum' if it is a sum"
+    "the loss is made outside of the model, by each rank of its own samples, as in DistributedDataParallel: have "
+    "forward return one that sums over samples (with reduction='sum') or compares them with each other"
 )
 _OF_OUTPUTS = (
     "backward starts from %s of what forward returns, once all forwards of the call are done. Return the loss that the "

@@ -165,7 +165,7 @@ class MeasuredModel:
             )
 
         found = measure_together(self.watch, self.settings.profile_iterations, own_share)
-        logger.info("measured %d parts of a model of %d blocks", len(found), len(self.traced.graph.blocks))
+        logger.debug("measured %d parts of a model of %d blocks", len(found), len(self.traced.graph.blocks))
         return found
 
 
@@ -243,12 +243,10 @@ def measured_problem(
     traced, settings, watch = subject.traced, subject.settings, subject.watch
     fewest = len(shared.groups)  # every mini-batch is at least one micro-batch
     sizes = sizes_to_measure(settings, traced, shared.global_batch_size, fewest)
-    with phase(logger, "measuring the parts of the model"):
-        profile = measured_profile(subject, sizes, splits_backward(settings, watch.world.num_ranks))
     batch_bytes = sum(each.nbytes for each in shared.tensors if each.device.type == watch.device.type)
-    with phase(logger, "measuring links, memory and speeds of the ranks"):
+    with phase(logger, "measuring the model, the ranks and the optimizer"):
+        profile = measured_profile(subject, sizes, splits_backward(settings, watch.world.num_ranks))
         cluster = describe_cluster(watch, traced.graph, settings, resident_before, batch_bytes)
-    with phase(logger, "trying the optimizer out"):
         step_cost = optimizer_cost(optimizer, watch.world, watch.device)
     return Problem(
         graph=traced.graph,

@@ -34,7 +34,7 @@ from autovaruna.errors import (
 from autovaruna.graph.batch.state import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
-from autovaruna.log import phase
+from autovaruna.log import TRYING, phase
 from autovaruna.planner.candidate import priced
 from autovaruna.planner.deployment import (
     Deployment,
@@ -50,7 +50,7 @@ from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan, plan_with_sharing
-from autovaruna.planner.table import explain, plan_table
+from autovaruna.planner.table import explain, plan_table, summary
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.runtime.timeline import EventTrace
@@ -214,6 +214,7 @@ class Preparation:
         self._optimizer = optimizer
         self._settings, self._world = settings, world = run.settings, run.world
         self._resident_before = resident_before
+        self._saved_to = ""
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_first(self._dump_graph, "writing the graph")
@@ -228,7 +229,7 @@ class Preparation:
         if setting is False:
             return False
         act = partial(sharing_of, self._optimizer, setting, self.device)
-        with phase(logger, "finding out whether replicas may share the optimizer's state"):
+        with phase(logger, TRYING):
             return on_all(self._world, act, "trying the optimizer out")
 
     def _checked(self, given: GivenPlan) -> Plan:
@@ -334,7 +335,7 @@ class Preparation:
             memory = rank_memory(self._world, self.device, self._settings)
             return memory, optimizer_factor(self._optimizer, self._settings)
 
-        with phase(logger, "finding out what state the optimizer keeps"):
+        with phase(logger, TRYING):
             every = gather_on_all(self._world, own, "describing the run")
         limits, factors = zip(*every, strict=True)
         return fingerprint_of(
@@ -363,7 +364,7 @@ class Preparation:
         """Measures, searches, and saves the deployment. Collective; rank 0 searches for all."""
         problem = self._measured_problem()
         search = partial(plan_with_sharing, problem, self._sharing, make_plan)
-        with phase(logger, "searching for a plan"):
+        with phase(logger, "planning"):
             self.plan = self._on_first(search, "planning")
         if self._settings.save_deployment:
             self._on_first(self._keep_plan, "saving the deployment")
@@ -391,7 +392,7 @@ class Preparation:
             if path.is_file():
                 path.open("rb").close()  # what nobody can read may be a plan that somebody has edited
             self.save(file)
-            logger.info("saved the deployment to %s", file)
+            self._saved_to = f", saved to {file}"
         except DeploymentError as error:  # to plan again next time is better than to give up what was planned
             logger.warning("the plan is not kept: %s", error)
         except OSError as error:
@@ -422,9 +423,10 @@ class Preparation:
                 "say over how many",
                 norms,
             )
-        if logger.isEnabledFor(logging.INFO):
+        logger.info("the plan%s: %s", self._saved_to, summary(self.plan, self._traced.graph))
+        if logger.isEnabledFor(logging.DEBUG):
             console = Console(width=110, file=io.StringIO())
             with console.capture() as capture:
                 console.print(plan_table(self.plan, self._traced.graph))
             lines = explain(self.plan, self._traced.graph) + (f"\nbatch norm      counts over {norms}" if norms else "")
-            logger.info("the plan:\n%s\n%s", capture.get().rstrip(), lines)
+            logger.debug("the plan in full:\n%s\n%s", capture.get().rstrip(), lines)

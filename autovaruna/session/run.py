@@ -45,7 +45,7 @@ class Run:
     def world(self) -> World:
         """The ranks; the first use starts MPI."""
         world = get_world()
-        configure(world.rank)
+        configure(world.rank, verbosity=self.settings.verbosity)
         show_all_frames(self.settings.full_tracebacks)
         world.watch.stalls.report_seconds = self.settings.stall_report_seconds
         world.watch.stalls.limit_seconds = self.settings.stall_limit_seconds

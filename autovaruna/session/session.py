@@ -20,7 +20,8 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
-from autovaruna.log import phase
+from autovaruna.interception.signals import record_training
+from autovaruna.log import long_call, phase
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
@@ -180,6 +181,8 @@ class Session:
         run, manager, num_steps = self._run, self._run.manager, self._run.num_steps
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
         step = run.stopping.step_after(num_steps)
+        if has_stepped:
+            record_training()
         if manager is not None:
             if run.world.num_ranks == 1:
                 manager.agree(manager.is_snapshot_ready, manager.is_to_leave)
@@ -358,6 +361,10 @@ class Session:
     # trace, measure, plan
 
     def _start(self, shared: SharedCall) -> Engine:
+        with long_call():
+            return self._plan_and_split(shared)
+
+    def _plan_and_split(self, shared: SharedCall) -> Engine:
         """Plans, and gives each rank its part of the model and of its copies. Collective.
 
         With an optimizer, the plan is one for training, even if the first call only evaluates.
@@ -387,7 +394,7 @@ class Session:
         if optimizer is not None:
             self._optimizer.step_over_part(preparation.placement, preparation.device)
         self.copies.preparation = preparation
-        with phase(logger, "giving each rank its part of the model"):
+        with phase(logger, "splitting the model"):
             for each in self.copies.members():
                 each._take_part()
         give_back_freed_memory()

@@ -23,7 +23,7 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel, is_same_graph
 from autovaruna.graph.trial import PartsTrial
 from autovaruna.graph.verify import compare
-from autovaruna.log import phase, warn_once
+from autovaruna.log import TRYING, phase, warn_once
 from autovaruna.profiler.cache import keep_tried, trial_file
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.remote_parameter import RemoteTensor
@@ -280,7 +280,7 @@ class Traces:
             self._settings.check_parts and self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
         )
         if self._settings.check_trace or is_tried:
-            with phase(logger, "comparing the trace with the model, and with itself on parts of a batch"):
+            with phase(logger, TRYING):
                 self._check(traced, shared, micro_batch_size, is_tried)
         return traced
 

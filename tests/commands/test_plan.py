@@ -70,6 +70,19 @@ def test_a_plan_without_a_rank_is_shown_and_saved(tmp_path: Path, capsys: Any, d
     assert "nothing was measured" in capsys.readouterr().out
 
 
+def test_plan_and_measure_print_json(tmp_path: Path, capsys: Any, device: str) -> None:
+    file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
+    more = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1", "--json"]
+    assert main(["measure", f"{HERE}:mlp", "-o", file, *more]) == 0
+    record, profile = json.loads(capsys.readouterr().out), load_measured(file, Profile)
+    assert record["micro_batch_sizes"] == [1, 2] and record["file"] == file
+    assert record["costs"][1][0]["forward_seconds"] == profile.costs[1][0].forward_seconds
+    assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "-o", str(output), "--table", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["stages"][0]["blocks"] == list(load(output).plan.stages[0].blocks)
+    assert record["choices"] and "nothing was measured" in record["notes"][0]
+
+
 def test_a_profile_takes_the_place_of_the_prediction(tmp_path: Path, capsys: Any, device: str) -> None:
     file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
     sizes = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autovaruna.errors import ConfigError
+from autovaruna.runtime import environment
 from autovaruna.runtime.environment import (
     check_slurm,
     first_host,
@@ -123,8 +124,12 @@ def test_a_launcher_that_says_too_little_is_refused(name: str) -> None:
         start_torch({key: value for key, value in TORCH.items() if key != name})
 
 
-def test_tasks_of_srun_that_mpi_does_not_know_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"srun started 4 tasks .*`mpirun -np 4 python .*`"):
+def test_tasks_of_srun_that_mpi_does_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, by all: a thousand ranks would say the same."""
+    monkeypatch.setattr(environment, "_REFUSED_SECONDS", 0.0)
+    with pytest.raises(ConfigError, match=r"srun started 4 tasks .*`mpirun -np 4 python .*`, .*`torchrun "):
+        check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"})
+    with pytest.raises(SystemExit):
         check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "2"})
     check_slurm({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})  # of a batch script, which is one process
     check_slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"})  # of a shell

@@ -11,7 +11,7 @@ from autovaruna.planner.infeasible import ranks_text, readable
 from autovaruna.planner.prediction import pipeline_of
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from autovaruna.planner.table import explain, module_range, plan_table, seconds
+from autovaruna.planner.table import explain, module_range, plan_table, seconds, summary
 from autovaruna.schedule.bound import lower_bound
 from tests.planner.cases import make_graph, make_problem
 
@@ -29,6 +29,20 @@ def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
     assert f"{plan.stages[1].forward_seconds * 1e3:.3g} + {plan.stages[1].backward_seconds * 1e3:.3g}" in text
     assert readable(plan.stages[2].memory_bytes) in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize(("num_stages", "more"), [(3, ""), (6, "; 2 more stages")])
+def test_a_plan_is_summed_up_in_two_lines(num_stages: int, more: str) -> None:
+    problem = make_problem(8, num_stages, 12, num_stages=num_stages)
+    plan = make_plan(problem)
+    first, second = summary(plan, problem.graph).splitlines()
+    assert (
+        first
+        == f"{num_stages} stages, {plan.num_micro_batches} micro-batches, {plan.schedule}: predicted "
+        + seconds(plan.predicted_seconds)
+        + " a step"
+    )
+    assert f"rank 1: {module_range(plan.stages[1].blocks, problem.graph)}, " in second and second.endswith(more)
 
 
 def test_explained_time_adds_up_to_the_step() -> None:

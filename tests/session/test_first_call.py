@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autovaruna import AutoVaruna, InputError, TraceError
+from autovaruna import AutoVaruna, InputError, TraceError, log
 from autovaruna.config.settings import Settings
 from autovaruna.elastic.progress import VARIABLE, JobPlace, job_place
 from autovaruna.errors import ConfigError
@@ -50,6 +50,27 @@ def scores_or_loss(self: Any, x: Tensor, y: Tensor | None = None) -> Tensor:
 
 def make_net() -> Any:
     return Written(scores_or_loss, first=nn.Linear(8, 16), norm=nn.BatchNorm1d(16), last=nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("verbosity", ["none", "short", "full"])
+def test_a_newcomer_reads_at_most_eight_lines_of_a_first_step(
+    verbosity: str, caplog: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """Also where each phase takes long: one line of each, and two of the plan. None, or the whole table, if asked."""
+    monkeypatch.setattr(log, "_LONG_SECONDS", 0.0)
+    net, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 8)
+    options = {"deployment_file": str(tmp_path / "plan.json"), "profile_iterations": 1, "verbosity": verbosity}
+    model = AutoVaruna(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+    model(x).square().mean().backward()
+    told = "\n".join(caplog.messages)
+    phases = ["tracing", "trying", "measuring", "planning", "splitting"]
+    if verbosity == "none":
+        assert not told
+        return
+    assert [line.split()[0] for line in told.splitlines() if line.endswith(" ...")] == phases
+    assert f"the plan, saved to {tmp_path / 'plan.json'}: 1 stage, " in told
+    assert ("proven bound" in told) == (verbosity == "full")
+    assert len(told.splitlines()) <= 8 or verbosity == "full"
 
 
 def test_evaluating_first_changes_nothing():

@@ -1,0 +1,30 @@
+"""Prints a script that completes commands and options in a shell (the extra ``completion``: shtab)."""
+
+from __future__ import annotations
+
+import argparse
+
+from autovaruna.commands.printing import show
+from autovaruna.errors import ConfigError
+
+EXAMPLE = "autovaruna completion bash >~/.local/share/bash-completion/completions/autovaruna"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the shell."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints a script that completes commands, options and files: for zsh as _autovaruna in a folder of fpath,
+    for fish as ~/.config/fish/completions/autovaruna.fish.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise ConfigError(
+            "completion needs shtab, which is not installed: pip install 'autovaruna[completion]'"
+        ) from None
+    from autovaruna.__main__ import parser_of
+
+    show(str(shtab.complete(parser_of(None), options.shell)))

@@ -1,0 +1,73 @@
+"""Reads the allocation that this process is in, of Slurm, PBS or LSF, and asks Slurm to put its job into the queue."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain, repeat
+from pathlib import Path
+
+from autovaruna.errors import ConfigError
+
+_JOB, _NODES, _TASKS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
+_SECONDS = 30.0
+
+
+def allocated_lines(num_slots: int | None, variables: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the hosts of the allocation, each as often as it is to have ranks; none: this is no allocation.
+
+    Without a number of slots that is what the scheduler says of each host.
+    """
+    if names := slurm_nodes(variables):
+        counts = [*_counts(variables.get(_TASKS, ""))]
+        listed = [*chain(*map(repeat, names, counts or repeat(1)))]
+    elif file := variables.get("PBS_NODEFILE"):
+        try:
+            listed = Path(file).read_text(encoding="utf-8").split()
+        except OSError as error:
+            raise ConfigError(f"PBS_NODEFILE {file} cannot be read: {error.strerror}; pass --machine_list") from None
+    else:
+        listed = variables.get("LSB_HOSTS", "").split()
+    return [*chain(*(repeat(name, num_slots) for name in dict.fromkeys(listed)))] if num_slots else listed
+
+
+def slurm_nodes(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Returns the names of the nodes of Slurm's allocation; none: this is none."""
+    nodes = variables.get(_NODES, "")
+    return _names_of(nodes) if nodes and _JOB in variables else ()
+
+
+def check_requeue(variables: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError where no job of Slurm could be put into its queue again."""
+    if _JOB not in variables:
+        raise ConfigError(f"--requeue asks Slurm, but {_JOB} is not set; expected to run in a batch job of Slurm")
+
+
+def requeue(variables: Mapping[str, str] = os.environ) -> None:
+    """Has Slurm put this job into its queue again, and end what is left of it now."""
+    _scontrol("requeue", variables[_JOB])
+
+
+@cache
+def _names_of(nodes: str) -> tuple[str, ...]:
+    return tuple(_scontrol("show", "hostnames", nodes).split())
+
+
+def _counts(text: str) -> Sequence[int]:
+    """Returns the numbers in Slurm's form: 4, 4, 1 of ``4(x2),1``."""
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [*chain(*(repeat(int(count), int(times or 1)) for count, times in pairs))]
+
+
+def _scontrol(*words: str) -> str:
+    command = " ".join(("scontrol", *words))
+    try:
+        done = subprocess.run(command.split(), capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"`{command}` cannot be run ({error}); expected Slurm's scontrol on PATH") from None
+    if done.returncode:
+        raise ConfigError(f"`{command}` ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+    return done.stdout

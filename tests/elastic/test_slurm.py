@@ -1,0 +1,257 @@
+"""Jobs of a real Slurm of two nodes on this machine, where it is installed: allocations, signals, requeues."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from autovaruna.__main__ import parser_of
+from autovaruna.elastic.allocation import allocated_lines, check_requeue, requeue
+from autovaruna.elastic.job import find_mpirun
+from autovaruna.errors import ConfigError
+from tests.mpi.launch import QUIET, ROOT
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+SECONDS = 120.0
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+AuthInfo=socket={folder}/munge,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+ReturnToService=2
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/%n
+StateSaveLocation={folder}/state
+SlurmUser=root
+SelectType=select/cons_tres
+SlurmctldLogFile={folder}/controller.log
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+PartitionName=all Nodes=ALL Default=YES
+"""
+TRAINS = """
+import sys, time, torch
+from autovaruna import AutoVaruna, get_rank
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+model = AutoVaruna(net, optimizer, num_stages=2, num_micro_batches=2, save_deployment=False, verbosity="none")
+info = model.resume(sys.argv[1])
+print("from", info.step, flush=True)
+for step in range(info.step, 12):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + get_rank()))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.3)
+    print("step", step, flush=True)
+state = model.state_dict()
+if get_rank() == 0:
+    torch.save(state, sys.argv[1] + ".pt")
+"""
+NAMES = """
+import os, time
+from mpi4py import MPI
+print(f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on {os.environ.get('SLURM_NODEID')}", flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+EXAMPLES = ROOT / "examples"
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Puts a program in the place of Slurm's own."""
+    (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_hosts_and_ranks_are_those_that_the_scheduler_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol(tmp_path, monkeypatch, 'test "$*" = "show hostnames a[1-3]" && echo a1 && echo a2 && echo a3')
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    (tmp_path / "nodes").write_text("b1\nb1\nb2\n")
+    assert allocated_lines(None, slurm) == ["a1", "a1", "a2", "a2", "a3"]
+    assert allocated_lines(1, slurm) == ["a1", "a2", "a3"]
+    assert allocated_lines(None, {"PBS_NODEFILE": str(tmp_path / "nodes")}) == ["b1", "b1", "b2"]
+    assert allocated_lines(2, {"LSB_HOSTS": "c1 c1 c1 c2"}) == ["c1", "c1", "c2", "c2"]
+    assert allocated_lines(2, {}) == [] == allocated_lines(None, {"SLURM_JOB_NODELIST": "a[1-3]"})
+
+
+def test_what_slurm_is_asked_for_in_vain_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--requeue asks Slurm, but SLURM_JOB_ID is not set"):
+        check_requeue({})
+    scontrol(tmp_path, monkeypatch, "echo no such job >&2; exit 3")
+    with pytest.raises(ConfigError, match="`scontrol requeue 7` ended with status 3: no such job"):
+        requeue({"SLURM_JOB_ID": "7"})
+
+
+@pytest.mark.parametrize("name", ["run", "mpirun", "srun"])
+def test_a_template_is_options_and_one_command(name: str) -> None:
+    first, *lines = (EXAMPLES / "slurm" / f"{name}.sbatch").read_text().splitlines()
+    assert first == "#!/bin/bash" and all(line.startswith("#") for line in lines[:-1]) and lines[-1].startswith("exec ")
+    if name == "run":
+        words = lines[-1].split()[2:]
+        assert parser_of(words).parse_args(words).requeue
+
+
+def test_the_manifest_starts_what_autovaruna_run_understands() -> None:
+    manifest = yaml.safe_load((EXAMPLES / "kubernetes" / "mpijob.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    pods = manifest["spec"]["mpiReplicaSpecs"]
+    (launcher,) = pods["Launcher"]["template"]["spec"]["containers"]
+    words = [*launcher["command"], *launcher["args"]][1:]
+    found = parser_of(words).parse_args(words)
+    assert found.gpus_per_node == manifest["spec"]["slotsPerWorker"] and found.script == "train.py"
+    (worker,) = pods["Worker"]["template"]["spec"]["containers"]
+    assert "/dev/shm" in [each["mountPath"] for each in worker["volumeMounts"]]
+
+
+class Cluster:
+    """A Slurm of the nodes n1 and n2, and the folder of its jobs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        own = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        self.variables = {**outer, **QUIET, **own, "AUTOVARUNA_CONF_DIR": str(folder)}
+        (folder / "train.py").write_text(TRAINS)
+        (folder / "names.py").write_text(NAMES)
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.variables, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, name: str, options: str, command: str) -> str:
+        """Submits a batch job that writes to ``name.out``; returns its number."""
+        script = self.folder / f"{name}.sbatch"
+        more = f"--output={name}.out --open-mode=append --requeue {options}"
+        script.write_text(f"#!/bin/bash\n#SBATCH {more}\nexec {sys.executable} -m autovaruna run {command}\n")
+        return self.run("sbatch", "--parsable", str(script)).strip()
+
+    def output(self, name: str) -> str:
+        file = self.folder / f"{name}.out"
+        return file.read_text() if file.exists() else ""
+
+    def wait_for(self, words: str, name: str) -> None:
+        wait_until(lambda: words in self.output(name), lambda: f"{words!r} in {self.output(name)}")
+
+
+def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
+    if os.getuid() or not all(shutil.which(name, path=path) for name in PROGRAMS):
+        pytest.skip("Slurm is not installed, or this is not root")
+    try:
+        find_mpirun()
+    except ConfigError:
+        pytest.skip("mpirun is not there")
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))  # munge wants all folders above its socket to be open
+    folder.chmod(0o755)
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o400)
+    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+        sockets = (one, two, three)
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    host = socket.gethostname().partition(".")[0]
+    (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=host, ports=ports))
+    for name in ("state", "n1", "n2"):
+        (folder / name).mkdir()
+    found = Cluster(folder)
+    files = {
+        "key-file": "key",
+        "socket": "munge",
+        "pid-file": "munge.pid",
+        "seed-file": "seed",
+        "log-file": "munge.log",
+    }
+    munge = ["munged", "--foreground", "--force", *(f"--{option}={folder / name}" for option, name in files.items())]
+    daemons = [munge, ["slurmctld", "-c", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
+    started = []
+    try:
+        for command in daemons:
+            started.append(subprocess.Popen(command, env={**found.variables, "PATH": path}, stderr=subprocess.DEVNULL))
+            if command is munge:
+                wait_until((folder / "munge").exists, lambda: "munge")
+        wait_until(lambda: "idle" in found.run("sinfo", "-h", "-o", "%t %D") and "2" in found.run("sinfo", "-h"), str)
+        yield found
+    finally:
+        subprocess.run(["scancel", "--user=root"], env=found.variables, timeout=60)
+        time.sleep(1.0)
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            process.wait(timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_job_that_is_signalled_and_requeued_ends_with_the_weights_of_one_that_ran_through(cluster: Cluster) -> None:
+    options = "--nodes=1 --ntasks-per-node=2"
+    for name, more in (("through", ""), ("requeued", "--requeue ")):
+        memory = cluster.folder / f"memory-{name}"
+        memory.mkdir()
+        command = f"--no_standby {more}--memory_folder {memory} --checkpoints {name} train.py {name}"
+        number = cluster.submit(name, options, command)
+    cluster.wait_for("step 3", "requeued")
+    cluster.run("scancel", "--batch", "--signal=USR1", number)
+    for name in ("requeued", "through"):
+        cluster.wait_for("the job has finished", name)
+    said = cluster.output("requeued")
+    assert "SIGUSR1 came: status 75" in said and "asking Slurm to put this job into its queue again" in said
+    assert said.count("from 0") == 2 and said.count("from ") == 4, said
+    one, other = (torch.load(cluster.folder / f"{name}.pt") for name in ("through", "requeued"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("moment", ["keepers start", "ranks import"])
+def test_usr1_ends_a_job_with_75_before_its_ranks_train(cluster: Cluster, moment: str) -> None:
+    name = moment.split()[0]
+    (cluster.folder / f"{name}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(100)\n")
+    options = "--nodes=1 --ntasks-per-node=2"
+    memory = cluster.folder / f"memory-{name}"
+    memory.mkdir()
+    number = cluster.submit(name, options, f"--no_standby --memory_folder {memory} {name}.py")
+    if moment == "ranks import":
+        cluster.wait_for("importing", name)
+    else:
+        wait_until(lambda: any(memory.iterdir()), lambda: cluster.output(name))
+    cluster.run("scancel", "--batch", "--signal=USR1", number)
+    cluster.wait_for("SIGUSR1 came: status 75", name)
+
+
+@pytest.mark.parametrize("hosts", ["of the allocation", "by other names"])
+def test_ranks_run_on_the_hosts_of_the_allocation_or_on_those_that_are_named(cluster: Cluster, hosts: str) -> None:
+    """Once, mpirun said of an address that its node is not present in the allocation."""
+    name = hosts.split()[-1]
+    (cluster.folder / "machines").write_text("127.0.0.1\n")
+    more = "--machine_list machines --ranks_per_host 3 " if hosts == "by other names" else ""
+    cluster.submit(name, "--nodes=2 --ntasks-per-node=2", f"{more}--no_morphing names.py")
+    expected = {f"rank {rank} of 3" for rank in range(3)} if more else {f"rank {r} of 4 on {r // 2}" for r in range(4)}
+    wait_until(lambda: all(words in cluster.output(name) for words in expected), lambda: cluster.output(name))
