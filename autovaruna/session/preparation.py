@@ -67,7 +67,7 @@ from autovaruna.session.measuring import (
     needs_gradient,
     optimizer_factor,
 )
-from autovaruna.session.memory import rank_memory
+from autovaruna.session.memory import HeldMemory, rank_memory
 from autovaruna.session.model import WrappedModel
 from autovaruna.session.run import Run
 from autovaruna.stage.split import Assignment, assign
@@ -214,6 +214,7 @@ class Preparation:
         self._optimizer = optimizer
         self._settings, self._world = settings, world = run.settings, run.world
         self._resident_before = resident_before
+        self.held_memory = HeldMemory(model.device, model.module, resident_before)
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_first(self._dump_graph, "writing the graph")
