@@ -245,7 +245,7 @@ class Metrics:
 
     def before_clipping(self, parameters: Sequence[Tensor] | None = None) -> None:
         """Measures the norm of gradients, if it is due, before those of `parameters`, if they are ours, change."""
-        is_due = self._is_norm_due or (self._num_ranks == 1 and self._wants_norm and self._may_measure_norm())
+        is_due = self._is_norm_due or (self._is_plain and self._wants_norm and self._may_measure_norm())
         if not is_due or not self._num_calls:
             return
         parameters_here = self._parameters()
@@ -262,7 +262,7 @@ class Metrics:
 
     def report(self) -> RankReport | None:
         """Returns what this rank sends the others with its call; nothing, in most calls."""
-        wants_norm = self._num_ranks > 1 and self._wants_norm and self._may_measure_norm()
+        wants_norm = self._wants_norm and self._may_measure_norm()
         norm = None if self._own_norm is None else (self._own_norm[0], float(self._own_norm[1]))
         numbers, self._own_norm, self._numbers = self._numbers, None, None
         return RankReport(wants_norm, norm, numbers) if wants_norm or norm or numbers else None
