@@ -17,7 +17,7 @@ from autovaruna.errors import AutoVarunaError
 _COMMANDS = {
     "run": "run_varuna",
     "notify": "elastic.notices",
-    **{name: f"commands.{name}" for name in ("config", "show", "measure", "plan", "simulate", "trace")},
+    **{name: f"commands.{name}" for name in ("config", "show", "measure", "plan", "simulate", "trace", "report")},
 }
 """The module of each command: it has the command's ``HELP``, `add_options` and `run`."""
 

@@ -95,6 +95,8 @@ class Step(ABC):
             world.flush()
             if self._rank.trace is not None:
                 self._rank.trace.write_step()
+                if self._rank.trace.num_steps_left <= 0:
+                    self._rank.trace = None
         return outputs
 
     @abstractmethod

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autovaruna.graph.facts import tensors_in
 from autovaruna.session.agreement import tokens_of
 from autovaruna.session.memory import HeldMemory
+from autovaruna.session.record import start_record
 from autovaruna.session.run import Run
 
 
@@ -35,6 +36,7 @@ class PlainCalls:
             self._is_followed, model = True, self._model
             device = next((each.device for each in model.parameters()), torch.device("cpu"))
             run.metrics.follow(0, 1, WeakMethod(model.parameters), HeldMemory(device, model), is_plain=True)
+            start_record(run, [], type(model).__name__)
             began = perf_counter()
         run.metrics.begin_call(began, *self._size(args, kwargs))
         returned = self._model(*args, **kwargs)

@@ -436,6 +436,9 @@ class Session:
             predicted_seconds=plan.predicted_seconds,
             bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
         )
+        trace = None if self._number_of_copy else preparation.event_trace()
+        if not self._number_of_copy:
+            preparation.start_record(run, trace)
         model.engine = Engine(
             state=model.state,
             plan=plan,
@@ -449,7 +452,7 @@ class Session:
             loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
             metrics=run.metrics,
             of_model=run.of_model,
-            trace=None if self._number_of_copy else preparation.event_trace(),
+            trace=trace,
         )
         world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         model.guards.settle()
