@@ -20,9 +20,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["autovaruna", "autovaruna.*"]),
-    package_data={"autovaruna": ["py.typed", "conf/*.toml", "conf/devices/*.toml"]},
+    package_data={"autovaruna": ["py.typed", "commands/*.html", "conf/*.toml", "conf/devices/*.toml"]},
     entry_points={"console_scripts": ["autovaruna = autovaruna.__main__:main_of_process"]},
     install_requires=[
+        "jinja2>=3.1",
         "mpi4py>=4.0",
         "msgspec>=0.19",
         "networkx>=3.2",

@@ -27,6 +27,7 @@ _COMMANDS = {
     "trace": ("commands.trace", "show the trace of a run: steps as measured and as predicted"),
     "doctor": ("commands.doctor", "look at this machine and its environment, and say what is wrong and what to do"),
     "completion": ("commands.completion", "print a script for the shell that completes commands and options"),
+    "report": ("commands.report", "make one HTML file of a run: plan, steps, memory, loss, events, what to try next"),
 }
 """The module of each command, with its ``EXAMPLE``, `add_options` and `run`; and what it does, in short."""
 _DESCRIPTION = "Trains PyTorch models over many processes: runs jobs, plans and measures models, says what is wrong."

@@ -179,9 +179,8 @@ class AutoVaruna(nn.Module):
 
     @property
     def metrics(self) -> Metrics:
-        """What is known of the last step that went backward: ``step``, ``loss``, ``is_finite``."""
-        engine = self._wrapped.engine
-        return Metrics() if engine is None else engine.metrics
+        """The last step that went backward, in numbers: ``print(model.metrics)``, ``model.metrics.to_dict()``."""
+        return self._training_run.metrics
 
     @property
     def loss_mode(self) -> str | None:
@@ -236,7 +235,7 @@ class AutoVaruna(nn.Module):
         if self._session.is_plain:
             with self._session.reported():
                 self._session.at_border()
-                return self.module(*args, **kwargs)
+                return self._session.call_plain(args, kwargs)
         return self._call("forward", args, kwargs)
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:
@@ -296,6 +295,7 @@ class AutoVaruna(nn.Module):
 
         Returns the norm before, the same on every rank and for every plan.
         """
+        self._training_run.metrics.before_clipping()
         if self._wrapped.engine is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         what = f"clip_grad_norm_{self._training_run.of_model}"

@@ -1,13 +1,17 @@
 """Trains a GPT of 10 M parameters under a memory limit per rank that one rank alone cannot meet.
 
-mpirun -n 2 python examples/train_gpt.py
+mpirun -n 2 python examples/train_gpt.py [--tensorboard FOLDER]
+
+With --tensorboard, rank 0 writes the metrics of each step for TensorBoard (pip install tensorboard).
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from gpt import GPT, draw, library_text
@@ -24,7 +28,19 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def writer_of(folder: str) -> Any:
+    """Returns what writes for TensorBoard on rank 0; None: nothing does."""
+    if not folder or get_rank():
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)  # type: ignore[no-untyped-call]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tensorboard", default="", metavar="FOLDER")
+    board = writer_of(parser.parse_args().tensorboard)
     begin = time.perf_counter()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +63,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        for name, value in model.metrics.to_dict().items() if board else ():
+            board.add_scalar(name, value, step)
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
         if step == 1:
@@ -55,6 +73,7 @@ def main() -> None:
             speed = SIZE * get_world_size() / median(seconds[-5:])
             say(f"step {step:3} of {NUM_STEPS}: loss {losses[-1]:.3f}, {speed:.1f} samples/s")
 
+    say(str(model.metrics))
     last = fmean(losses[-10:])
     say(f"loss: {losses[0]:.3f} at the start, {last:.3f} at the end (mean of 10 steps)")
     say(f"step time: {median(seconds[5:]):.3f} s measured")

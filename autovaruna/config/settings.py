@@ -227,6 +227,7 @@ class Settings:
     trace_events: bool = _setting(BOOLEAN, False)
     trace_events_file: str = _setting(PATH, "events.trace.json", "event_trace_file")
     dump_graph: str = _setting(PATH, "", "dump_graph_prefix")
+    report_dir: str = _setting(PATH, "")
 
     # The run.
     device: str = _setting(TEXT, "auto")

@@ -72,6 +72,26 @@ class AutoVarunaEnvironment(ClusterEnvironment):
         return self._hosts.index(self._world.hosts[self._world.rank])
 
 
+class MetricsCallback(pl.Callback):
+    """Hands ``model.metrics`` to the loggers of a Trainer with `AutoVarunaStrategy`, as often as it logs.
+
+    Names begin with ``autovaruna/``, and with the name of the child where several are trained.
+    """
+
+    _last_step = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._last_step or trainer.global_step % trainer.log_every_n_steps:
+            return
+        self._last_step = trainer.global_step
+        wrappers: dict[str, AutoVaruna] = pl_module.__dict__.get(_WRAPPERS, {})
+        for child, wrapper in wrappers.items():
+            prefix = f"autovaruna/{child}/" if len(wrappers) > 1 else "autovaruna/"
+            numbers = {prefix + name: value for name, value in wrapper.metrics.to_dict().items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
+
+
 class AutoVarunaStrategy(DDPStrategy):
     """Trains a LightningModule over all ranks: ``Trainer(strategy=AutoVarunaStrategy(num_micro_batches=4))``.
 

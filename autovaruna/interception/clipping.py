@@ -29,11 +29,14 @@ class SplitGradients(Protocol):
         """Returns those parameters whose gradients are on this rank."""
 
 
-def join_norms(find: Callable[[Sequence[Tensor]], SplitGradients | None]) -> Undo:
+def join_norms(
+    find: Callable[[Sequence[Tensor]], SplitGradients | None], before: Callable[[Sequence[Tensor]], None]
+) -> Undo:
     """Lets ``clip_grad_norm_`` and ``get_total_norm`` of ``torch.nn.utils`` see the gradients of all ranks.
 
     That is collective then: every rank asks for the norm of the same gradients, of which some are elsewhere. `find`
-    returns the model that tensors are gradients of; None: of none that is split.
+    returns the model that tensors are gradients of; None: of none that is split. `before` is called before gradients of
+    parameters are scaled.
     """
     plain_norm, plain_clip = getattr(clip_grad, NORM), getattr(clip_grad, CLIP)
 
@@ -52,9 +55,11 @@ def join_norms(find: Callable[[Sequence[Tensor]], SplitGradients | None]) -> Und
     @wraps(plain_clip)
     def noting(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **options: Any) -> Any:
         model: SplitGradients | None = getattr(total_norm, _OF_MODEL, None)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        before(parameters)
         if model is not None:
             model.record_limit(float(max_norm))
-            parameters = model.here([parameters] if isinstance(parameters, Tensor) else list(parameters))
+            parameters = model.here(parameters)
         return plain_clip(parameters, max_norm, total_norm, *args, **options)
 
     places = [(clip_grad, NORM, joined), (clip_grad, CLIP, noting), (torch.nn.utils, "get_total_norm", joined)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -17,9 +18,13 @@ from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
 from autovaruna.interception.clipping import join_norms
 from autovaruna.interception.installed import ProcessPiece
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel, split_models
 from autovaruna.runtime.world import differences
+
+METRICS: WeakSet[Metrics] = WeakSet()
+"""Those of all models, which measure the norm of gradients before these are clipped."""
 
 
 def clip_grad_norm(model: SplitModel, max_norm: float, norm_type: float, error_if_nonfinite: bool, what: str) -> Tensor:
@@ -155,5 +160,10 @@ def _model_of(tensors: Sequence[Tensor]) -> JoinedNorm | None:
     return None
 
 
-CLIPPING = ProcessPiece(partial(join_norms, _model_of))
-"""PyTorch's own clipping, for gradients of models that are split."""
+def _before_clipping(parameters: Sequence[Tensor]) -> None:
+    for each in list(METRICS):
+        each.before_clipping(parameters)
+
+
+CLIPPING = ProcessPiece(partial(join_norms, _model_of, _before_clipping))
+"""PyTorch's own clipping, for gradients of models that are split, and for `METRICS`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -73,6 +73,7 @@ class Engine:
     device: torch.device
     seed: int
     loss_scale: LossScale
+    metrics: Metrics = field(default_factory=Metrics)
     of_model: str = ""
     trace: EventTrace | None = None
 
@@ -86,7 +87,6 @@ class Engine:
         self._books: list[GradientBook] = []
         self._recent: OrderedDict[str, None] = OrderedDict()
         self.backwards = Backwards(self.state, self._books)
-        self.metrics = Metrics()
         own = {
             name: each
             for name, each in self.state.parameters().items()  # calls refuse others in their place

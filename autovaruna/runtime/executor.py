@@ -94,7 +94,7 @@ class Executor:
         self._output_gradient = output_gradient
         mail.follow(tasks)
         idle = set(graph.stages)
-        start = perf_counter() - mail.waited_seconds
+        start, waited_before = perf_counter(), mail.waited_seconds
         with torch.set_grad_enabled(self._call.needs_gradient):
             for position, task in enumerate(tasks, 1):
                 self._task, instruction = task, task.instruction
@@ -108,7 +108,9 @@ class Executor:
                 if position >= mail.due:
                     mail.go_to(position)
                 world.poll()
-        self._rank.metrics.work_seconds += perf_counter() - mail.waited_seconds - start
+        metrics, waited = self._rank.metrics, mail.waited_seconds - waited_before
+        metrics.work_seconds += perf_counter() - start - waited
+        metrics.bubble_seconds += waited
         for stage in idle:
             graph.book.end_stage(stage)
 

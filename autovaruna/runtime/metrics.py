@@ -1,62 +1,351 @@
-"""Defines `Metrics`: the last step of a model that went backward."""
+"""Defines `Metrics`: the last step of a model that went backward, in numbers: loss, rates, seconds, memory.
+
+Each rank counts for itself. What it shows of others they have sent with what ranks report of their calls anyway:
+seconds and memory about once a second, their part of the norm of gradients at the call after the step.
+
+call of the model     begin_call ─ seconds of its parts are added up ─┐   several, if gradients are accumulated
+loss.backward()       record                                         ─┘
+optimizer.step()      begin_optimizer (rates, norm) ─ end_optimizer: the step has ended
+next call             report ─ agreement of ranks ─ collect
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from autovaruna._torch import foreach_norm
+from autovaruna.planner.infeasible import readable
+
 logger = logging.getLogger(__name__)
+_NUM_FIRST_STEPS = 8  # after each of which ranks send their seconds and memory; later about once in these seconds:
+_SECONDS_BETWEEN = 1.0
+_SHARE_FOR_NORM = 0.004
+"""The most of a run's seconds that norms of gradients may take: where one takes more, some steps have none."""
+_NUM_SHOWN = 8  # ranks in a text
+
+
+Parameters = Callable[[], Iterable[Tensor]]
+
+
+class StepSeconds(NamedTuple):
+    """Where the seconds of a step went on one rank; on a GPU by the clock of the host.
+
+    Attributes:
+        step: from the begin of the call (of the first one, if gradients are accumulated) to the end of the optimizer.
+        work: its stages computed.
+        bubble: it waited for another stage, within the schedule.
+        messages: it agreed with the others on the call, handed out samples and got outputs.
+        sums: after its last instruction it waited for sums of gradients.
+        optimizer: the step of the optimizer, with weights that replicas send each other.
+    """
+
+    step: float
+    work: float
+    bubble: float
+    messages: float
+    sums: float
+    optimizer: float
+
+
+class RankReport(NamedTuple):
+    """What a rank sends the others with its next call."""
+
+    wants_norm: bool
+    norm: tuple[int, float] | None  # a step, and the sum of squares of the gradients that this rank counts
+    numbers: tuple[float, ...] | None  # its seconds and its memory
 
 
 class Metrics:
-    """The last step of a model that went backward, as this rank knows it.
+    """The last step of a model that went backward, as this rank knows it; None: not known.
 
     Attributes:
         step: the number of its call, from 1 on; 0: there was none.
-        work_seconds: what this rank's stages have computed for, in all calls so far; without waits for other ranks.
+        learning_rates: of each group of the optimizer, as it stepped.
+        samples_per_second, tokens_per_second: of all ranks, from the end of the step before to the end of this one.
+            Tokens are the elements of the first input of whole numbers with the shape (batch, length).
+        seconds: where the step of this rank went.
+        share_of_bound: the plan's lower bound of a step over the seconds of this one.
+        rank_seconds, rank_memory_bytes: by rank, as last reported, of this rank the last. Memory on a GPU is the peak
+            of torch's allocator, else the resident set, without what the process had before the model.
+        work_seconds, bubble_seconds, message_seconds, sum_seconds: those of `seconds`, of all calls so far.
     """
 
     def __init__(self) -> None:
         self.step, self.work_seconds = 0, 0.0
+        self.bubble_seconds = self.message_seconds = self.sum_seconds = 0.0
+        self.learning_rates: tuple[float, ...] = ()
+        self.samples_per_second: float | None = None
+        self.tokens_per_second: float | None = None
+        self.seconds: StepSeconds | None = None
+        self.share_of_bound: float | None = None
+        self.rank_seconds: dict[int, StepSeconds] = {}
+        self.rank_memory_bytes: dict[int, float] = {}
+        self.on_step: Callable[[], None] | None = None  # called when a step has ended
         self._number: Tensor | None = None
         self._value: float | None = None
         self._where: Callable[[], str] = str
-        self._is_loss = self._has_told = False
+        self._is_loss = self._has_warned = False
+        # what it is about
+        self._rank, self._num_ranks, self._is_plain = 0, 1, True
+        self._parameters: Callable[[], Parameters | None] = lambda: None
+        self._memory: Callable[[], float | None] = lambda: None
+        self._bound, self._interval = (0.0, 0.0), 0
+        self._optimizer: torch.optim.Optimizer | None = None
+        # the step that is under way
+        self._num_calls, self._num_ended = 0, 0
+        self._pending: tuple[int, int] | None = None  # samples and tokens of a call that has not gone backward
+        self._samples = self._tokens = 0
+        self._began = self._optimizer_began = 0.0
+        self._ended: float | None = None
+        self._before = self._before_optimizer = self._totals()
+        # the norm of gradients
+        self._norm: tuple[int, float] | None = None
+        self._own_norm: tuple[int, Tensor] | None = None
+        self._wants_norm, self._is_norm_due = True, False
+        self._norm_seconds, self._norm_ended = 0.0, 0.0
+        self._numbers: tuple[float, ...] | None = None
 
     @property
     def loss(self) -> float | None:
         """The loss of the global batch; None where the script computes it."""
-        return self._settled() if self._is_loss else None
+        return self._resolve() if self._is_loss else None
 
     @property
     def is_finite(self) -> bool | None:
         """Whether the loss is, or the gradient that came from a loss of the script's own; None: it is not known."""
-        value = self._settled()
+        value = self._resolve()
         return None if value is None else math.isfinite(value)
 
-    def note(self, step: int, number: Tensor | None, where: Callable[[], str], *, is_loss: bool) -> None:
-        """Takes a step, by the number of its call.
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of all gradients before they are clipped, over all ranks: of `gradient_norm_step`.
+
+        That is the last step on one process, else as a rule the one before. It is measured while somebody asks, and in
+        every step unless that would take more than 0.4 % of the time.
+        """
+        self._wants_norm = True
+        return None if self._norm is None else math.sqrt(self._norm[1])
+
+    @property
+    def gradient_norm_step(self) -> int | None:
+        """The step of `gradient_norm`."""
+        return None if self._norm is None else self._norm[0]
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns all that is known as numbers by name, as trackers take them."""
+        named: dict[str, float | None] = {"loss": self.loss, "gradient_norm": self.gradient_norm}
+        several = len(self.learning_rates) > 1
+        named |= {f"learning_rate/{k}" if several else "learning_rate": lr for k, lr in enumerate(self.learning_rates)}
+        named |= {"samples_per_second": self.samples_per_second, "tokens_per_second": self.tokens_per_second}
+        if self.seconds is not None:
+            named |= {f"seconds/{name}": value for name, value in self.seconds._asdict().items()}
+        named["share_of_bound"] = self.share_of_bound
+        named |= {f"memory_bytes/rank_{rank}": value for rank, value in sorted(self.rank_memory_bytes.items())}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def __str__(self) -> str:
+        """Returns a line for each kind of number that is known."""
+        rows = [("step", [str(self.step)]), ("loss", _texts("{:.6g}", self.loss))]
+        rows.append(("gradient norm", _texts("{:.6g}", self.gradient_norm)))
+        if self._norm is not None and self._norm[0] != self.step:
+            rows[-1][1].append(f"(of step {self._norm[0]})")
+        rows.append(("learning rate", _texts("{:.6g}", *self.learning_rates)))
+        rates = ("samples/s", self.samples_per_second), ("tokens/s", self.tokens_per_second)
+        rows.append(("throughput", [f"{value:,.6g} {unit}" for unit, value in rates if value is not None]))
+        known = {**self.rank_seconds, **({} if self.seconds is None else {self._rank: self.seconds})}
+        for rank, each in sorted(known.items())[:_NUM_SHOWN]:
+            parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in list(each._asdict().items())[1:])
+            rows.append((f"rank {rank}", [f"{1e3 * each.step:.2f} ms: {parts}"]))
+        rows.append(("share of bound", _texts("{:.1%}", self.share_of_bound)))
+        memory = sorted(self.rank_memory_bytes.items())[:_NUM_SHOWN]
+        rows.append(("memory", [f"rank {rank}: {readable(num_bytes)}" for rank, num_bytes in memory]))
+        return "\n".join(f"{name:<15} {'  '.join(texts)}" for name, texts in rows if texts)
+
+    __repr__ = __str__
+
+    # what the session and the engine say
+
+    def follow(
+        self,
+        rank: int,
+        num_ranks: int,
+        parameters: Callable[[], Parameters | None],
+        memory: Callable[[], float | None],
+        *,
+        predicted_seconds: float = 0.0,
+        bound: tuple[float, float] = (0.0, 0.0),
+        is_plain: bool = False,
+    ) -> None:
+        """Says what the steps are of.
+
+        Args:
+            parameters: Gives what returns those whose gradients this rank counts in a norm, over all ranks each once.
+            memory: Returns the bytes that this rank holds.
+            predicted_seconds: Of a step, the same on every rank; 0: not known.
+            bound: The lower bound of a step, and the samples of its batch.
+            is_plain: Whether the model is called as it is.
+        """
+        self._rank, self._num_ranks, self._is_plain = rank, num_ranks, is_plain
+        self._parameters, self._memory, self._bound = parameters, memory, bound
+        self._interval = _interval_of(predicted_seconds)
+
+    def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the optimizer whose steps end those of the model; without one, a step ends where the next begins."""
+        self._optimizer = optimizer
+
+    def begin_call(self, began: float, samples: int, tokens: int, exchange_seconds: float = 0.0) -> None:
+        """Begins a call that may go backward: when, with how much of all ranks, after so long an exchange."""
+        if self._optimizer is None and self._num_calls:
+            self._end(began)
+        if not self._num_calls:
+            self._began, self._before = began, self._totals()
+        self.message_seconds += exchange_seconds
+        self._pending = samples, tokens
+
+    def record(self, step: int, number: Tensor | None, where: Callable[[], str], *, is_loss: bool) -> None:
+        """Records that a call goes backward, by its number.
 
         Args:
             number: The loss, or what is finite if its gradient is; None: nothing is known. A GPU computes it while the
                 script goes on: it is looked at when it is asked for, or in the next step.
             where: Says where it was found, in words; empty: not on this rank.
         """
-        self._settled()
+        self._resolve()
+        if self._pending is not None:
+            self._samples, self._tokens = self._samples + self._pending[0], self._tokens + self._pending[1]
+            self._num_calls, self._pending = self._num_calls + 1, None
         self.step, self._number, self._is_loss, self._where, self._value = step, number, is_loss, where, None
         if number is not None and number.is_cpu:
-            self._settled()
+            self._resolve()
 
-    def _settled(self) -> float | None:
+    @property
+    def accounted_seconds(self) -> float:
+        """The seconds so far that have a name of their own within a call."""
+        return self.work_seconds + self.bubble_seconds + self.sum_seconds
+
+    def begin_optimizer(self) -> None:
+        """Begins a step of the optimizer."""
+        self.before_clipping()
+        assert self._optimizer is not None
+        rates = [group["lr"] for group in self._optimizer.param_groups if "lr" in group]
+        self.learning_rates = tuple(map(float, rates))
+        self._optimizer_began, self._before_optimizer = perf_counter(), self._totals()
+
+    def end_optimizer(self) -> None:
+        """Ends a step of the optimizer, and with it that of the model."""
+        if self._num_calls:
+            self._end(perf_counter())
+
+    def before_clipping(self, parameters: Sequence[Tensor] | None = None) -> None:
+        """Measures the norm of gradients, if it is due, before those of `parameters`, if they are ours, change."""
+        is_due = self._is_norm_due or (self._is_plain and self._wants_norm and self._may_measure_norm())
+        if not is_due or not self._num_calls:
+            return
+        parameters_here = self._parameters()
+        every = [] if parameters_here is None else list(parameters_here())
+        if parameters is not None and not any(each is parameters[0] for each in every if parameters):
+            return
+        began = perf_counter()
+        squares = sum_of_squares([each.grad for each in every if each.grad is not None])
+        self._own_norm, self._is_norm_due, self._wants_norm = (self.step, squares), False, False
+        if self._num_ranks == 1:
+            self._norm, self._own_norm = (self.step, float(squares)), None
+        self._norm_ended = perf_counter()
+        self._norm_seconds = self._norm_ended - began
+
+    def report(self) -> RankReport | None:
+        """Returns what this rank sends the others with its call; nothing, in most calls."""
+        wants_norm = self._wants_norm and self._may_measure_norm()
+        norm = None if self._own_norm is None else (self._own_norm[0], float(self._own_norm[1]))
+        numbers, self._own_norm, self._numbers = self._numbers, None, None
+        return RankReport(wants_norm, norm, numbers) if wants_norm or norm or numbers else None
+
+    def collect(self, reports: Sequence[tuple[Any, ...] | None]) -> None:
+        """Takes what all ranks have sent with one call."""
+        if not any(reports):
+            return
+        every = [RankReport(False, None, None) if each is None else RankReport(*each) for each in reports]
+        self._is_norm_due |= any(each.wants_norm for each in every)
+        if all(each.norm for each in every):
+            norms = [each.norm for each in every if each.norm]
+            self._norm = norms[0][0], sum(squares for _, squares in norms)
+        for rank, each in enumerate(every):
+            if each.numbers:
+                self._show(rank, each.numbers)
+
+    # inside
+
+    def _may_measure_norm(self) -> bool:
+        return self._norm_seconds <= _SHARE_FOR_NORM * (perf_counter() - self._norm_ended)
+
+    def _totals(self) -> tuple[float, float, float, float]:
+        return self.work_seconds, self.bubble_seconds, self.message_seconds, self.sum_seconds
+
+    def _end(self, now: float) -> None:
+        """Ends a step, and counts it."""
+        work, bubble, messages, sums = (new - old for new, old in zip(self._totals(), self._before, strict=True))
+        optimizer, began = 0.0, self._began
+        if self._optimizer is not None:  # a closure that it calls may have called the model
+            began = min(began, self._optimizer_began)
+            optimizer = now - self._optimizer_began - (sum(self._totals()) - sum(self._before_optimizer))
+        step = now - began
+        self.seconds = StepSeconds(
+            step, step - optimizer if self._is_plain else work, bubble, messages, sums, optimizer
+        )
+        period = step if self._ended is None else now - self._ended
+        self.samples_per_second = self._samples / period
+        self.tokens_per_second = self._tokens / period if self._tokens else None
+        bound, samples = self._bound
+        is_as_planned = bound > 0 and self._num_calls == 1 and abs(samples - self._samples) < 0.5
+        self.share_of_bound = bound / step if is_as_planned else None
+        self._interval = self._interval or _interval_of(step)
+        if self._num_ended < _NUM_FIRST_STEPS or self._num_ended % self._interval == 0:
+            self._numbers = (*self.seconds, self._memory() or 0.0)
+            self._show(self._rank, self._numbers)
+        self._num_ended += 1
+        self._num_calls = self._samples = self._tokens = 0
+        self._ended = now
+        if self.on_step is not None:
+            self.on_step()
+
+    def _show(self, rank: int, numbers: Sequence[float]) -> None:
+        self.rank_seconds[rank] = StepSeconds(*numbers[:-1])
+        if numbers[-1]:
+            self.rank_memory_bytes[rank] = numbers[-1]
+
+    def _resolve(self) -> float | None:
         if self._number is not None:
             self._value, self._number = float(self._number.item()), None
-            if not math.isfinite(self._value) and not self._has_told and (words := self._where()):
-                self._has_told = True
+            if not math.isfinite(self._value) and not self._has_warned and (words := self._where()):
+                self._has_warned = True
                 logger.warning(
                     "step %d: %s; told once, model.metrics.is_finite says it of every step", self.step, words
                 )
             self._where = str  # lets the step go
         return self._value
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the squares of all elements, in float64."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for each in tensors:
+        values = each.coalesce().values() if each.is_sparse else each
+        alike.setdefault((values.dtype, values.device), []).append(values.detach())
+    sums = [torch.stack(foreach_norm(some, 2)).double().square().sum() for some in alike.values()]
+    return sum(sums[1:], sums[0]) if sums else torch.zeros((), dtype=torch.float64)
+
+
+def _interval_of(step_seconds: float) -> int:
+    """Returns how many steps lie between two reports of seconds and memory; 0: it is not known yet."""
+    return max(1, round(_SECONDS_BETWEEN / step_seconds)) if step_seconds > 0 else 0
+
+
+def _texts(form: str, *values: float | None) -> list[str]:
+    return [form.format(value) for value in values if value is not None]

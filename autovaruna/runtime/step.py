@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from time import perf_counter
 from typing import TypeVar
 
 import torch
@@ -93,6 +94,8 @@ class Step(ABC):
             world.flush()
             if self._rank.trace is not None:
                 self._rank.trace.write_step()
+                if self._rank.trace.num_steps_left <= 0:
+                    self._rank.trace = None
         return outputs
 
     @abstractmethod
@@ -113,8 +116,10 @@ class Step(ABC):
         inputs = self._exchange.input_gradients()
         if not self._is_summed:
             return StepGradients(own=own, inputs=inputs)
-        totals = self._book.total(own, self._exchange.origin)
-        return StepGradients(totals=totals, kept=self._backwards.pop_kept(), inputs=inputs)
+        began = perf_counter()
+        totals, kept = self._book.total(own, self._exchange.origin), self._backwards.pop_kept()
+        self._rank.metrics.sum_seconds += perf_counter() - began
+        return StepGradients(totals=totals, kept=kept, inputs=inputs)
 
     def _publish(self, outputs: Mapping[int, Tensor], finish: Finish) -> dict[int, Tensor]:
         """Joins outputs to the caller's autograd graph, whose backward calls `finish`."""
@@ -163,7 +168,8 @@ class Step(ABC):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Gives the user's generator and autocast back; an error in the middle of a step ends all ranks."""
-        rank = self._rank
+        rank, metrics = self._rank, self._rank.metrics
+        began = perf_counter() - metrics.accounted_seconds
         try:
             if self._program.traced.draws_or_casts or is_autocast():
                 with untouched_generator(rank.device), without_autocast():
@@ -180,6 +186,7 @@ class Step(ABC):
             rank.mail = Mail(rank.world, rank.device)  # a script on one process may catch the error and go on
             self._backwards.forget_step()
             raise
+        metrics.message_seconds += perf_counter() - metrics.accounted_seconds - began
 
 
 class WholeStep(Step):
@@ -222,7 +229,7 @@ class WholeStep(Step):
         if gradients[0] is None:
             backwards.record("none")
             return self._for_sources({}, found.kept, {})
-        self._rank.metrics.note(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
+        self._rank.metrics.record(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
         factor = gradients[0].item()
         backwards.record(f"{factor:g}")
         self._rank.loss_scale.record(factor)
@@ -284,6 +291,8 @@ class WholeStep(Step):
 class SplitStep(Step):
     """A step that runs forwards in the call; where gradients are wanted, the caller's backward runs the backwards."""
 
+    _numbers: Sequence[Tensor | None] = ()  # the outputs that may be a loss; of others nothing
+
     def _run(self) -> list[Tensor | None]:
         places = self._program.outputs
         self._executor.run(self._prepare(_FORWARDS), no_gradient)
@@ -291,6 +300,7 @@ class SplitStep(Step):
         outputs = self._collector.collect(places)
         if not self._call.needs_gradient:
             return list(outputs.values())
+        self._numbers = [output if places[k].kind is OutputKind.MEAN else None for k, output in outputs.items()]
         zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
         return list(self._publish(outputs, partial(self._go_backward, zeros)).values())
 
@@ -310,7 +320,11 @@ class SplitStep(Step):
         total = None if has_scaler else _total(gradients)
         stage = self._program.graph.plan.num_stages - 1
         where = f"the gradient of rank {rank.world.rank}'s loss is not finite at the outputs of stage {stage}"
-        rank.metrics.note(self._call.number + 1, total, lambda: where, is_loss=False)
+        started = [number for number, each in zip(self._numbers, gradients, strict=True) if each is not None]
+        loss = started[0] if len(started) == 1 and started[0] is not None and started[0].numel() == 1 else None
+        where = where if loss is None else "the loss that forward returns is not finite"
+        number = total if loss is None else loss
+        rank.metrics.record(self._call.number + 1, number, lambda: where, is_loss=loss is not None)
         rank.loss_scale.record(1.0)
         backwards.show_gradients_elsewhere(self._is_summed)
         with self._guarded():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -139,6 +139,8 @@ class EventTrace:
 
     Attributes:
         noted: what has run in this step, by readings of `perf_counter`; only later is anything made of it.
+        num_steps_left: how many are to be written yet.
+        on_account: called on rank 0 with the number of a step, its seconds, those predicted, and where they went.
 
     Raises:
         ConfigError: the file cannot be written, when training begins; the same kind on every rank. Later, training goes
@@ -147,7 +149,8 @@ class EventTrace:
 
     def __init__(self, path: str, world: World, predicted: Simulation, edges: Sequence[Edge]) -> None:
         self._path, self._world, self._predicted = Path(path), world, predicted
-        self._num_steps, self._is_broken = 0, False
+        self._num_steps, self._is_broken, self.num_steps_left = 0, False, math.inf
+        self.on_account: Callable[[int, float, float, Sequence[LostTime]], None] | None = None
         on_all(world, self._begin, "starting the trace")
         self._offset = offset_to_first(world)
         self.noted: list[Noted] = []
@@ -170,6 +173,7 @@ class EventTrace:
         self._ended.append((self.noted, perf_counter()))
         self.noted = []
         self._num_steps += 1
+        self.num_steps_left -= 1
         if self._num_steps % next(num for last, num in _STEPS_TOGETHER if self._num_steps <= last):
             return
         world, whole = self._world, self._num_steps - len(self._ended) + 1
@@ -210,6 +214,8 @@ class EventTrace:
                     seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
                     predicted = self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0)
                     logger.info("step %d: %s", number, table(seconds, predicted, lost))
+                    if self.on_account is not None:
+                        self.on_account(number, seconds, predicted, lost)
 
 
 def offset_to_first(world: World) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
+from autovaruna.runtime.metrics import RankReport
 from autovaruna.runtime.world import World, differences
 from autovaruna.session.script_actions import Digest
 
@@ -43,6 +44,7 @@ class Report(NamedTuple):
     is_snapshot_ready: bool  # for the manager of the job
     is_to_leave: bool
     totals: Totals | None  # of its mini-batch; None: the graph is not known yet
+    metrics: RankReport | None  # what others are to show of it
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ class SharedCall:
         return sum(self.sizes[ranks[0]] for ranks in self.groups)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all groups together; 0: the samples have none."""
+        shapes = ((each.shape, each.dtype) for each in self.call.inputs if each.is_batch)
+        return self.global_batch_size * tokens_of(shapes)
+
+    @property
     def key(self) -> str:
         """Digest that is equal for calls that one trace serves."""
         return self.call.key()
@@ -71,6 +79,11 @@ class SharedCall:
         """Returns this rank's tensors, the batch first in each, with some of its samples alone."""
         pairs = zip(self.tensors, self.call.inputs, strict=True)
         return [tensor[start : start + size] if spec.is_batch else tensor for tensor, spec in pairs]
+
+
+def tokens_of(inputs: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
+    """Returns the tokens of a sample: the length of the first input of whole numbers (batch, length); 0: none."""
+    return next((shape[1] for shape, dtype in inputs if len(shape) == 2 and dtype in (torch.int64, torch.int32)), 0)
 
 
 def input_groups(settings: Settings, num_ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from autovaruna.config.settings import Settings
 from autovaruna.runtime.world import World
@@ -54,10 +55,31 @@ def resident_bytes(device: torch.device) -> float | None:
         gc.collect()
         return float(torch.cuda.memory_allocated(device))
     give_back_freed_memory()
+    return _resident_set()
+
+
+def _resident_set() -> float | None:
     try:
         return float(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+class HeldMemory:
+    """Says what a process holds of the memory where it computes, less what it held when there was but the model."""
+
+    def __init__(self, device: torch.device, model: nn.Module, resident: float | None = None) -> None:
+        own = [*model.parameters(), *model.buffers()]
+        self._device = device
+        self._before = (_resident_set() if resident is None else resident) or 0.0
+        self._before -= sum(each.nbytes for each in own if each.device.type == "cpu")
+
+    def __call__(self) -> float | None:
+        """Returns the bytes: on a GPU the peak of the allocator; None if the system does not say."""
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        now = _resident_set()
+        return None if now is None else max(now - self._before, 0.0)
 
 
 def process_bytes_of(

@@ -56,6 +56,11 @@ class WrappedModel:
         first = {id(each): name for known, name in self._first_parameters if (each := known()) is not None}
         return first | {id(each): name for name, each in self.state.parameters().items()}
 
+    def counted_parameters(self) -> list[torch.nn.Parameter]:
+        """Returns the parameters whose gradients this rank counts where all ranks together count each once."""
+        placement, rank = self.placement, self._run.world.rank
+        return [each for name, each in self.state.parameters().items() if placement.steppers_of(name)[0] == rank]
+
     def read_state(self) -> None:
         """Finds parameters and buffers as they are now; before the split only."""
         self.state = OwnedState(self.module)

@@ -47,7 +47,11 @@ class OptimizerPart:
     def _watch(self, cut: CutOptimizer) -> OptimizerProxy:
         self.cut, self.proxy = cut, OptimizerProxy(cut.optimizer, OWN_PART)
         self._run.installed.add_method(self.proxy.remove)
+        metrics = self._run.metrics
         self._run.actions.watch(self.proxy, cut.optimizer, cut.names)
+        metrics.follow_optimizer(cut.optimizer)
+        self.proxy.before.append(metrics.begin_optimizer)
+        self.proxy.after.append(metrics.end_optimizer)
         return self.proxy
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -50,7 +51,7 @@ from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan, plan_with_sharing
-from autovaruna.planner.table import explain, plan_table, summary
+from autovaruna.planner.table import explain, module_range, plan_table, summary
 from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.runtime.timeline import EventTrace
@@ -67,8 +68,9 @@ from autovaruna.session.measuring import (
     needs_gradient,
     optimizer_factor,
 )
-from autovaruna.session.memory import rank_memory
+from autovaruna.session.memory import HeldMemory, rank_memory
 from autovaruna.session.model import WrappedModel
+from autovaruna.session.record import DEPLOYMENT, NUM_TRACED_STEPS, start_record
 from autovaruna.session.run import Run
 from autovaruna.stage.split import Assignment, assign
 
@@ -215,6 +217,7 @@ class Preparation:
         self._settings, self._world = settings, world = run.settings, run.world
         self._resident_before = resident_before
         self._saved_to = ""
+        self.held_memory = HeldMemory(model.device, model.module, resident_before)
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
         self._on_first(self._dump_graph, "writing the graph")
@@ -305,11 +308,24 @@ class Preparation:
 
     def event_trace(self) -> EventTrace | None:
         """Starts the trace of every step, if it is asked for. Collective."""
-        if not self._settings.trace_events:
+        settings = self._settings
+        if not (settings.trace_events or settings.report_dir):
             return None
         pipeline = self.orders.pipeline
         predicted = replay(pipeline, self.orders.planned)
-        return EventTrace(self._settings.trace_events_file, self._world, predicted, pipeline.edges)
+        path = str(Path(settings.report_dir, settings.trace_events_file))
+        trace = EventTrace(path, self._world, predicted, pipeline.edges)
+        trace.num_steps_left = math.inf if settings.trace_events else NUM_TRACED_STEPS
+        return trace
+
+    def start_record(self, run: Run, trace: EventTrace | None) -> None:
+        """Starts the record of the run, if it is to have one. Collective."""
+        stages = [module_range(stage.blocks, self._traced.graph) for stage in self.plan.stages]
+        record = start_record(run, stages, type(self._model).__name__)
+        if record is not None:
+            self.save(str(Path(run.settings.report_dir, DEPLOYMENT)))
+            if trace is not None:
+                trace.on_account = record.record_account
 
     def _dump_graph(self) -> None:
         """Writes the traced graph as JSON, if it is asked for."""

@@ -12,7 +12,9 @@ from autovaruna.interception.exits import ERRORS_IN_FEW_LINES
 from autovaruna.interception.installed import Installed
 from autovaruna.interception.signals import LISTENING, has_heard, heard_names
 from autovaruna.log import configure, show_all_frames
+from autovaruna.runtime.clipping import CLIPPING, METRICS
 from autovaruna.runtime.environment import get_world
+from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import ManagerLink
 from autovaruna.session.script_actions import ScriptActions
@@ -27,6 +29,7 @@ class Run:
         installed: what was put on objects of the script, with its undo.
         actions: what the script has done with model and optimizer.
         stopping: whether the run is to end.
+        metrics: the last step in numbers.
         num_calls: calls of the model so far.
         is_synchronising: whether gradients are summed over ranks now.
     """
@@ -36,6 +39,7 @@ class Run:
         self.installed = Installed()
         self.actions = ScriptActions()
         self.stopping = Stopping()
+        self.metrics = Metrics()
         self.num_calls = 0
         self.is_synchronising = True
         self._is_listening = False
@@ -75,6 +79,8 @@ class Run:
     def install(self) -> None:
         """Installs what every run has in the user's process."""
         self.installed.add(ERRORS_IN_FEW_LINES.use())
+        self.installed.add(CLIPPING.use())
+        METRICS.add(self.metrics)
         if self.settings.save_on_signal:
             self.listen()
 

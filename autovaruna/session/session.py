@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.signals import record_training
 from autovaruna.log import long_call, phase
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
-from autovaruna.runtime.clipping import CLIPPING
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
@@ -46,6 +45,7 @@ from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory,
 from autovaruna.session.model import WrappedModel
 from autovaruna.session.optimizer_part import OptimizerPart
 from autovaruna.session.persistence import Persistence
+from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import GivenPlan, Preparation
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
@@ -134,6 +134,14 @@ class Session:
         with self.reported():
             return self._call(args, kwargs, method)
 
+    def call_plain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the model as it is."""
+        return self._plain_calls.call(args, kwargs)
+
+    @cached_property
+    def _plain_calls(self) -> PlainCalls:
+        return PlainCalls(self._model.module, self._run)
+
     @contextmanager
     def reported(self) -> Iterator[None]:
         """Reports to the manager of the job, if there is one, that the rank is in a call."""
@@ -141,8 +149,8 @@ class Session:
         if manager is None:
             yield
             return
-        work, plan = (engine.metrics.work_seconds, engine.plan) if engine else (0.0, None)
-        manager.begin_call(self._run.num_steps, work, plan)
+        plan = engine.plan if engine else None
+        manager.begin_call(self._run.num_steps, self._run.metrics.work_seconds, plan)
         yield
         manager.end_call()
 
@@ -150,6 +158,7 @@ class Session:
         model, run, began = self._model, self._run, perf_counter()
         num_known = 0 if self.traces is None else self.traces.num_traced
         shared = self._agree(args, kwargs, method)
+        exchanged = perf_counter() - began
         self._same_inputs.compare(shared, warns=run.world.rank == 0)
         self.at_border()
         engine = model.engine or self._start(shared)
@@ -159,10 +168,13 @@ class Session:
         run.num_calls += 1
         lengths = traced.lengths_of(shared.call) or ()
         values = self._values_of_batch(traced, shared, batch, lengths)
+        is_new = self.traces.num_traced > num_known
+        if torch.is_grad_enabled():
+            start = perf_counter() - exchanged if is_new else began  # to trace is no part of a step
+            run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
         returned = engine.run(
             traced, shared.tensors, shared.number, batch, values, lambda: run.is_synchronising, lengths
         )
-        is_new = self.traces.num_traced > num_known
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)
@@ -248,6 +260,7 @@ class Session:
             error = caught
         every = world.agree(error, f"reading the model's inputs{run.of_model}", own and tuple(own))  # which is faster
         reports = [Report._make(each) for each in every]
+        run.metrics.collect([each.metrics for each in reports])
         run.stopping.is_agreed |= any(each.is_stop_wanted for each in reports)
         if run.manager is not None:
             run.manager.agree(
@@ -275,6 +288,7 @@ class Session:
             is_snapshot_ready=manager is not None and manager.is_snapshot_ready,
             is_to_leave=manager is not None and manager.is_to_leave,
             totals=self._own_totals(call, tensors),
+            metrics=run.metrics.report(),
         )
 
     def _words(self) -> dict[str, str]:
@@ -422,9 +436,16 @@ class Session:
         register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
             register_split(model.state, placement, world)
-            run.installed.add(CLIPPING.use())
             run.installed.add(LATER_OPTIMIZERS.use())
         self.traces = self.traces or Traces(model.module, settings, world, device)
+        run.metrics.follow(
+            *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), preparation.held_memory),
+            predicted_seconds=plan.predicted_seconds,
+            bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
+        )
+        trace = None if self._number_of_copy else preparation.event_trace()
+        if not self._number_of_copy:
+            preparation.start_record(run, trace)
         model.engine = Engine(
             state=model.state,
             plan=plan,
@@ -436,8 +457,9 @@ class Session:
             device=device,
             seed=self._seed(self._number_of_copy),
             loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
+            metrics=run.metrics,
             of_model=run.of_model,
-            trace=None if self._number_of_copy else preparation.event_trace(),
+            trace=trace,
         )
         world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         model.guards.settle()

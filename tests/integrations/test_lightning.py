@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None
     for row, plain, one in zip(found, expected, (True, False), strict=True):
         assert row["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert row["test"] == pytest.approx(plain["test"], rel=1e-5)
+        with (tmp_path / str(one) / "csv" / "metrics.csv").open() as file:
+            logged = [each for each in csv.DictReader(file) if each.get("autovaruna/loss")]
+        assert len(logged) == 4  # steps of the optimizer, of two batches each
+        assert all(float(each["autovaruna/learning_rate"]) == 0.01 for each in logged)
+        assert all(float(each["autovaruna/samples_per_second"]) > 0 for each in logged)
         own, other = (
             torch.load(folder / str(one) / "last.ckpt", weights_only=False)["state_dict"]
             for folder in (tmp_path, tmp_path / "plain")

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -61,15 +62,17 @@ def loader(rank: int, num_ranks: int) -> Any:
 def train(folder: Path, has_one_child: bool, num_ranks: int, resume: bool = False) -> dict[str, Any]:
     """Returns the losses of each step, and what the test says; 0 ranks are those of plain Lightning."""
     strategy: Any = "auto"
+    callbacks: list[pl.Callback] = []
     if num_ranks:
-        from autovaruna.integrations.lightning import AutoVarunaStrategy
+        from autovaruna.integrations.lightning import AutoVarunaStrategy, MetricsCallback
 
-        strategy = AutoVarunaStrategy(**SETTINGS)
+        strategy, callbacks = AutoVarunaStrategy(**SETTINGS), [MetricsCallback()]
     saved = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, max_epochs=EPOCHS, accumulate_grad_batches=2, gradient_clip_val=0.5,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[saved], default_root_dir=folder,
+        logger=CSVLogger(folder, "csv", "") if num_ranks else False, log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[saved, *callbacks], default_root_dir=folder,
     )  # fmt: skip
     model, samples = Classifier(has_one_child), loader(trainer.global_rank, num_ranks or 1)
     trainer.fit(model, samples, samples, ckpt_path=str(folder / "epoch=0.ckpt") if resume else None)

@@ -84,11 +84,24 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     trainer = getattr(library, f"{kind}Trainer")(
         model=model_of(case), args=args, train_dataset=data, eval_dataset=data[:12], compute_metrics=accuracy,
         data_collator=padded if kind else None,
+        callbacks=[library.MetricsCallback()] if num_ranks else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
     kept = ("step", "loss", "grad_norm", "eval_loss", "eval_right", "eval_samples")
-    return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history]
+    history = trainer.state.log_history
+    if num_ranks:
+        check_metrics([row for row in history if "loss" in row])
+    return [{name: row[name] for name in kept if name in row} for row in history]
+
+
+def check_metrics(rows: list[dict[str, float]]) -> None:
+    """Makes sure that what Trainer logs carries the metrics, and that they say what Trainer says itself."""
+    norms = {row["autovaruna/gradient_norm"] for row in rows if "autovaruna/gradient_norm" in row}
+    own = [row["grad_norm"] for row in rows]
+    assert norms and all(any(abs(norm - each) < 1e-4 * each for each in own) for norm in norms), (norms, own)
+    for row in rows:
+        assert row["autovaruna/samples_per_second"] > 0 and row["autovaruna/seconds/optimizer"] > 0, row
 
 
 def train_on_ranks(cases: list[str], folder: str, num_ranks: int, resume: str | None = None) -> dict[str, Any]:

@@ -416,7 +416,7 @@ def test_a_loss_that_is_looked_at_later_keeps_nothing_of_its_step(
 ) -> None:
     """A GPU's loss is looked at in the next step; gradients that somebody held until then would be copied."""
     waiting: list[Any] = []
-    monkeypatch.setattr(Metrics, "note", lambda self, *args, **settings: waiting.append(args))
+    monkeypatch.setattr(Metrics, "record", lambda self, *args, **settings: waiting.append(args))
     net = scoring(has_loss)
     model = AutoVaruna(net, sgd(net), num_micro_batches=2, **QUIET)
 

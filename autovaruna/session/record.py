@@ -1,0 +1,90 @@
+"""Writes what a run does into a folder (setting ``report_dir``), of which ``autovaruna report`` makes a page.
+
+deployment.json     the plan, with what it is valid for
+events.trace.json   what ran when in the first steps, measured and predicted
+events.jsonl        a line for the start of each attempt, for steps, and for where the time of some went; in the form of
+                    ``autovaruna run --events``, which may write into the same file
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from autovaruna.config.files import check_writable
+from autovaruna.elastic.notices import EventLog
+from autovaruna.runtime.world import on_all
+from autovaruna.schedule.simulation import LostTime
+from autovaruna.session.run import Run
+
+DEPLOYMENT, EVENTS = "deployment.json", "events.jsonl"
+NUM_TRACED_STEPS = 16
+_NUM_FIRST_STEPS, _SECONDS_BETWEEN = 200, 1.0  # each of the first steps is written, later one a second
+
+
+class RunRecord:
+    """The events of a run, written by rank 0."""
+
+    def __init__(self, run: Run, stages: Sequence[str], model: str) -> None:
+        self._run, self._num_written, self._written = run, 0, 0.0
+        path = Path(run.settings.report_dir, EVENTS)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable("report_dir", str(path))
+        self._log = EventLog(str(path))
+        settings = {name: repr(value) for name, value in run.settings.as_dict().items()}
+        self._write(
+            "start",
+            f"{model} trains, ranks: {run.world.num_ranks}",
+            model=model,
+            num_ranks=run.world.num_ranks,
+            hosts=list(run.world.hosts),
+            num_cores=len(os.sched_getaffinity(0)),
+            num_threads=torch.get_num_threads(),
+            stages=list(stages),
+            settings={name: text for name, text in settings.items() if run.settings.source_of(name) != "default"},
+        )
+
+    def _write(self, what: str, text: str, **details: Any) -> None:
+        self._log.record(what, text, is_shown=False, **details)
+
+    def record_step(self) -> None:
+        """Records the step that has ended."""
+        now = perf_counter()
+        if self._num_written >= _NUM_FIRST_STEPS and now - self._written < _SECONDS_BETWEEN:
+            return
+        self._num_written, self._written = self._num_written + 1, now
+        step = self._run.stopping.step_after(self._run.num_steps)
+        self._write("step", f"step {step}", step=step, **self._run.metrics.to_dict())
+
+    def record_account(self, number: int, seconds: float, predicted: float, lost: Sequence[LostTime]) -> None:
+        """Records where the seconds of a step went on each rank."""
+        self._write(
+            "account",
+            f"where the time of call {number} went",
+            call=number,
+            seconds=seconds,
+            predicted_seconds=predicted,
+            ranks=[each.parts for each in lost],
+        )
+
+
+def start_record(run: Run, stages: Sequence[str], model: str) -> RunRecord | None:
+    """Starts the record of a run on rank 0, if it is to have one; None: it is not, or on another rank. Collective.
+
+    Raises ConfigError on every rank if the folder cannot be written.
+    """
+
+    def act() -> RunRecord | None:
+        return RunRecord(run, stages, model) if run.world.rank == 0 else None
+
+    if not run.settings.report_dir:
+        return None
+    record = on_all(run.world, act, "starting the record of the run")
+    if record is not None:
+        run.metrics.on_step = record.record_step
+    return record

@@ -1,0 +1,206 @@
+"""The page of a run: it has the numbers of the run, needs nothing else, and reads well in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from autovaruna.__main__ import main
+from autovaruna.commands.report import RunFolder, advice, page
+from autovaruna.planner.table import seconds
+from autovaruna.runtime.world import World
+from tests.ranks import run_ranks
+from tests.session.training import QUIET
+
+NUM_STEPS, NUM_MICRO_BATCHES = 17, 4
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+VOID = {"meta", "link", "br", "img", "rect", "line"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def train(folder: Path, num_steps: int = NUM_STEPS, **settings: Any) -> tuple[AutoVaruna, float]:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = AutoVaruna(net, optimizer, report_dir=str(folder), **QUIET, **settings)
+    for step in range(num_steps):
+        loss = model(torch.full((8, 4), float(step % 3)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, loss.item()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, Any]:
+    """The folder of a run on two stages, its last loss and its plan."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+
+    def be_rank(world: World) -> tuple[float, Any]:
+        model, loss = train(folder, stage_ranks=[[0], [1]], num_micro_batches=NUM_MICRO_BATCHES)
+        return loss, model.plan
+
+    return folder, *run_ranks(2, be_rank)[0]
+
+
+class Reader(HTMLParser):
+    """Reads a page strictly: every element is closed in turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self._name = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._name = dict(attrs).get("id") or self._name
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID or self.open[-1:] == [tag]:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self._name] = self.texts.get(self._name, "") + data
+
+
+def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: tuple[Path, float, Any]) -> None:
+    folder, loss, plan = trained
+    assert main(["report", str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    found = Reader(text)
+    links = [each for _, own in found.elements for name, each in own.items() if name in ("src", "href", "srcset")]
+    assert links == ["data:,"] and not re.search(r"https?:|@import|url\(", text)
+    assert found.texts["loss"].split()[0] == f"{loss:.5g}" and found.texts["steps"].split()[0] == str(NUM_STEPS)
+    assert found.texts["predicted"].startswith(seconds(plan.predicted_seconds))
+    rows = [own["data-name"] for tag, own in found.elements if tag == "td" and "data-name" in own]
+    assert rows.count("layers") == 2 and "layers.0" in found.texts["plan"]
+    names = re.findall(r"<title>(\d+[FB]\d+): ", text)
+    every = [f"{stage}{kind}{m}" for stage in (0, 1) for kind in "FB" for m in range(NUM_MICRO_BATCHES)]
+    assert sorted(names) == sorted(2 * every)  # measured and predicted
+    shares = re.findall(r'<td data-name="(?:work|bubble|imbalance|messages|all-reduce|overhead)">([\d.]+)%', text)
+    assert len(shares) == 12
+    assert sum(map(float, shares[:6])) == pytest.approx(100, abs=0.5) == sum(map(float, shares[6:]))
+    assert "num_micro_batches" in text and "<polyline" in text
+
+
+def test_the_trace_ends_after_the_first_steps_and_without_the_setting_nothing_is_written(
+    trained: tuple[Path, float, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (trained[0] / "events.trace.json").read_text()
+    assert max(map(int, re.findall(r'"step": (\d+)', text))) == 16 < NUM_STEPS
+    monkeypatch.chdir(tmp_path)
+    net = Net()
+    AutoVaruna(net, torch.optim.SGD(net.parameters(), lr=0.1), num_micro_batches=2, **QUIET)(
+        torch.ones(4, 4)
+    ).backward()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_without_a_plan_has_a_page_as_well(tmp_path: Path) -> None:
+    train(tmp_path / "plain", 3)
+    text = page(RunFolder(tmp_path / "plain"))
+    Reader(text)
+    assert "there is no plan" in text and 'id="advice"' in text and "<polyline" in text
+
+
+def changed(trained: tuple[Path, float, Any], tmp_path: Path, *events: dict[str, Any]) -> RunFolder:
+    """Returns a copy of a run in which more has happened."""
+    folder = Path(shutil.copytree(trained[0], tmp_path / "copy"))
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": 2e9, "text": "", **each}) + "\n" for each in events)
+    return RunFolder(folder)
+
+
+def account(**parts: float) -> dict[str, Any]:
+    row = {"work": 1.0, "bubble": 0.0, "imbalance": 0.0, "messages": 0.0, "all-reduce": 0.0, "overhead": 0.0}
+    rows = [{**row, **parts}, row]
+    return {"event": "account", "call": 20, "seconds": 1.0, "predicted_seconds": 1.0, "ranks": rows}
+
+
+START = {"event": "start", "model": "Net", "num_ranks": 2, "hosts": ["a", "b"], "num_cores": 4, "num_threads": 1}
+START |= {"stages": ["layers.0 .. 1", "layers.2 .. 3"], "settings": {}}
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([START | {"hosts": ["a", "a"], "num_cores": 1}], "share 1 cores"),
+        ([START, account(bubble=0.4)], f"num_micro_batches={2 * NUM_MICRO_BATCHES}, now {NUM_MICRO_BATCHES}"),
+        ([START, account(work=2.0)], "Rank 0 (stage 0: layers.0 .. 1) computes 33% longer"),
+        ([START, account(messages=0.4)], "Messages between stages take 20% of the step"),
+        ([START, account(**{"all-reduce": 0.4})], "Sums of gradients over replicas take 20%"),
+        ([START, {"event": "step", "step": 18, "loss": float("nan")}], "not a number from step 18 on"),
+        ([START, {"event": "step", "step": 18, "memory_bytes/rank_1": 1e15}], "Rank 1 uses"),
+        (
+            [START, *({"event": "step", "step": 18 + k, "seconds/step": 1e3} for k in range(50))],
+            "times what was predicted",
+        ),
+    ],
+)
+def test_what_to_try_next(
+    events: list[dict[str, Any]], words: str, trained: tuple[Path, float, Any], tmp_path: Path
+) -> None:
+    assert any(words in each for each in advice(changed(trained, tmp_path, *events)))
+
+
+def test_steps_that_an_attempt_did_again_count_once(trained: tuple[Path, float, Any], tmp_path: Path) -> None:
+    lost = {"event": "lost", "text": "host h2 is lost"}
+    again = [{"event": "step", "step": step, "loss": 7.0} for step in (15, 16)]
+    run = changed(trained, tmp_path, lost, START, *again)
+    assert [each["step"] for each in run.steps] == list(range(1, 17))
+    assert [each["loss"] for each in run.steps[-2:]] == [7.0, 7.0]
+    assert "host h2 is lost" in page(run)
+
+
+def test_a_folder_that_is_none_of_a_run_is_refused(
+    trained: tuple[Path, float, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert "expected the folder of a run with report_dir" in capsys.readouterr().err
+    run = changed(trained, tmp_path)
+    with (run.path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1, "ev')  # a run that was killed
+    assert len(run.steps) == NUM_STEPS
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_it_without_errors_or_scrolling_to_the_side(
+    scheme: str, width: int, trained: tuple[Path, float, Any], tmp_path: Path
+) -> None:
+    look = "[document.documentElement.scrollWidth, innerWidth, matchMedia('(prefers-color-scheme: dark)').matches]"
+    script = f"<script>document.documentElement.dataset.found = JSON.stringify({look})</script></body>"
+    shown = tmp_path / "page.html"
+    shown.write_text(page(RunFolder(trained[0])).replace("</body>", script))
+    of_scheme = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", of_scheme]
+    command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path}", "--dump-dom", shown.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    match = re.search(r'data-found="\[(\d+),(\d+),(\w+)\]"', done.stdout)
+    assert match is not None and int(match[1]) <= int(match[2]) == width
+    assert match[3] == str(scheme == "dark").lower()

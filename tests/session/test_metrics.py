@@ -1,0 +1,219 @@
+"""Holds `model.metrics` to numbers computed by hand from plain PyTorch, on one process and on ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autovaruna import AutoVaruna
+from autovaruna.runtime import metrics as metrics_module
+from autovaruna.runtime.metrics import Metrics, StepSeconds, sum_of_squares
+from autovaruna.runtime.world import World
+from tests.ranks import run_ranks
+from tests.session.training import QUIET, trace_shared
+
+BATCH, LENGTH, WORDS, WIDTH = 4, 6, 11, 8
+STAGES = QUIET | {"stage_ranks": [[0], [1]], "num_micro_batches": 4}
+REPLICAS = QUIET | {"num_stages": 1, "num_replicas": 2}
+
+
+@pytest.fixture(autouse=True)
+def _equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    with trace_shared(request.node.nodeid):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _every_norm_is_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "_SHARE_FOR_NORM", math.inf)
+
+
+class Words(nn.Module):
+    """Returns logits and loss, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.last(torch.relu(self.first(self.embed(tokens))))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Named(Words):
+    """Returns them by name."""
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return dict(zip(("logits", "loss"), super().forward(tokens), strict=True))
+
+
+def words(step: int, rank: int = 0) -> Tensor:
+    return torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def norms_by_hand(net: nn.Module, num_ranks: int, num_steps: int) -> list[tuple[float, float]]:
+    """Returns loss and norm of each step of plain PyTorch over the global batch; it clips, and its rate halves."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    found = []
+    for step in range(num_steps):
+        out = net(torch.cat([words(step, rank) for rank in range(num_ranks)]))
+        loss = out["loss"] if isinstance(out, dict) else out[1]
+        loss.backward()
+        squares = [each.grad.double().square().sum() for each in net.parameters() if each.grad is not None]
+        found.append((loss.item(), math.sqrt(sum(squares).item())))
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] /= 2
+    return found
+
+
+def train(net: nn.Module, rank: int, num_steps: int, **settings: Any) -> tuple[AutoVaruna, list[dict[str, float]]]:
+    """Returns the model and, after each step, what its metrics say, with the step of the norm."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, said = AutoVaruna(net, optimizer, **settings), []
+    for step in range(num_steps):
+        out = model(words(step, rank))
+        (out["loss"] if isinstance(out, dict) else out[1]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(model.metrics.to_dict() | {"norm of": model.metrics.gradient_norm_step or 0})
+        optimizer.param_groups[0]["lr"] /= 2
+    return model, said
+
+
+@pytest.mark.parametrize("kind", [Words, Named])
+def test_one_process_counts_what_plain_pytorch_does(kind: type[Words]) -> None:
+    torch.manual_seed(0)
+    net = kind()
+    by_hand = norms_by_hand(copy.deepcopy(net), 1, 3)
+    model, said = train(net, 0, 3, **QUIET)
+    assert model.plan is None and model.metrics.step == 3
+    for step, (now, (loss, norm)) in enumerate(zip(said, by_hand, strict=True)):
+        assert now["loss"] == pytest.approx(loss) and now["learning_rate"] == 0.5**step
+        assert now["norm of"] == step + 1 and now["gradient_norm"] == pytest.approx(norm, rel=1e-6)
+        assert now["seconds/step"] == pytest.approx(now["seconds/work"] + now["seconds/optimizer"])
+        assert now["tokens_per_second"] == pytest.approx(LENGTH * now["samples_per_second"])
+        assert now["memory_bytes/rank_0"] > 0
+    assert said[0]["samples_per_second"] == pytest.approx(BATCH / said[0]["seconds/step"])
+
+
+@pytest.mark.parametrize("settings", [STAGES, REPLICAS, STAGES | {"stage_ranks": [[0, 1]], "shard_optimizer": True}])
+def test_ranks_count_the_global_batch(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net, num_steps = Words(), 4
+    by_hand = norms_by_hand(copy.deepcopy(net), 2, num_steps)
+
+    def be_rank(world: World) -> tuple[list[dict[str, float]], str, float]:
+        model, said = train(copy.deepcopy(net), world.rank, num_steps, **settings)
+        assert model.plan is not None
+        return said, str(model.metrics), model.plan.bound_seconds
+
+    for said, text, bound in run_ranks(2, be_rank):
+        for step, (now, (loss, _)) in enumerate(zip(said, by_hand, strict=True)):
+            assert now["loss"] == pytest.approx(loss, rel=1e-5) and now["learning_rate"] == 0.5**step
+            assert now["tokens_per_second"] == pytest.approx(LENGTH * now["samples_per_second"])
+            assert now["norm of"] == step
+            if step:
+                assert now["gradient_norm"] == pytest.approx(by_hand[step - 1][1], rel=1e-5)
+            parts = [now[f"seconds/{name}"] for name in StepSeconds._fields[1:]]
+            assert min(parts) >= 0 and sum(parts) <= now["seconds/step"] * (1 + 1e-6)
+            assert now["share_of_bound"] == pytest.approx(bound / now["seconds/step"])
+        assert said[0]["samples_per_second"] == pytest.approx(2 * BATCH / said[0]["seconds/step"])
+        assert {"memory_bytes/rank_0", "memory_bytes/rank_1"} <= said[-1].keys()
+        assert f"(of step {num_steps - 1})" in text and "rank 0 " in text and "rank 1 " in text
+
+
+def test_the_rate_counts_from_step_to_step_and_over_accumulated_calls() -> None:
+    torch.manual_seed(0)
+    net = Words()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = AutoVaruna(net, optimizer, **QUIET)
+    ends = []
+    for step in range(3):
+        for _ in range(2):
+            model(words(step))[1].backward()
+        time.sleep(0.05)  # as a loader would
+        optimizer.step()
+        ends.append(time.perf_counter())
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(words(9))
+        model.train()
+    rate = model.metrics.samples_per_second
+    assert rate is not None and rate == pytest.approx(2 * BATCH / (ends[2] - ends[1]), rel=0.1)
+    assert model.metrics.seconds is not None and 0.05 <= model.metrics.seconds.step < ends[2] - ends[1]
+
+
+def test_a_rank_that_comes_late_is_waited_for_in_messages() -> None:
+    net = Words()
+
+    def be_rank(world: World) -> StepSeconds | None:
+        own = copy.deepcopy(net)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        model = AutoVaruna(own, optimizer, **STAGES)
+        for step in range(3):
+            _, loss = model(words(step, world.rank))
+            loss.backward()
+            if world.rank == 1:
+                time.sleep(0.1)
+            optimizer.step()
+        return model.metrics.seconds
+
+    first, second = run_ranks(2, be_rank)
+    assert first is not None and second is not None
+    assert first.messages > 0.08 > second.messages  # rank 0 comes to the call and waits for the other
+    assert second.optimizer < 0.08 < second.step  # which slept before its optimizer
+
+
+def test_a_loss_of_the_scripts_own_counts_all_but_the_loss() -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([{"params": [net.weight], "lr": 0.1}, {"params": [net.bias], "lr": 0.2}])
+    model = AutoVaruna(net, optimizer, **QUIET)
+    assert model.metrics.to_dict() == {} and str(model.metrics).split() == ["step", "0"]
+    for _ in range(2):
+        model(torch.ones(5, 3)).square().mean().backward()
+        optimizer.step()
+    said = model.metrics.to_dict()
+    assert model.metrics.step == 2 and model.metrics.loss is None and "tokens_per_second" not in said
+    assert (said["learning_rate/0"], said["learning_rate/1"]) == (0.1, 0.2)
+    assert said["samples_per_second"] > 0 and said["gradient_norm"] > 0
+
+
+def test_without_an_optimizer_a_step_ends_where_the_next_begins() -> None:
+    model = AutoVaruna(Words(), **QUIET)
+    for step in range(2):
+        model(words(step))[1].backward()
+    assert model.metrics.step == 2 and model.metrics.learning_rates == ()
+    assert model.metrics.seconds is not None and model.metrics.seconds.optimizer == 0
+    assert model.metrics.samples_per_second == pytest.approx(BATCH / model.metrics.seconds.step)
+
+
+def test_norms_that_would_take_too_long_are_measured_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "_SHARE_FOR_NORM", 0.0)
+    _, said = train(Words(), 0, 4, **QUIET)
+    assert {now["norm of"] for now in said} == {1}
+
+
+def test_squares_of_many_kinds_add_up() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,))  # one element, twice
+    found = sum_of_squares([torch.full((2,), 2.0), torch.ones(3, dtype=torch.float64), sparse])
+    assert found.item() == pytest.approx(8 + 3 + 9)
+    assert sum_of_squares([]).item() == 0
+
+
+def test_a_backward_that_is_not_followed_by_a_step_changes_no_seconds() -> None:
+    found = Metrics()
+    found.begin_call(0.0, 4, 0)
+    found.record(1, None, str, is_loss=False)
+    assert found.step == 1 and found.seconds is None and found.to_dict() == {}
