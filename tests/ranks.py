@@ -24,7 +24,7 @@ class RankThread(ThreadTransport):
 
     def fail(self, text: str) -> None:
         for rank in range(len(self.hosts)):
-            ThreadTransport.send_notice(self, encoded(Failure(text, is_final=True)), rank)
+            ThreadTransport.send_notice(self, encoded(Failure(text)), rank)
 
 
 def make_worlds(num_ranks: int) -> list[World]:

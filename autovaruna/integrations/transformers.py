@@ -229,9 +229,10 @@ class AutoVarunaMixin(_Other):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, with the metrics of the last step if a `MetricsCallback` is among the callbacks."""
-        for each in self.callback_handler.callbacks if "loss" in logs and self._wrapper is not None else ():
-            if isinstance(each, MetricsCallback):
-                each.add(logs, self._wrapper)
+        wrapper = self._wrapper
+        for each in self.callback_handler.callbacks if "loss" in logs else ():
+            if isinstance(each, MetricsCallback) and wrapper is not None:
+                each.add(logs, wrapper)
         super().log(logs, *args, **kwargs)
 
     def get_tp_size(self) -> int:

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from weakref import WeakSet
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,10 +18,15 @@ from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
 from autovaruna.interception.clipping import join_norms
 from autovaruna.interception.installed import ProcessPiece
+from autovaruna.runtime.exchange import ALIKE
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel, split_models
-from autovaruna.runtime.world import differences
+from autovaruna.runtime.world import World, differences
+
+Norm = tuple[float, torch.dtype]
+_NO_NORM = -1.0
+"""What a rank reports of a tensor that is elsewhere."""
 
 METRICS: WeakSet[Metrics] = WeakSet()
 """Those of all models, which measure the norm of gradients before these are clipped."""
@@ -68,25 +73,19 @@ def total_norm(
     """
     listed = _listed(tensors, names)
     own = _norms({name: each for name, each in listed.items() if not isinstance(each, RemoteTensor)}, norm_type)
-    reported = dict(own)
-    for name in own:
-        parameter = names.get(id(listed[name]))
-        if parameter is not None and model.placement.steppers_of(parameter)[0] != model.world.rank:
-            del reported[name]
-    digest = crc32("\n".join(listed).encode())
-    parts = model.world.gather_objects((digest, reported, options), what)
-    if words := differences([of_rank for _, _, of_rank in parts]):
-        raise RankError(
-            f"The ranks ask for different norms of gradients: {words}. Expected the same options on every rank."
-        )
-    order, known = list(listed), [of_rank for _, of_rank, _ in parts]
-    if len({digest for digest, _, _ in parts}) > 1:
-        of_ranks = model.world.gather_objects((list(listed), own), "comparing lists of gradients")
-        order, known = of_ranks[0][0], [of_rank for _, of_rank in of_ranks]
-        _check_lists([names_there for names_there, _ in of_ranks], known)
-    numbers = {name: norm for of_rank in reversed(known) for name, norm in of_rank.items()}
+    reporters = _reporters(listed, names, model)
+    reported = [own[name][0] if name in own else _NO_NORM for name, rank in reporters if rank == model.world.rank]
+    alike = repr((list(options.items()), list(listed))).encode()
+    agreed = model.world.exchange(what, alike=alike, block=array("d", reported).tobytes())
+    if agreed.differs(ALIKE):
+        order, numbers = _compare_lists(list(listed), own, options, model.world, what)
+    else:
+        order, rows = list(listed), list(map(iter, agreed.numbers()))
+        pairs = [(name, next(rows[rank])) for name, rank in reporters]
+        known = {name: number for name, number in reversed(pairs) if number != _NO_NORM}
+        numbers = {name: (number, listed[name].dtype.to_real()) for name, number in known.items()}
     found = [numbers[name] for name in order if name in numbers] or [(0.0, torch.float32)]
-    dtype = reduce(torch.promote_types, [dtype for _, dtype in found])
+    dtype = reduce(torch.promote_types, {dtype for _, dtype in found})
     device = tensors[0].device if tensors else None
     norms = torch.tensor([number for number, _ in found], dtype=torch.float64, device=device).to(dtype)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
@@ -98,14 +97,34 @@ def total_norm(
     return total
 
 
-def _check_lists(listed: Sequence[Sequence[str]], known: Sequence[Mapping[str, object]]) -> None:
-    for rank, names in enumerate(listed):
-        if missing := set().union(*known) - set(names):
+def _reporters(listed: Mapping[str, Tensor], names: Mapping[int, str], model: SplitModel) -> Sequence[tuple[str, int]]:
+    """Returns each tensor with the rank that reports its norm: one of a parameter's, every one of another tensor."""
+    pairs = []
+    for name, each in listed.items():
+        parameter = names.get(id(each))
+        ranks = model.placement.steppers_of(parameter)[:1] if parameter is not None else range(model.world.num_ranks)
+        pairs += [(name, rank) for rank in ranks]
+    return pairs
+
+
+def _compare_lists(
+    listed: Sequence[str], own: Mapping[str, Norm], options: Mapping[str, str], world: World, what: str
+) -> tuple[Sequence[str], Mapping[str, Norm]]:
+    """Returns the list of rank 0, and the norms that any rank has; raises as `total_norm`. Collective."""
+    if words := differences(world.gather_objects(options, what)):
+        raise RankError(
+            f"The ranks ask for different norms of gradients: {words}. Expected the same options on every rank."
+        )
+    of_ranks = world.gather_objects((listed, own), "comparing lists of gradients")
+    known = {name: norm for _, of_rank in reversed(of_ranks) for name, norm in of_rank.items()}
+    for rank, (names, _) in enumerate(of_ranks):
+        if missing := known.keys() - set(names):
             raise RankError(
                 f"The ranks ask for the norm of different gradients: got a list on rank {rank} without that of "
                 f"{', '.join(sorted(missing)[:3])}, which another rank has. Expected the same list on every rank, with "
                 "those that are elsewhere (is_meta): parameters(), or the optimizer's groups."
             )
+    return of_ranks[0][0], known
 
 
 def _listed(tensors: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -118,7 +137,7 @@ def _listed(tensors: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Te
     return listed
 
 
-def _norms(tensors: Mapping[str, Tensor], norm_type: float) -> dict[str, tuple[float, torch.dtype]]:
+def _norms(tensors: Mapping[str, Tensor], norm_type: float) -> dict[str, Norm]:
     """Returns the norm of each tensor and its dtype; all of a device and dtype are computed at once, as torch does."""
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, each in tensors.items():

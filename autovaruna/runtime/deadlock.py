@@ -1,9 +1,9 @@
 """Finds waits that can never end: `DeadlockDetector` knows where every rank waits, `RankWatch` waits for one.
 
-Rank 0 keeps the detector. Each rank tells it what it does (`Join` a collective, `WaitReport` a long wait, `Leave` the
-program), and it answers when all have come, or when they never can. It finds
+Rank 0 keeps the detector. A rank that has waited for half a second tells it where (`WaitReport`, `Leave` for the end of
+its script), and it answers when it finds
 
-- ranks that joined collectives with different labels;
+- ranks that are in different collectives;
 - a rank that waits for one that has ended its script;
 - ranks that wait for each other. Each report counts the messages that its rank has started, so an edge "X needs an
   act of Y that Y had not done when it began to wait" is a fact that stays true while Y waits; a set of waiting ranks
@@ -11,22 +11,22 @@ program), and it answers when all have come, or when they never can. It finds
   detection in distributed databases", ACM Computing Surveys 19 (4), 1987, section 2). Slow ranks are never accused.
 
 A wait that is merely long is no error: after a while a waiting rank asks the detector where the others are, and says so
-in the log; a rank 0 that does not answer is itself what all wait for.
-
-A step of every rank passes here, so a notice takes as long whatever the number of ranks, and what many of them say
-alike is one object: as bytes, an answer is then little more than what differs.
+in the log; a rank 0 that does not answer is itself what all wait for. What ranks tell each other in time, each
+`Exchange`, does not pass here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
+from autovaruna.runtime.exchange import LABEL, Exchange, Parts, digest, keep_part
 from autovaruna.runtime.transport.base import Transport
 from autovaruna.runtime.transport.values import pack, unpack
 
@@ -41,7 +41,11 @@ ANSWER_SECONDS = 2.0
 """How long a rank waits for an answer to where the others are."""
 STEPS = 20
 """So many predicted steps are a long wait."""
-GRACE_SECONDS = 1.0
+JUDGEMENT_SECONDS, GRACE_SECONDS = 0.1, 0.4
+"""How often reports are judged, and how long what was found waits for reports of other ranks, so that it names them."""
+_MOST_NAMED = 16
+"""Ranks whose places one text says."""
+_EVERY = -1
 _JOINED = "joined", -1, -1, -1
 
 Event = tuple[str, int, int, int]
@@ -50,18 +54,11 @@ Event = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """An act that a waiting rank needs: that `rank` has done `event` at least `count` times."""
+    """An act that a waiting rank needs: that `rank`, or every one, has done `event` at least `count` times."""
 
     rank: int
     event: Event
     count: int
-
-
-class Join(NamedTuple):
-    """A rank entered the collective `label`, with its value as bytes."""
-
-    label: str
-    value: bytes
 
 
 class WaitReport(NamedTuple):
@@ -91,30 +88,18 @@ class Places(NamedTuple):
     text: str
 
 
-class JoinedValues(NamedTuple):
-    """Answers a join: the values by rank, as bytes."""
-
-    values: tuple[bytes, ...]
-
-
 class Failure(NamedTuple):
-    """Answers with an error; after a final one no rank can go on."""
+    """Tells that no rank can go on."""
 
     text: str
-    is_final: bool
 
 
-class Farewell(NamedTuple):
-    """Answers a leave: all ranks have come to their end."""
+Notice = WaitReport | Leave
+_NEWS = (WaitReport, Leave, Failure, Ask, Places)
 
 
-Notice = Join | WaitReport | Leave
-Answer = JoinedValues | Failure | Farewell
-_NEWS = (Join, WaitReport, Leave, JoinedValues, Failure, Farewell, Ask, Places)
-
-
-def encoded(news: Notice | Answer | Ask | Places) -> bytes:
-    """Returns a notice or an answer as bytes; its class is a number in them, for it takes long to look one up."""
+def encoded(news: Notice | Failure | Ask | Places) -> bytes:
+    """Returns what is told as bytes; its class is a number in them, for it takes long to look one up."""
     return pack((_NEWS.index(type(news)), *news))
 
 
@@ -125,137 +110,120 @@ def decoded(data: bytes | bytearray) -> Any:
 
 @dataclass
 class DeadlockDetector:
-    """Collects notices of `num_ranks` ranks; `answer_all` tells each of them the same."""
+    """Collects notices of `num_ranks` ranks; `tell_all` tells each of them that none can go on."""
 
     num_ranks: int
-    answer_all: Callable[[Answer], None]
+    tell_all: Callable[[Failure], None]
     failure: Failure | None = None
-    joined: dict[int, Join] = field(default_factory=dict)
     reports: dict[int, WaitReport] = field(default_factory=dict)
     ended: dict[int, Leave] = field(default_factory=dict)
-    labels: set[str] = field(default_factory=set)
-    known: dict[bytes, bytes] = field(default_factory=dict)
-    mismatch_since: float | None = None
+    _judge_at: float = 0.0
+    _found_at: float = 0.0
 
     def record(self, rank: int, notice: Notice) -> None:
-        """Records a notice of a rank, and answers if it can."""
-        if self.failure is not None:
-            return
+        """Records a notice of a rank."""
         self.reports.pop(rank, None)
-        if isinstance(notice, Join):
-            self.joined[rank] = Join(notice.label, self.known.setdefault(notice.value, notice.value))
-            self.labels.add(notice.label)
-        elif isinstance(notice, Leave):
+        if isinstance(notice, Leave):
             self.ended[rank] = notice
         elif notice.words and rank not in self.ended:
             self.reports[rank] = notice
-        self._answer()
 
     def tick(self) -> None:
-        """Ends the grace of ranks that did not come after others had disagreed."""
-        if self.mismatch_since is not None and time.monotonic() - self.mismatch_since > GRACE_SECONDS:
-            self.fail(self._mismatch_text())
+        """Judges the reports from time to time, and says what was found a moment later."""
+        if not self.reports or self.failure is not None or (now := time.monotonic()) < self._judge_at:
+            return
+        self._judge_at = now + JUDGEMENT_SECONDS
+        text = self.finding()
+        self._found_at = (self._found_at or now) if text else 0.0
+        if text and now > self._found_at + GRACE_SECONDS:
+            self.fail(text)
 
-    def _answer(self) -> None:
-        if len(self.ended) == self.num_ranks:
-            self.answer_all(Farewell())
-        elif self.joined and self.ended:
-            self.fail(self._ended_text(min(self.ended), min(self.joined)))
-        elif len(self.labels) > 1:
-            self._disagree()
-        elif len(self.joined) == self.num_ranks:
-            values = tuple(self.joined[rank].value for rank in range(self.num_ranks))
-            self._forget_joins()
-            self.answer_all(JoinedValues(values))
-        elif self.reports:
-            self._look_for_stuck()
-
-    def _disagree(self) -> None:
-        if len(self.joined) == self.num_ranks:
-            text = self._mismatch_text()
-            self._forget_joins()
-            self.answer_all(Failure(text, is_final=False))
-        elif self.mismatch_since is None:
-            self.mismatch_since = time.monotonic()
-
-    def _forget_joins(self) -> None:
-        self.joined.clear()
-        self.labels.clear()
-        self.known.clear()
-        self.reports.clear()
-        self.mismatch_since = None
-
-    def _look_for_stuck(self) -> None:
-        stuck = self._stuck()
-        waiting = sorted(stuck - set(self.ended))
-        gone = sorted(stuck & set(self.ended))
+    def finding(self) -> str:
+        """Says why no rank can go on, by what is known; empty: they may."""
+        blockers = self._blockers()
+        stuck = _stuck(blockers, self.ended)
+        waiting, gone = sorted(stuck - set(self.ended)), sorted(stuck & set(self.ended))
         if waiting and gone:
-            first = next((rank for rank in waiting if gone[0] in self._blockers(rank)), waiting[0])
-            self.fail(self._ended_text(gone[0], first))
-        elif waiting:
-            places = "; ".join(f"rank {rank} waits {self._place(rank)}" for rank in waiting)
-            self.fail(f"ranks wait for each other and can never go on: {places}. Every rank must make the same calls.")
+            first = next((rank for rank in waiting if gone[0] in blockers[rank]), waiting[0])
+            return ended_text(gone[0], f"rank {first} waits {self.reports[first].words}")
+        calls = self._newest_calls()
+        if len(set(calls.values())) > 1:
+            return mismatch_text(calls, self.num_ranks)
+        if not waiting:
+            return ""
+        places = _listed([f"rank {rank} waits {self.reports[rank].words}" for rank in waiting])
+        return f"ranks wait for each other and can never go on: {places}. Every rank must make the same calls."
 
-    def _stuck(self) -> set[int]:
-        """Returns the largest set of ranks where each has ended, or needs an act of a rank in the set."""
-        stuck = set(self.ended) | set(self.joined) | set(self.reports)
-        is_smaller = True
-        while is_smaller:
-            kept = {rank for rank in stuck if rank in self.ended or self._blockers(rank) & stuck}
-            is_smaller, stuck = kept != stuck, kept
-        return stuck
+    def _blockers(self) -> dict[int, Collection[int]]:
+        """Returns the ranks known not to have done what each waiting rank waits for."""
+        known: dict[int, Mapping[Event, int]] = {rank: each.counts for rank, each in self.ended.items()}
+        known |= {rank: each.counts for rank, each in self.reports.items()}
 
-    def _blockers(self, rank: int) -> set[int]:
-        """Returns the ranks known not to have done what `rank` waits for."""
-        if rank in self.joined:
-            return set(range(self.num_ranks)) - set(self.joined)
-        report = self.reports[rank]
-        return {need.rank for need in report.needs if self._is_missing(need)}
+        def lacks(rank: int, need: Need) -> bool:
+            return rank in known and known[rank].get(need.event, 0) < need.count
 
-    def _is_missing(self, need: Need) -> bool:
-        source = self.ended.get(need.rank) or self.reports.get(need.rank)
-        return source is not None and source.counts.get(need.event, 0) < need.count
+        @lru_cache
+        def lacking(need: Need) -> frozenset[int]:
+            return frozenset(rank for rank in (known if need.rank == _EVERY else (need.rank,)) if lacks(rank, need))
 
-    def _place(self, rank: int) -> str:
-        if rank in self.joined:
-            return f"in {self.joined[rank].label!r}"
-        return self.reports[rank].words if rank in self.reports else "elsewhere"
+        return {rank: frozenset().union(*map(lacking, each.needs)) for rank, each in self.reports.items()}
+
+    def _newest_calls(self) -> dict[int, str]:
+        """Returns where the ranks are that wait in the latest collective: a report of an earlier one is old."""
+        numbers = {rank: each.needs[0].count for rank, each in self.reports.items() if _is_call(each)}
+        newest = max(numbers.values(), default=0)
+        return {rank: self.reports[rank].words for rank in sorted(numbers) if numbers[rank] == newest}
 
     def places(self, asking: int) -> str:
         """Says where all ranks are but the one that asks, those first that are not here."""
-        away = [rank for rank in range(self.num_ranks) if rank not in {asking, *self.joined, *self.reports}]
+        away = [rank for rank in range(self.num_ranks) if rank not in {asking, *self.reports}]
         gone = [rank for rank in away if rank in self.ended]
         words = [
             f"rank {rank} has not come: its script is elsewhere, or it is stopped" for rank in away if rank not in gone
         ]
         words += [f"rank {rank} has ended its script" for rank in gone]
-        waiting = sorted({*self.joined, *self.reports} - {asking})
-        return "; ".join(words + [f"rank {rank} waits {self._place(rank)}" for rank in waiting])
-
-    def _ended_text(self, gone: int, waiting: int) -> str:
-        return (
-            f"rank {gone} ended its script while rank {waiting} waits {self._place(waiting)}. "
-            "Every rank must make the same calls, the same number of times."
-        )
-
-    def _mismatch_text(self) -> str:
-        places = (
-            f"rank {rank} is in {self.joined[rank].label!r}"
-            if rank in self.joined
-            else f"rank {rank} is not in a collective call"
-            for rank in range(self.num_ranks)
-        )
-        text = f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
-        if any("checkpoint" in label for label in self.labels):
-            text += " A script that saves and ends after a signal asks model.should_stop(): all ranks answer alike."
-        return text
+        waiting = sorted(set(self.reports) - {asking})
+        return _listed(words + [f"rank {rank} waits {self.reports[rank].words}" for rank in waiting])
 
     def fail(self, text: str) -> None:
         """Tells every rank that none can go on, unless they know already."""
-        if self.failure is not None:
-            return
-        self.failure = Failure(text, is_final=True)
-        self.answer_all(self.failure)
+        if self.failure is None:
+            self.failure = Failure(text)
+            self.tell_all(self.failure)
+
+
+def _is_call(report: WaitReport) -> bool:
+    return bool(report.needs) and report.needs[0].rank == _EVERY
+
+
+def _stuck(blockers: Mapping[int, Collection[int]], ended: Collection[int]) -> set[int]:
+    """Returns the largest set of ranks where each has ended, or needs an act of a rank in the set."""
+    stuck = {*ended, *blockers}
+    is_smaller = True
+    while is_smaller:
+        kept = {rank for rank in stuck if rank in ended or not stuck.isdisjoint(blockers[rank])}
+        is_smaller, stuck = kept != stuck, kept
+    return stuck
+
+
+def _listed(texts: list[str]) -> str:
+    more = [f"and {len(texts) - _MOST_NAMED} more"] * (len(texts) > _MOST_NAMED)
+    return "; ".join(texts[:_MOST_NAMED] + more)
+
+
+def ended_text(gone: int, waiting: str) -> str:
+    return (
+        f"rank {gone} ended its script while {waiting}. Every rank must make the same calls, the same number of times."
+    )
+
+
+def mismatch_text(calls: Mapping[int, str], num_ranks: int) -> str:
+    """Returns the error of ranks that are in different calls; `calls` says in which."""
+    places = [f"rank {rank} is {calls.get(rank, 'not in a collective call')}" for rank in range(num_ranks)]
+    text = f"ranks are in different calls: {', '.join(places)}. Every rank must make the same calls, in one order."
+    if any("checkpoint" in place for place in calls.values()):
+        text += " A script that saves and ends after a signal asks model.should_stop(): all ranks answer alike."
+    return text
 
 
 @dataclass
@@ -286,7 +254,7 @@ class RankWatch:
     """Waits on behalf of one rank.
 
     The rank counts what it does that others may wait for. If it waits for long it tells the detector for what, with
-    these counts, and hears once no rank can go on. Collectives go through the detector, too.
+    these counts, and hears once no rank can go on.
 
     Attributes:
         counts: how often each act of this rank has happened.
@@ -297,51 +265,98 @@ class RankWatch:
     def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
         self.transport = transport
         self._advance = advance
-        num_ranks = len(transport.hosts)
-        self._detector = DeadlockDetector(num_ranks, self._answer_all) if transport.rank == 0 else None
-        self._answers: deque[Answer] = deque()
+        self._detector = DeadlockDetector(len(transport.hosts), self._tell_all) if transport.rank == 0 else None
         self._failure: Failure | None = None
+        self._parts: Parts = {}
+        self._num_exchanges = 0
+        self._exchange: Exchange | None = None  # the last one: of one that was left, MPI may still write its memory
         self.counts: Counter[Event] = Counter()
         self.stalls = Stalls()
         self.places = ""
-        self._is_leaving = False
+        self.is_leaving = False
 
-    def gather(self, value: object, label: str, give_up: Callable[[], NoReturn] | None = None) -> list[Any]:
-        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
+    def exchange(
+        self,
+        label: str,
+        alike: bytes = b"",
+        flags: int = 0,
+        block: bytes | None = None,
+        give_up: Callable[[], NoReturn] | None = None,
+    ) -> Exchange:
+        """Exchanges with all ranks what must be `alike`, flags and a block, and returns it done. Collective.
 
-        A small value, that can be packed. `label` is what the ranks do here, the same on each; `give_up` is called if
-        the others do not come soon.
+        `label` is what the ranks do here, the same on each; `give_up` is called if the others do not come soon.
 
         Raises:
             RankError: ranks came with different labels, or a rank ended its script.
         """
         self.raise_failure()
-        own = pack(value)
-        self.counts[_JOINED] += 1
-        self.send_notice(Join(label, own))
-        answer = self._await_answer(f"in {label!r}", give_up)
-        self._let_notices_leave()
-        if isinstance(answer, Failure):
-            raise RankError(answer.text)
-        assert isinstance(answer, JoinedValues), answer
-        known: dict[bytes, Any] = {own: value} if type(value) is tuple else {}  # what is alike need not be read
-        for item in answer.values:
-            if item not in known:
-                known[item] = unpack(item)
-        return [known[item] for item in answer.values]
+        words = f"in {label!r}" if label else "for the other ranks to end"
+        if label:
+            self.counts[_JOINED] += 1
+        found = self._run(words, (_digest(label), digest(alike)), flags, block, give_up)
+        if found.differs(LABEL):
+            self._raise_mismatch(words if label else "")
+        return found
+
+    def _run(
+        self,
+        words: str,
+        digests: tuple[int, int],
+        flags: int,
+        block: bytes | None,
+        give_up: Callable[[], NoReturn] | None = None,
+    ) -> Exchange:
+        self._num_exchanges += 1
+        exchange = Exchange(self.transport, self._parts, self._num_exchanges, digests, flags, block)
+        self._exchange = exchange
+
+        def is_done() -> bool:
+            if exchange.needs_notices:
+                self.listen()
+            return exchange.is_done()
+
+        if not is_done():
+            needs = (Need(_EVERY, _JOINED, self.counts[_JOINED]),)
+            self.wait_until(is_done, lambda: (words, needs), give_up)
+        if not self.transport.are_notices_out():  # others wait for them, whatever this rank does next
+            self.wait_until(self.transport.are_notices_out, lambda: ("for a notice to leave", ()))
+        return exchange
+
+    def _raise_mismatch(self, own: str) -> NoReturn:
+        """Raises the error of ranks that are in different calls; `own` is this rank's, empty at its end. Collective."""
+        found = self._run(own, (0, 0), 0, own.encode())
+        calls = {rank: block.decode() for rank, block in enumerate(found.blocks())}
+        ended = [rank for rank, words in calls.items() if not words]
+        if not ended:
+            raise RankError(mismatch_text(calls, len(calls)))
+        waiting = next(rank for rank, words in calls.items() if words)
+        self._failure = Failure(ended_text(ended[0], f"rank {waiting} waits {calls[waiting]}"))
+        raise RankError(self._failure.text)
+
+    def gather(self, value: object, label: str, give_up: Callable[[], NoReturn] | None = None) -> list[Any]:
+        """Returns the values that the ranks passed, by rank; those that are alike may be one object. Collective.
+
+        A small value, that can be packed. Of values that are alike, one travels. Raises as `exchange`.
+        """
+        data = pack(value)
+        own = digest(data).to_bytes(8, "little")
+        digests = self.exchange(label, block=own, give_up=give_up).blocks()
+        values = {own: value if type(value) is tuple else unpack(data)}  # what is alike need not be read
+        if len(set(digests)) > 1:
+            is_first = digests.index(own) == self.transport.rank
+            texts = self.exchange(label, block=data if is_first else b"").blocks()
+            values |= {each: unpack(text) for each, text in zip(digests, texts, strict=True) if text and each != own}
+        return [values[each] for each in digests]
 
     def leave(self) -> None:
-        """Tells the others that this rank has come to its end, and waits until all have.
+        """Waits until all ranks have come to their end.
 
         Raises:
             RankError: another rank waits for an act of this one.
         """
-        self.raise_failure()
-        self._is_leaving = True
-        self.send_notice(Leave(dict(self.counts)))
-        answer = self._await_answer("for the other ranks to end")
-        self._let_notices_leave()
-        assert isinstance(answer, Farewell), answer
+        self.is_leaving = True
+        self.exchange("")
 
     def count(self, event: Event, num_times: int = 1) -> int:
         """Counts an act of this rank's script, which others may wait for; returns how often it has happened.
@@ -381,7 +396,7 @@ class RankWatch:
             if give_up is not None and now - started > PATIENCE_SECONDS:
                 give_up()
             self.transport.rest(now - started)
-        if long_wait is not None and not self._is_leaving:
+        if long_wait is not None and not self.is_leaving:
             self.send_notice(WaitReport("", (), {}))
 
     def raise_failure(self) -> None:
@@ -392,16 +407,19 @@ class RankWatch:
     def listen(self) -> None:
         """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
         for source, data in self.transport.poll_notices():
-            news = decoded(data)
-            if isinstance(news, Places):
-                self.places = news.text
-            elif isinstance(news, Ask):
-                assert self._detector is not None
-                self.transport.send_notice(encoded(Places(self._detector.places(source))), source)
-            elif self._detector is None or isinstance(news, Failure):
-                self._record_answer(news)
-            else:
-                self._detector.record(source, news)
+            if keep_part(data, self._parts):
+                continue
+            match decoded(data):
+                case Places(text):
+                    self.places = text
+                case Failure() as failure:
+                    self._failure = self._failure or failure
+                case Ask():
+                    assert self._detector is not None
+                    self.transport.send_notice(encoded(Places(self._detector.places(source))), source)
+                case notice:
+                    assert self._detector is not None
+                    self._detector.record(source, notice)
         if self._detector is not None:
             self._detector.tick()
 
@@ -423,34 +441,18 @@ class RankWatch:
         """Ends the wait of this rank with an error, on rank 0 those of all."""
         if self._detector is not None:
             self._detector.fail(text)
-        self._failure = self._failure or Failure(text, is_final=True)
+        self._failure = self._failure or Failure(text)
 
-    def _answer_all(self, answer: Answer) -> None:
-        data = encoded(answer)
+    def _tell_all(self, failure: Failure) -> None:
+        data = encoded(failure)
         for rank in range(1, len(self.transport.hosts)):
             self.transport.send_notice(data, rank)
-        self._record_answer(answer)
+        self._failure = self._failure or failure
 
-    def _record_answer(self, answer: Answer) -> None:
-        """Takes the answer to this rank's notice, or that no rank can go on."""
-        if isinstance(answer, Failure) and answer.is_final:
-            self._failure = self._failure or answer
-        else:
-            self._answers.append(answer)
 
-    def _let_notices_leave(self) -> None:
-        """Waits until the answers of rank 0 have left: others wait for them, whatever it does next."""
-        if self._detector is not None and not self.transport.are_notices_out():
-            self.wait_until(self.transport.are_notices_out, lambda: ("for a notice to leave", ()))
-
-    def _await_answer(self, words: str, give_up: Callable[[], NoReturn] | None = None) -> Answer:
-        if not self._answers:
-            self.wait_until(self._has_answer, lambda: (words, ()), give_up)
-        return self._answers.popleft()
-
-    def _has_answer(self) -> bool:
-        self.listen()
-        return bool(self._answers)
+@lru_cache(maxsize=256)
+def _digest(label: str) -> int:
+    return digest(label.encode())
 
 
 class LongWait:
@@ -461,7 +463,8 @@ class LongWait:
         self._words, needs = waiting()
         self._logged_at = 0.0
         self._asked_at: float | None = None
-        watch.send_notice(WaitReport(self._words, needs, dict(watch.counts)))
+        counts = dict(watch.counts)
+        watch.send_notice(Leave(counts) if watch.is_leaving else WaitReport(self._words, needs, counts))
 
     def go_on(self, waited: float) -> None:
         """Asks where the others are, tells the log, and ends the wait, each at its time in seconds; never blocks."""

@@ -14,6 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -219,7 +220,7 @@ class GradientBook:
         if not self.may_have_kept:
             return {}
         kept, self._kept, self.may_have_kept = self._kept, {}, False
-        is_any = any(self._world.gather_objects(bool(kept), "summing kept gradients"))
+        is_any = self._world.is_on_any(bool(kept), "summing kept gradients")
         return self.total(kept, None) if is_any else {}
 
     def forget_step(self) -> None:
@@ -236,7 +237,11 @@ class GradientBook:
         origin = None if self._varies else origin
         if origin in self._orders:
             return self._orders[origin]
-        agreed = set().union(*self._world.gather_objects(set(accumulators), "agreeing on gradients"))
+        every = [(name, use.block) for name, uses in self._uses.items() for use in uses]
+        here = np.packbits([use in accumulators for use in every]).tobytes()
+        rows = self._world.exchange("agreeing on gradients", block=here).blocks()
+        bits = np.bitwise_or.reduce([np.frombuffer(row, np.uint8) for row in dict.fromkeys(rows)])
+        agreed = {use for use, has in zip(every, np.unpackbits(bits, count=len(every)), strict=True) if has}
         live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
         holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
         own = {name: live[name] for name in holders if self._world.rank in holders[name]}

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,14 +52,6 @@ class StepSeconds(NamedTuple):
     messages: float
     sums: float
     optimizer: float
-
-
-class RankReport(NamedTuple):
-    """What a rank sends the others with its next call."""
-
-    wants_norm: bool
-    norm: tuple[int, float] | None  # a step, and the sum of squares of the gradients that this rank counts
-    numbers: tuple[float, ...] | None  # its seconds and its memory
 
 
 class Metrics:
@@ -260,25 +252,25 @@ class Metrics:
         self._norm_ended = perf_counter()
         self._norm_seconds = self._norm_ended - began
 
-    def report(self) -> RankReport | None:
-        """Returns what this rank sends the others with its call; nothing, in most calls."""
-        wants_norm = self._wants_norm and self._may_measure_norm()
-        norm = None if self._own_norm is None else (self._own_norm[0], float(self._own_norm[1]))
-        numbers, self._own_norm, self._numbers = self._numbers, None, None
-        return RankReport(wants_norm, norm, numbers) if wants_norm or norm or numbers else None
+    def report(self) -> tuple[bool, tuple[float, ...]]:
+        """Returns what this rank sends the others with its call: whether it wants the norm, and numbers.
 
-    def collect(self, reports: Sequence[tuple[Any, ...] | None]) -> None:
-        """Takes what all ranks have sent with one call."""
-        if not any(reports):
-            return
-        every = [RankReport(False, None, None) if each is None else RankReport(*each) for each in reports]
-        self._is_norm_due |= any(each.wants_norm for each in every)
-        if all(each.norm for each in every):
-            norms = [each.norm for each in every if each.norm]
-            self._norm = norms[0][0], sum(squares for _, squares in norms)
-        for rank, each in enumerate(every):
-            if each.numbers:
-                self._show(rank, each.numbers)
+        As a rule there are none. They are a step and the sum of squares of the gradients that this rank counts, or zeros,
+        then its seconds and its memory, or nothing.
+        """
+        norm = (0.0, 0.0) if self._own_norm is None else (float(self._own_norm[0]), float(self._own_norm[1]))
+        numbers, self._own_norm, self._numbers = self._numbers, None, None
+        wants_norm = self._wants_norm and self._may_measure_norm()
+        return wants_norm, (*norm, *(numbers or ())) if norm[0] or numbers else ()
+
+    def collect(self, wants_norm: bool, reports: Sequence[tuple[float, ...]]) -> None:
+        """Takes what all ranks have sent with one call, and whether any wants the norm."""
+        self._is_norm_due |= wants_norm
+        if all(each and each[0] for each in reports):
+            self._norm = int(reports[0][0]), sum(each[1] for each in reports)
+        for rank, each in enumerate(reports):
+            if each[2:]:
+                self._show(rank, each[2:])
 
     # inside
 

@@ -162,7 +162,7 @@ class GradientExchange:
         """
         own = [place for place, gradient in enumerate(gradients) if gradient is not None]
         what = f"agreeing on the outputs of {self.name} that backward starts from"
-        used = set().union(*self.world.gather_objects(own, what))
+        used = {int(place) for places in self.world.gather_numbers(own, what) for place in places}
         self.origin = f"/{sorted(used)}"
         self._gradients = {
             place: zero if gradient is None and place in used else gradient

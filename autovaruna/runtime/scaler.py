@@ -18,7 +18,7 @@ from autovaruna.errors import InputError
 from autovaruna.interception.optimizer_proxy import cut_groups
 from autovaruna.interception.scaler import UNSCALERS, Unscaled, enabled_scalers, num_seen
 from autovaruna.runtime.optimizer import OWN_PART
-from autovaruna.runtime.world import World, gather_on_all
+from autovaruna.runtime.world import World
 
 
 class LossScale:
@@ -99,16 +99,18 @@ class LossScale:
             )
         self._known = ref(scaler)
         own: Unscaled = {}
-
-        def overflows() -> bool:
-            own.update(plain())
-            return any(bool(flag.item()) for flag in own.values())
-
+        error: Exception | None = None
+        is_over = False
         assert self._optimizer is not None
-        with cut_groups(self._optimizer, OWN_PART.own):
-            flags = gather_on_all(self._world, overflows, "unscaling gradients")
+        try:
+            with cut_groups(self._optimizer, OWN_PART.own):
+                own = plain()
+            is_over = any(bool(flag.item()) for flag in own.values())
+        except Exception as raised:
+            error = raised
+        is_over = self._world.is_on_any(is_over, "unscaling gradients", error)
         own = own or {found.device: found}  # a rank without gradients takes part, too
-        if any(flags):
+        if is_over:
             for flag in own.values():
                 flag.fill_(1.0)
         return own

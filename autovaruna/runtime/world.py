@@ -1,12 +1,14 @@
 """Defines `World`: how ranks talk, composed of a transport, which moves bytes, and a watch, which ends hopeless waits.
 
-*Collectives* (`gather_objects`, `agree`, `barrier`) are called by every rank in the same order with the same label;
-where labels differ, all get a `RankError` that says who is where. *Messages* and tensor collectives of a group are
-called by the ranks that take part only. Messages of the same source, destination and tag arrive in the order sent.
+*Collectives* (`exchange`, `gather_objects`, `agree`, `barrier`) are called by every rank in the same order with the
+same label; where labels differ, all get a `RankError` that says who is where. *Messages* and tensor collectives of a
+group are called by the ranks that take part only. Messages of the same source, destination and tag arrive in the order
+sent.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,6 +21,7 @@ from torch import Tensor
 from autovaruna.errors import AutoVarunaError, RankError, TraceError
 from autovaruna.log import error_text
 from autovaruna.runtime.deadlock import Event, Need, RankWatch
+from autovaruna.runtime.exchange import FAILED, Exchange
 from autovaruna.runtime.reduction import Group, broadcast_in_tree
 from autovaruna.runtime.transport.base import (
     CARRIER_CHANNEL,
@@ -37,6 +40,7 @@ from autovaruna.runtime.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _MOST_LETTERS = 400  # of what a rank has that another one has not, in an error
+_IS_TRUE = 2  # a flag of an exchange
 _ERRORS = AutoVarunaError.__module__
 NextTensor = Callable[[Layout], Tensor | None]
 Ranks = tuple[int, ...]
@@ -148,7 +152,36 @@ class World:
 
     def barrier(self, what: str) -> None:
         """Returns once every rank has come. Collective; raises as `gather_objects`."""
-        self.gather_objects(None, what)
+        self.exchange(what)
+
+    def is_on_any(self, value: bool, what: str, error: BaseException | None = None) -> bool:
+        """Returns whether any rank passes true. Collective; raises as `agree`."""
+        return bool(self.exchange(what, error, flags=_IS_TRUE * value).flags & _IS_TRUE)
+
+    def gather_numbers(self, numbers: Iterable[float], what: str) -> list[array[float]]:
+        """Returns the numbers that the ranks passed, by rank. Collective; raises as `gather_objects`."""
+        return self.exchange(what, block=array("d", numbers).tobytes()).numbers()
+
+    def exchange(
+        self,
+        what: str,
+        error: BaseException | None = None,
+        alike: bytes = b"",
+        flags: int = 0,
+        block: bytes | None = None,
+    ) -> Exchange:
+        """Exchanges with all ranks what must be alike, flags and a block: what ranks agree on in a step. Collective.
+
+        Raises as `agree`.
+        """
+        give_up = self._give_up(error, what)
+        try:
+            found = self.watch.exchange(what, alike, flags | FAILED * (error is not None), block, give_up)
+        except RankError as mismatch:
+            raise mismatch if error is None else error from mismatch
+        if found.flags & FAILED:
+            self.agree(error, what)
+        return found
 
     def agree(self, error: BaseException | None, what: str, value: object = None) -> list[Any]:
         """Raises on every rank if any rank passes an error; returns the values that the ranks passed. Collective.
@@ -159,9 +192,8 @@ class World:
         """
         is_ours = isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS
         report = None if error is None else (type(error) if is_ours else RankError, describe(error))
-        give_up = None if error is None else partial(self.abort, error, f"rank {self.rank} failed while {what}")
         try:
-            reports = self.watch.gather((report, value), what, give_up)
+            reports = self.watch.gather((report, value), what, self._give_up(error, what))
         except RankError as mismatch:
             raise mismatch if error is None else error from mismatch
         own = error.own if isinstance(error, TraceError) else None
@@ -176,6 +208,9 @@ class World:
                 passed_on.is_second_hand = True
                 raise passed_on
         return [value for _, value in reports]
+
+    def _give_up(self, error: BaseException | None, what: str) -> Callable[[], NoReturn] | None:
+        return None if error is None else partial(self.abort, error, f"rank {self.rank} failed while {what}")
 
     # Messages.
 

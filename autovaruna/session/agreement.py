@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -16,9 +18,9 @@ from torch import Tensor
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
-from autovaruna.runtime.metrics import RankReport
 from autovaruna.runtime.world import World, differences
 from autovaruna.session.script_actions import Digest
+from autovaruna.session.totals import Totals, pack_totals, unpack_totals
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
@@ -26,25 +28,49 @@ _NUM_WHOLE_CALLS = 2  # calls of which all numbers are
 _OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
 _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
+_NUMBERS = struct.Struct("=qqqq")
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
-Totals = list[Any]
-"""Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
+STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE, NORM_WANTED = 2, 4, 8, 16
+"""Flags of a report: the script is to end; this rank cannot take a snapshot for the manager; it is to leave its job."""
 
 
 class Report(NamedTuple):
     """What a rank reports of its call, in one exchange."""
 
     key: str
-    batch_size: int
     actions: Digest  # of what its script has done since the start
+    flags: int
+    numbers: Numbers
+
+    @property
+    def alike(self) -> tuple[str, str]:
+        """What is to be the same on all ranks."""
+        return self.key, repr(self.actions)
+
+
+class Numbers(NamedTuple):
+    """What a rank reports that may differ: of its mini-batch."""
+
+    batch_size: int
     inputs: tuple[int, ...]  # digests of its tensors, in few calls
-    is_stop_wanted: bool
-    is_snapshot_ready: bool  # for the manager of the job
-    is_to_leave: bool
-    totals: Totals | None  # of its mini-batch; None: the graph is not known yet
-    metrics: RankReport | None  # what others are to show of it
+    totals: Totals | None  # None: the graph is not known yet
+    metrics: tuple[float, ...] = ()  # what others are to show of it
+
+    def to_bytes(self) -> bytes:
+        is_known = self.totals is not None
+        head = _NUMBERS.pack(self.batch_size, is_known, len(self.inputs), len(self.metrics))
+        numbers = array("q", self.inputs).tobytes() + array("d", self.metrics).tobytes()
+        return head + numbers + pack_totals(self.totals or [])
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Numbers:
+        batch_size, is_known, num_inputs, num_metrics = _NUMBERS.unpack_from(data)
+        middle = _NUMBERS.size + 8 * num_inputs
+        end = middle + 8 * num_metrics
+        inputs, metrics = array("q", data[_NUMBERS.size : middle]), array("d", data[middle:end])
+        return cls(batch_size, tuple(inputs), unpack_totals(data[end:]) if is_known else None, tuple(metrics))
 
 
 @dataclass(frozen=True)
@@ -107,7 +133,8 @@ def compare_settings(settings: Settings, world: World, *, has_plan: bool) -> Non
 def share_call(
     call: CallSpec,
     tensors: Sequence[Tensor],
-    reports: Sequence[Report],
+    alike: Sequence[tuple[str, str]],
+    numbers: Sequence[Numbers],
     actions: Callable[[], Mapping[str, str]],
     *,
     number: int,
@@ -116,16 +143,17 @@ def share_call(
 ) -> SharedCall:
     """Joins the calls of all ranks to one. Collective if they do not fit together: a RankError says how they differ.
 
-    `groups` pass the same mini-batch; `actions` returns in words what this rank's script has done since the start.
+    `alike` is what reports have of that, by rank, or that of one if no two differ; `groups` pass the same mini-batch;
+    `actions` returns in words what this rank's script has done since the start.
     """
-    if len({report.actions for report in reports}) > 1:
+    if len({done for _, done in alike}) > 1:
         strays = differences(world.gather_objects(actions(), "comparing what the ranks did"))
         raise RankError(
             f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
             "same calls with the same options, and go backward from the same loss; their copies of the weights would "
             "differ."
         )
-    if len({report.key for report in reports}) > 1:
+    if len({key for key, _ in alike}) > 1:
         differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
         kinds = set(world.gather_objects((call.kind(), call.mode), "comparing calls"))
         pad = " Where samples have lengths of their own, pad them to one length on all ranks."
@@ -134,7 +162,7 @@ def share_call(
             f"The ranks call the model with inputs that do not fit together: {differing}. Expected the same names, "
             f"dtypes, constants, modes and shapes on every rank, but for the size of the batch.{advice}"
         )
-    sizes = tuple([report.batch_size for report in reports])
+    sizes = tuple([each.batch_size for each in numbers])
     if not any(sizes):
         raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks in groups:
@@ -151,8 +179,8 @@ def share_call(
         sizes=sizes,
         number=number,
         groups=groups,
-        totals=tuple([report.totals for report in reports]),
-        digests=tuple([report.inputs for report in reports]),
+        totals=tuple([each.totals for each in numbers]),
+        digests=tuple([each.inputs for each in numbers]),
     )
 
 

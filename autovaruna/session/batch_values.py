@@ -22,7 +22,8 @@ from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, gather_on_all
-from autovaruna.session.agreement import SharedCall, Totals
+from autovaruna.session.agreement import SharedCall
+from autovaruna.session.totals import Totals
 
 
 def micro_batch_weights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,16 +24,21 @@ from autovaruna.interception.signals import record_training
 from autovaruna.log import long_call, phase
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
+from autovaruna.runtime.exchange import ALIKE, BLOCK
 from autovaruna.runtime.optimizer import LATER_OPTIMIZERS
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.torch_channel import open_channel
 from autovaruna.runtime.weights import register_shared_parameters, register_split
 from autovaruna.runtime.world import World, gather_on_all
 from autovaruna.session.agreement import (
+    NORM_WANTED,
+    SNAPSHOT_LACKS,
+    STOP_WANTED,
+    TO_LEAVE,
+    Numbers,
     Report,
     SameInputs,
     SharedCall,
-    Totals,
     compare_settings,
     input_groups,
     share_call,
@@ -49,6 +54,7 @@ from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import GivenPlan, Preparation
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
+from autovaruna.session.totals import Totals
 from autovaruna.session.traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -258,19 +264,27 @@ class Session:
             own = self._report(call, tensors)
         except Exception as caught:
             error = caught
-        every = world.agree(error, f"reading the model's inputs{run.of_model}", own and tuple(own))  # which is faster
-        reports = [Report._make(each) for each in every]
-        run.metrics.collect([each.metrics for each in reports])
-        run.stopping.is_agreed |= any(each.is_stop_wanted for each in reports)
+        what = f"reading the model's inputs{run.of_model}"
+        if own is None:
+            found = world.exchange(what, error)
+        else:
+            found = world.exchange(what, None, repr(own.alike).encode(), own.flags, own.numbers.to_bytes())
+        assert own is not None
+        run.stopping.is_agreed |= bool(found.flags & STOP_WANTED)
         if run.manager is not None:
-            run.manager.agree(
-                all(each.is_snapshot_ready for each in reports), any(each.is_to_leave for each in reports)
-            )
-        if self._drop_unread_attributes(call, reports):
+            run.manager.agree(not found.flags & SNAPSHOT_LACKS, bool(found.flags & TO_LEAVE))
+        alike, numbers = [own.alike], [own.numbers] * world.num_ranks
+        if found.differs(ALIKE):
+            alike = world.gather_objects(own.alike, what)
+        else:
+            if found.differs(BLOCK):
+                numbers = list(map(Numbers.of_bytes, found.blocks()))
+            run.metrics.collect(bool(found.flags & NORM_WANTED), [each.metrics for each in numbers])
+        if self._drop_unread_attributes(call, {key for key, _ in alike}):
             return self._agree(args, kwargs, method)
         try:
-            groups = self._same_inputs.groups
-            return share_call(call, tensors, reports, self._words, number=run.num_calls, groups=groups, world=world)
+            groups, number = self._same_inputs.groups, run.num_calls
+            return share_call(call, tensors, alike, numbers, self._words, number=number, groups=groups, world=world)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if model.engine is None or not model.state.follow_frozen(model.placement, world):
                 raise
@@ -279,16 +293,17 @@ class Session:
     def _report(self, call: CallSpec, tensors: Sequence[Tensor]) -> Report:
         """Returns what this rank reports of its call."""
         run, manager, engine = self._run, self._run.manager, self._model.engine
+        flags = STOP_WANTED * run.stopping.is_wanted_here
+        if manager is not None:
+            flags |= SNAPSHOT_LACKS * (not manager.is_snapshot_ready) | TO_LEAVE * manager.is_to_leave
+        inputs = self._same_inputs.digests(call, run.num_calls, tensors)
+        wants_norm, metrics = run.metrics.report()
+        flags |= NORM_WANTED * wants_norm
         return Report(
             key=call.key(),
-            batch_size=call.batch_size,
             actions=(*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising),
-            inputs=self._same_inputs.digests(call, run.num_calls, tensors),
-            is_stop_wanted=run.stopping.is_wanted_here,
-            is_snapshot_ready=manager is not None and manager.is_snapshot_ready,
-            is_to_leave=manager is not None and manager.is_to_leave,
-            totals=self._own_totals(call, tensors),
-            metrics=run.metrics.report(),
+            flags=flags,
+            numbers=Numbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics),
         )
 
     def _words(self) -> dict[str, str]:
@@ -296,13 +311,12 @@ class Session:
         engine = {} if self._model.engine is None else self._model.engine.words
         return {**self._run.actions.words(), **engine, "no_sync()": "off" if self._run.is_synchronising else "on"}
 
-    def _drop_unread_attributes(self, call: CallSpec, reports: Sequence[Report]) -> bool:
+    def _drop_unread_attributes(self, call: CallSpec, keys: Collection[str]) -> bool:
         """Leaves attributes that the script has set, and no trace reads, out of keys; says whether there were any.
 
         It looks where a call is new. Collective then.
         """
         world, guards, traces = self._run.world, self._model.guards, self.traces
-        keys = {report.key for report in reports}
         if self._model.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
             return False
         names = set().union(*world.gather_objects(guards.doubtful(), "comparing changed attributes"))

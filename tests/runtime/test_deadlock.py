@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-
-from autovaruna.runtime.deadlock import Answer, DeadlockDetector, Failure, Join, JoinedValues, Leave, Need, WaitReport
+from autovaruna.runtime.deadlock import DeadlockDetector, Leave, Need, WaitReport
 
 EVENT = ("sent", 0, 0, 7)
 
 
-class Hearing:
-    """A detector with its answers."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.answers: list[Answer] = []
-        self.detector = DeadlockDetector(num_ranks, self.answers.append)
-
-    def failure(self) -> Failure | None:
-        return next((answer for answer in self.answers if isinstance(answer, Failure)), None)
+def judged(num_ranks: int, *notices: WaitReport | Leave | None) -> str:
+    """Returns what a detector finds that each rank has told what it does."""
+    detector = DeadlockDetector(num_ranks, lambda failure: None)
+    for rank, notice in enumerate(notices):
+        if notice is not None:
+            detector.record(rank, notice)
+    return detector.finding()
 
 
 def waits(rank: int, done: int = 0) -> WaitReport:
@@ -25,50 +21,44 @@ def waits(rank: int, done: int = 0) -> WaitReport:
     return WaitReport(f"for rank {rank}", (Need(rank, EVENT, 1),), {EVENT: done})
 
 
-def test_what_a_thousand_ranks_say_alike_travels_once() -> None:
-    hearing = Hearing(1000)
-    for rank in range(1000):
-        hearing.detector.record(rank, Join("step", b"%1000d" % (rank % 3)))
-    values = hearing.answers[0]
-    assert isinstance(values, JoinedValues) and [int(value) for value in values.values] == [
-        rank % 3 for rank in range(1000)
-    ]
-    assert len(pickle.dumps(values)) < 10_000
+def calls(label: str, number: int) -> WaitReport:
+    """Returns the report of a rank that waits in its collective of that number."""
+    joined = "joined", -1, -1, -1
+    return WaitReport(f"in {label!r}", (Need(-1, joined, number),), {joined: number})
 
 
 def test_a_circle_of_three_is_stuck_when_it_closes() -> None:
-    hearing = Hearing(4)
-    hearing.detector.record(0, waits(1))
-    hearing.detector.record(1, waits(2))
-    assert hearing.failure() is None
-    hearing.detector.record(2, waits(0))
-    failure = hearing.failure()
-    assert failure is not None and "rank 0 waits for rank 1; rank 1 waits for rank 2; rank 2 waits" in failure.text
+    assert not judged(4, waits(1), waits(2))
+    assert "rank 0 waits for rank 1; rank 1 waits for rank 2; rank 2 waits" in judged(4, waits(1), waits(2), waits(0))
 
 
 def test_a_message_on_its_way_is_no_deadlock() -> None:
     """Rank 0 has sent what rank 1 waits for: a slow network, not a circle."""
-    hearing = Hearing(2)
-    hearing.detector.record(0, waits(1, done=1))
-    hearing.detector.record(1, waits(0))
-    assert hearing.failure() is None
+    assert not judged(2, waits(1, done=1), waits(0))
 
 
 def test_an_old_report_is_forgotten_when_its_rank_goes_on() -> None:
-    hearing = Hearing(2)
-    hearing.detector.record(0, waits(1))
-    hearing.detector.record(0, Join("step", b""))
-    hearing.detector.record(1, Join("step", b""))
-    hearing.answers.clear()
-    hearing.detector.record(1, waits(0))
-    assert hearing.failure() is None
+    detector = DeadlockDetector(2, lambda failure: None)
+    detector.record(0, waits(1))
+    detector.record(0, WaitReport("", (), {}))
+    detector.record(1, waits(0))
+    assert not detector.finding()
 
 
 def test_who_waits_behind_an_ended_rank_is_told_of_it() -> None:
-    hearing = Hearing(3)
-    hearing.detector.record(2, Leave({}))
-    hearing.detector.record(0, waits(1))
-    assert hearing.failure() is None
-    hearing.detector.record(1, waits(2))
-    failure = hearing.failure()
-    assert failure is not None and failure.text.startswith("rank 2 ended its script while rank 1 waits for rank 2.")
+    assert not judged(3, waits(1), None, Leave({}))
+    assert judged(3, waits(1), waits(2), Leave({})).startswith("rank 2 ended its script while rank 1 waits for rank 2.")
+
+
+def test_ranks_in_different_calls_are_found_and_one_that_is_late_for_an_earlier_is_not() -> None:
+    assert not judged(3, calls("step", 4), calls("step", 4))
+    assert not judged(3, calls("step", 4), calls("save", 5))  # rank 0 has gone on, and its word is on the way
+    text = judged(3, calls("step", 4), calls("save", 4))
+    assert "rank 0 is in 'step', rank 1 is in 'save', rank 2 is not in a collective call" in text
+
+
+def test_a_thousand_ranks_are_judged_in_no_time_and_named_in_few_words() -> None:
+    text = judged(1000, *[calls("step", 4)] * 999, Leave({}))
+    assert text.startswith("rank 999 ended its script while rank 0 waits in 'step'")
+    text = judged(1000, *[waits((rank + 1) % 1000) for rank in range(1000)])
+    assert "and 984 more" in text and len(text) < 1000

@@ -100,20 +100,20 @@ def test_a_rank_that_is_late_at_random_costs_what_it_must(
 
 
 def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Returns a list that grows by each message and each exchange of objects."""
+    """Returns a list that grows by each message and each exchange."""
     found: list[tuple[str, int]] = []
-    gather = RankWatch.gather
+    exchange = RankWatch.exchange
 
     def note_message(act: Callable[..., Any]) -> Callable[..., Any]:
         return lambda world, *args: (found.append(("message", world.rank)), act(world, *args))[1]
 
-    def note_gather(self: RankWatch, value: object, label: str, *given: Any) -> Any:
+    def note_exchange(self: RankWatch, label: str, *args: Any, **kwargs: Any) -> Any:
         found.append((label, self.transport.rank))
-        return gather(self, value, label, *given)
+        return exchange(self, label, *args, **kwargs)
 
     for name in ("send", "send_object"):
         monkeypatch.setattr(World, name, note_message(getattr(World, name)))
-    monkeypatch.setattr(RankWatch, "gather", note_gather)
+    monkeypatch.setattr(RankWatch, "exchange", note_exchange)
     return found
 
 

@@ -16,14 +16,14 @@ import torch
 
 from autovaruna.errors import CheckpointError, RankError
 from autovaruna.log import error_text
-from autovaruna.runtime.deadlock import Join, Need, RankWatch
+from autovaruna.runtime.deadlock import Failure, Need, RankWatch
 from autovaruna.runtime.transport.values import pack, unpack
 
 VALUES = [
     (None, True, 10**30, 1.5, "é", b"x", 1j),
     ([{1: {2}}, frozenset({3})], range(3), slice(1, 2), bytearray(b"y")),
     (torch.float32, torch.Size([2]), torch.device("cpu")),
-    (Need(1, ("sent", 0, 1, 2), 3), Join("label", b""), CheckpointError),
+    (Need(1, ("sent", 0, 1, 2), 3), Failure("text"), CheckpointError),
     (Path("a"), Counter("ab"), OrderedDict(a=1), defaultdict(list, a=[1]), np.float64(0.5)),
 ]
 

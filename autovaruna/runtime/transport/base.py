@@ -1,7 +1,8 @@
 """Defines `Transport`: what a `World` needs of whatever moves bytes between its ranks.
 
-A transport starts to send or receive single tensors, whose memory it sees as bytes, and carries the notices of the
-deadlock detector. It knows nothing of collectives, waits or sums: those are `World`'s, the same for every transport.
+A transport starts to send or receive single tensors, whose memory it sees as bytes, and carries notices, those of
+exchanges and of the deadlock detector. It knows nothing of collectives, waits or sums: those are `World`'s, the same
+for every transport.
 """
 
 from __future__ import annotations
@@ -157,6 +158,10 @@ class Transport(ABC):
 
     def advance(self) -> None:  # noqa: B027 - as a rule all does by itself
         """Lets messages advance that do not by themselves."""
+
+    def start_or(self, record: bytearray) -> TensorTransfer | None:
+        """Starts to join a record of 64-bit words with those of all ranks, in place, by bitwise or; None: cannot."""
+        return None
 
     @abstractmethod
     def send_notice(self, data: bytes, destination: int) -> None:

@@ -41,6 +41,18 @@ class MpiPart(TensorTransfer):
         return is_done
 
 
+class MpiReduction(TensorTransfer):
+    """One reduction by MPI itself; its request keeps the memory."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: MPI.Request) -> None:
+        self._request = request
+
+    def is_done(self) -> bool:
+        return self._request.Test()
+
+
 class MpiTransport(ProcessTransport):
     """The ranks of MPI's world, on communicators of our own; between those of one host there may be rings."""
 
@@ -63,7 +75,10 @@ class MpiTransport(ProcessTransport):
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         return MpiPart(self._channels[channel].Irecv(memory_of(tensor), source, tag), tensor, self._status)
 
-    # Notices.
+    # Exchanges.
+
+    def start_or(self, record: bytearray) -> TensorTransfer:
+        return MpiReduction(self._control.Iallreduce(MPI.IN_PLACE, [record, MPI.UINT64_T], MPI.BOR))
 
     def send_notice(self, data: bytes, destination: int) -> None:
         self._notices.append(self._control.Isend([data, MPI.BYTE], destination, 0))
