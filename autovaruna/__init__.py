@@ -36,7 +36,7 @@ if _TYPE_CHECKING:
     from autovaruna.varuna.profiler import AutoConfig, Profiler
     from autovaruna.varuna.varuna import Varuna
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutoConfig",

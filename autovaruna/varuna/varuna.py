@@ -218,7 +218,8 @@ class Varuna(nn.Module):
 
         Args:
             loss_scale: With fp16: a number, or ``dynamic``.
-            init_loss_scale, min_loss_scale: The first and the least one of a dynamic scale.
+            init_loss_scale: The first one of a dynamic scale.
+            min_loss_scale: The least one.
 
         Raises:
             InputError: the optimizer has other parameters.
