@@ -255,8 +255,8 @@ class Metrics:
     def report(self) -> tuple[bool, tuple[float, ...]]:
         """Returns what this rank sends the others with its call: whether it wants the norm, and numbers.
 
-        As a rule there are none. They are a step and the sum of squares of the gradients that this rank counts, or zeros,
-        then its seconds and its memory, or nothing.
+        As a rule there are none. They are a step and the sum of squares of the gradients that this rank counts, or
+        zeros, then its seconds and its memory, or nothing.
         """
         norm = (0.0, 0.0) if self._own_norm is None else (float(self._own_norm[0]), float(self._own_norm[1]))
         numbers, self._own_norm, self._numbers = self._numbers, None, None
