@@ -13,14 +13,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils import convert_outputs_to_fp32, recursively_apply, slice_tensors
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_pt_utils import find_batch_size
 
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
@@ -82,6 +84,12 @@ class MetricsCallback(transformers.TrainerCallback):
     def add(self, logs: dict[str, float], model: AutoVaruna) -> None:
         """Adds the numbers to what is logged."""
         logs.update({f"autovaruna/{name}": value for name, value in model.metrics.to_dict().items()})
+
+
+def _filled(tensor: torch.Tensor, size: int, num_own: int) -> torch.Tensor:
+    """Returns the rows of `num_own` samples with zeros behind them, for as many samples as other ranks have."""
+    has_samples = tensor.ndim > 0 and len(tensor) == num_own
+    return torch.cat([tensor, tensor.new_zeros(size - num_own, *tensor.shape[1:])]) if has_samples else tensor
 
 
 class AutoVarunaMixin(_Other):
@@ -203,16 +211,32 @@ class AutoVarunaMixin(_Other):
         stack.enter_context(self.accelerator.autocast())
         return stack
 
-    def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Returns the loss of the global batch, which all ranks have; transformers scales one of this rank alone."""
+        size, num_own = self._num_samples(inputs)
+        if num_own < size:
+            inputs = slice_tensors(inputs, slice(num_own))
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         self._is_in_loss = True
         try:
-            loss, outputs = super().compute_loss(*args, return_outputs=True, **kwargs)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         finally:
             self._is_in_loss = False
         if not return_outputs:
             return loss
+        if num_own < size:
+            outputs = recursively_apply(partial(_filled, size=size, num_own=num_own), outputs)
         return loss, outputs if self.model.training else convert_outputs_to_fp32(lambda: outputs)()
+
+    def _num_samples(self, inputs: dict[str, Any]) -> tuple[int, int]:
+        """Returns a batch's samples, and how many of them accelerate has not added to fill an evaluation's last one."""
+        size, state = find_batch_size(inputs) or 0, self.accelerator.gradient_state
+        is_filled = not self.model.training and state.end_of_dataloader and state.remainder > 0
+        if not is_filled or not self._has_own_loss:  # ranks' own losses are joined as they are
+            return size, size
+        return size, min(size, max(0, state.remainder - size * self.accelerator.process_index))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Trains a batch; ConfigError if the loss is made of the model's outputs where the model's own is expected."""
@@ -244,7 +268,8 @@ class AutoVarunaMixin(_Other):
     # evaluation
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates, and lets go of the whole model that generation had."""
+        """Evaluates each sample once, and lets go of the whole model that generation had."""
+        self.gather_function = self.accelerator.gather_for_metrics  # Seq2SeqTrainer's would keep what fills a batch
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
