@@ -203,7 +203,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other module": lambda model: model.body.__setitem__(1, nn.ReLU()),
     "hook": lambda model: model.body[0].register_forward_hook(lambda module, given, result: -result),
     "config": lambda model: setattr(model.config, "scale", 2.0),
-    "another config": lambda model: vars(model).update(config=SimpleNamespace(scale=2.0, unread=0)),
+    "another config": lambda model: vars(model).update(config=SimpleNamespace(scale=3.0, unread=0)),
     "container": lambda model: model.by_name["a"].__setitem__(0, 2.0),
     "array": lambda model: model.array.fill(2.0),
     "tensor": lambda model: setattr(model, "tensor", torch.full((), 2.0)),

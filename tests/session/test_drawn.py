@@ -197,7 +197,7 @@ def test_any_calls_train_as_plain_pytorch(seed: int) -> None:
         return
 
 
-@pytest.mark.parametrize("seed", drawn_seeds(60, times=100))
+@pytest.mark.parametrize("seed", drawn_seeds(40, times=100))
 def test_a_drawn_model_that_may_mix_samples_is_right_or_refused(seed: int) -> None:
     """Micro-batches are of three, two and two samples."""
     case = draw_mixed(seed)
