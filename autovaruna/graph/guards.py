@@ -153,7 +153,7 @@ class Guards:
         """Returns all of it as a text that is equal for calls of a method that one trace serves."""
         self._methods.add(method)
         if self._read() != self._values:
-            self._note_changes()
+            self._record_changes()
         mode = self._changed_words(), *self._flags(), torch.is_grad_enabled(), current_precision()
         if mode != self._latest:
             self._latest, self._latest_words = mode, _in_words(*mode)
@@ -190,7 +190,7 @@ class Guards:
         """Returns what the script has set since the latest trace, can be tried, and may never be read by forward."""
         return {name for name in self._new if name in self._where and self._tries[name] < _MOST_TRIES}
 
-    def note_trial(self, names: Collection[str], unread: Collection[str], read: Collection[str]) -> None:
+    def record_trial(self, names: Collection[str], unread: Collection[str], read: Collection[str]) -> None:
         """Takes what a trial has shown of attributes: those that no trace depends on do not count any more."""
         self._tries.update(names)
         self._tries.update(dict.fromkeys(read, _MOST_TRIES))
@@ -224,7 +224,7 @@ class Guards:
             if name in there.get(place.path, place.names)
         }
 
-    def _note_changes(self) -> None:
+    def _record_changes(self) -> None:
         before, met = self._last, self._look_outside()
         self._learn()
         self._first = {name: self._last[name] for name in met & self._last.keys()} | self._first

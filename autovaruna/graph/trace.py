@@ -20,7 +20,7 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.state import steady_state
-from autovaruna.graph.batch.totals import take_totals
+from autovaruna.graph.batch.totals import mark_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.advice import EXAMPLE, batch_dimensions, naming
@@ -161,7 +161,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Trac
         about: dict[str, Any] = {**vars(exported), "facts": facts, "sizes": sizes, "call": call}
         about |= {"parameters": parameters, "buffers": buffers}
         known = KnownGraph(**about)
-        totals = take_totals(known, options.is_added) if options.has_totals else NO_TOTALS
+        totals = mark_totals(known, options.is_added) if options.has_totals else NO_TOTALS
         orders = SampleOrders(known)
         joining = refuse_mixing(model, known, orders) if options.is_parted else []
         _check_computes(exported, type(model).__qualname__)

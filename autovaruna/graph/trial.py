@@ -131,7 +131,7 @@ class PartsTrial:
                 self.untried = f"{type(error).__name__}: {first_line(error)}"
         return None
 
-    def note_untried(self) -> None:
+    def log_untried(self) -> None:
         """Says that nobody knows whether parts give the same, loud where counts may go into what is given for each."""
         text = "the trace was not compared with itself on parts of the batch: it could not be tried out (%s)"
         if not self.traced.joins_counts:
@@ -182,7 +182,7 @@ class PartsTrial:
         tensors: Sequence[Tensor],
         part: _Part,
         around: AbstractContextManager[Any] | None = None,
-        is_noting: bool = False,
+        records_values: bool = False,
         seed: int = _SEED,
     ) -> _Results:
         specs, results = self.traced.call.inputs, _Results()
@@ -191,7 +191,7 @@ class PartsTrial:
             for each, spec in zip(self._of(tensors, part.samples), specs, strict=True)
         ]
         state = {name: self.started(name) if name in self._changed else each for name, each in self.state.items()}
-        run = _TrialPass(self, self.module, state, part, results, is_noting, seed)
+        run = _TrialPass(self, self.module, state, part, results, records_values, seed)
         with (
             around or nullcontext(),
             untouched_generator(self.device),
@@ -202,7 +202,7 @@ class PartsTrial:
             torch.set_grad_enabled(self.traced.needs_gradient),
         ):
             outputs = run.run(*inputs, enable_io_processing=False)
-            roots = dict(self._taken(outputs, part, results))
+            roots = dict(self._collect_roots(outputs, part, results))
             wanted = {f"{_GRADIENT}{name}": each for name, each in self._weights.items()}
             wanted |= {
                 f"{_GRADIENT}{spec.name}": each for spec, each in zip(specs, inputs, strict=True) if each.requires_grad
@@ -222,7 +222,9 @@ class PartsTrial:
         made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return made.fill_(1) if name in self.following and is_differentiable(made) and not made.any() else made
 
-    def _taken(self, outputs: Sequence[Tensor], part: _Part, results: _Results) -> Iterator[tuple[Tensor, Tensor]]:
+    def _collect_roots(
+        self, outputs: Sequence[Tensor], part: _Part, results: _Results
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Puts what counts of the outputs to the results; yields where a backward begins, and from what."""
         loss, samples = self.traced.loss if self._weigh else None, list(part.samples)
         begins: dict[fx.Node | str, Tensor | None] = {
@@ -383,7 +385,7 @@ class PartsTrial:
     ) -> AutoVarunaError:
         """Says where parts of the batch begin to give something else than all of it does."""
         every = _Part([sample for part in parts for sample in part.samples])
-        runs = [self._run(tensors, part, is_noting=True) for part in (every, *parts)]
+        runs = [self._run(tensors, part, records_values=True) for part in (every, *parts)]
         outputs: Any = self.module.graph.output_node().args[0]
         made = {spec.path: node for spec, node in zip(self.traced.outputs, outputs, strict=True)}
         ends = [made[name] for name in wrong if name in made] or list(outputs)
@@ -451,11 +453,12 @@ class _TrialPass(GraphRun):
         state: dict[str, Tensor],
         part: _Part,
         results: _Results,
-        notes: bool,
+        records_values: bool,
         seed: int,
     ) -> None:
         super().__init__(module, state, trial.device, None, seed)
-        self._trial, self._state, self._part, self._results, self._notes = trial, state, part, results, notes
+        self._trial, self._state, self._part, self._results = trial, state, part, results
+        self._records_values = records_values
         self._is_region = module is not trial.module
 
     def value(self, node: fx.Node) -> Any:
@@ -480,7 +483,7 @@ class _TrialPass(GraphRun):
             self._hold(node)
         if node in trial.ends and isinstance(value, Tensor):
             self._results.ends[node] = value.clone()
-        if self._notes and isinstance(value, Tensor) and is_differentiable(value):
+        if self._records_values and isinstance(value, Tensor) and is_differentiable(value):
             self._results.values[node] = value
         return value
 
@@ -507,7 +510,7 @@ class _TrialPass(GraphRun):
         return run(*args, **{name: _AS_IN_EVALUATION.get(name, value) for name, value in kwargs.items()})
 
     def _drawn(self, node: fx.Node) -> Any:
-        """Returns what the whole batch has drawn for the samples of the part; notes what it draws by."""
+        """Returns what the whole batch has drawn for the samples of the part; records what it draws by."""
         trial, num_samples = self._trial, len(self._part.samples)
         for source in node.all_input_nodes if not self._is_region else ():
             if isinstance(value := self.env[source], Tensor) and is_differentiable(value):

@@ -324,7 +324,7 @@ class Session:
             return False
         trials = world.gather_objects(traces.try_without(names, call, guards), "comparing trials")
         unread = set.intersection(*(unread for unread, _ in trials))
-        guards.note_trial(names, unread, set().union(*(read for _, read in trials)))
+        guards.record_trial(names, unread, set().union(*(read for _, read in trials)))
         if unread and world.rank == 0:
             text = "no trace depends on %s, which the script sets between calls: calls do not differ by it from now on"
             logger.info(text, ", ".join(sorted(unread)))

@@ -354,7 +354,7 @@ class Traces:
         if error is not None:
             raise error
         if trial.untried:
-            trial.note_untried()
+            trial.log_untried()
         else:
             keep_tried(known)
         return ""

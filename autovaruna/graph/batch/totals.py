@@ -55,7 +55,7 @@ _NUMBERS = frozenset({"Tensor", "number", "float", "Optional[number]", "Optional
 """Kinds of arguments that are computed with; others are shapes and places."""
 
 
-def take_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
+def mark_totals(graph: KnownGraph, is_added: bool) -> BatchTotals:
     """Finds the values of a graph that are of the whole batch, and puts calls of `of_batch` where they are used.
 
     A graph of one fixed batch size has none. With `is_added`, losses of micro-batches are added up, not averaged.

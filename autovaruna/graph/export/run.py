@@ -49,7 +49,7 @@ from autovaruna.graph.export.exported import (
     unlift,
 )
 from autovaruna.graph.export.idioms import Idioms, conversions, hide_fakes, modules_followed
-from autovaruna.graph.export.watchers import restart, take_watched
+from autovaruna.graph.export.watchers import pop_watched, restart
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
 from autovaruna.graph.opaque.functions import kept_functions
@@ -324,7 +324,7 @@ class ExportAttempt:
         output_tree, left = self.reports[-1]
         constants, markers = self._tidy(graph_module)
         allow_cudnn(graph_module, has_cudnn)
-        watched_calls, lengths = take_watched(graph_module), None
+        watched_calls, lengths = pop_watched(graph_module), None
         if self.options.free:
             if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
                 raise TraceError(_KEPT)

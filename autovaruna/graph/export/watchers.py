@@ -123,7 +123,7 @@ def _marked(value: Any) -> tuple[Any, list[int]]:
     return tree.unflatten([mark(each, WATCHED, str(key)) for each, key in zip(tensors, keys, strict=True)]), keys
 
 
-def take_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
+def pop_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
     """Takes the marks out of a graph; returns the calls that it was traced with."""
     sources: dict[int, str] = {}
     for each in regions(module):
