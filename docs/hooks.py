@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -14,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import error_texts  # noqa: E402  (it lies beside this file, which mkdocs loads by its path)
 
+from autovaruna.__main__ import main  # noqa: E402
 from autovaruna.config.settings import declarations, meanings  # noqa: E402
 
+os.environ["COLUMNS"] = "100"  # of what commands print
 _OUTPUT = re.compile(r"<!-- output: (.+) -->")
 
 
@@ -42,9 +46,16 @@ def settings() -> str:
 
 def commands() -> str:
     """Returns a section for each command, with its help."""
-    names = re.search(r"{([\w,]+)}", _output("autovaruna --help"))
+    names = re.search(r"{([\w,]+)}", _help("--help"))
     assert names, "the help of autovaruna lists no commands"
-    return "\n".join(f"## {name}\n\n{_output(f'autovaruna {name} --help')}\n" for name in names[1].split(","))
+    return "\n".join(f"## {name}\n\n```text\n{_help(name, '--help')}\n```\n" for name in names[1].split(","))
+
+
+def _help(*arguments: str) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main(arguments)
+    return text.getvalue().rstrip()
 
 
 def _escaped(text: str) -> str:
@@ -54,7 +65,7 @@ def _escaped(text: str) -> str:
 def _output(command: str) -> str:
     """Returns a command and what it prints, run in the root of the repository."""
     python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": python, "COLUMNS": "100"}
+    environment = {**os.environ, "PATH": python}
     done = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{command}\n{done.stdout}{done.stderr}")
