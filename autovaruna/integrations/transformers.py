@@ -79,10 +79,6 @@ class Seq2SeqTrainingArguments(ArgumentsMixin, transformers.Seq2SeqTrainingArgum
 class MetricsCallback(transformers.TrainerCallback):
     """Has what Trainer logs of training, and so every tracker, carry ``model.metrics`` under ``autovaruna/``."""
 
-    def add(self, logs: dict[str, float], model: AutoVaruna) -> None:
-        """Adds the numbers to what is logged."""
-        logs.update({f"autovaruna/{name}": value for name, value in model.metrics.to_dict().items()})
-
 
 class AutoVarunaMixin(_Other):
     """Has a Trainer train its model over all ranks: ``class MyTrainer(AutoVarunaMixin, transformers.Trainer)``.
@@ -229,9 +225,9 @@ class AutoVarunaMixin(_Other):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, with the metrics of the last step if a `MetricsCallback` is among the callbacks."""
-        for each in self.callback_handler.callbacks if "loss" in logs and self._wrapper is not None else ():
-            if isinstance(each, MetricsCallback):
-                each.add(logs, self._wrapper)
+        if any(isinstance(each, MetricsCallback) for each in self.callback_handler.callbacks):
+            metrics = self._wrapper.metrics.to_dict() if self._wrapper is not None and "loss" in logs else {}
+            logs |= {f"autovaruna/{name}": value for name, value in metrics.items()}
         super().log(logs, *args, **kwargs)
 
     def get_tp_size(self) -> int:

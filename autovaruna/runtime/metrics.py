@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +54,9 @@ class StepSeconds(NamedTuple):
     optimizer: float
 
 
-class RankReport(NamedTuple):
-    """What a rank sends the others with its next call."""
-
-    wants_norm: bool
-    norm: tuple[int, float] | None  # a step, and the sum of squares of the gradients that this rank counts
-    numbers: tuple[float, ...] | None  # its seconds and its memory
+RankReport = tuple[bool, tuple[int, float] | None, tuple[float, ...] | None]
+"""What a rank sends the others with a call: whether it wants to know a norm; a step with the sum of squares of its part
+of the gradients; its seconds and its memory."""
 
 
 class Metrics:
@@ -92,20 +89,17 @@ class Metrics:
         self._value: float | None = None
         self._where: Callable[[], str] = str
         self._is_loss = self._has_warned = False
-        # what it is about
         self._rank, self._num_ranks, self._is_plain = 0, 1, True
         self._parameters: Callable[[], Parameters | None] = lambda: None
         self._memory: Callable[[], float | None] = lambda: None
         self._bound, self._interval = (0.0, 0.0), 0
         self._optimizer: torch.optim.Optimizer | None = None
-        # the step that is under way
         self._num_calls, self._num_ended = 0, 0
         self._pending: tuple[int, int] | None = None  # samples and tokens of a call that has not gone backward
         self._samples = self._tokens = 0
         self._began = self._optimizer_began = 0.0
         self._ended: float | None = None
         self._before = self._before_optimizer = self._totals()
-        # the norm of gradients
         self._norm: tuple[int, float] | None = None
         self._own_norm: tuple[int, Tensor] | None = None
         self._wants_norm, self._is_norm_due = True, False
@@ -170,8 +164,6 @@ class Metrics:
 
     __repr__ = __str__
 
-    # what the session and the engine say
-
     def follow(
         self,
         rank: int,
@@ -187,8 +179,6 @@ class Metrics:
 
         Args:
             parameters: Gives what returns those whose gradients this rank counts in a norm, over all ranks each once.
-            memory: Returns the bytes that this rank holds.
-            predicted_seconds: Of a step, the same on every rank; 0: not known.
             bound: The lower bound of a step, and the samples of its batch.
             is_plain: Whether the model is called as it is.
         """
@@ -265,22 +255,18 @@ class Metrics:
         wants_norm = self._wants_norm and self._may_measure_norm()
         norm = None if self._own_norm is None else (self._own_norm[0], float(self._own_norm[1]))
         numbers, self._own_norm, self._numbers = self._numbers, None, None
-        return RankReport(wants_norm, norm, numbers) if wants_norm or norm or numbers else None
+        return (wants_norm, norm, numbers) if wants_norm or norm or numbers else None
 
-    def collect(self, reports: Sequence[tuple[Any, ...] | None]) -> None:
+    def collect(self, reports: Sequence[RankReport | None]) -> None:
         """Takes what all ranks have sent with one call."""
-        if not any(reports):
-            return
-        every = [RankReport(False, None, None) if each is None else RankReport(*each) for each in reports]
-        self._is_norm_due |= any(each.wants_norm for each in every)
-        if all(each.norm for each in every):
-            norms = [each.norm for each in every if each.norm]
+        norms = []
+        for rank, (wants_norm, norm, numbers) in ((k, each) for k, each in enumerate(reports) if each is not None):
+            self._is_norm_due |= wants_norm
+            norms += [norm] if norm is not None else []
+            if numbers is not None:
+                self._show(rank, numbers)
+        if len(norms) == len(reports):
             self._norm = norms[0][0], sum(squares for _, squares in norms)
-        for rank, each in enumerate(every):
-            if each.numbers:
-                self._show(rank, each.numbers)
-
-    # inside
 
     def _may_measure_norm(self) -> bool:
         return self._norm_seconds <= _SHARE_FOR_NORM * (perf_counter() - self._norm_ended)
@@ -296,15 +282,14 @@ class Metrics:
             began = min(began, self._optimizer_began)
             optimizer = now - self._optimizer_began - (sum(self._totals()) - sum(self._before_optimizer))
         step = now - began
-        self.seconds = StepSeconds(
-            step, step - optimizer if self._is_plain else work, bubble, messages, sums, optimizer
-        )
+        work = step - optimizer if self._is_plain else work
+        self.seconds = StepSeconds(step, work, bubble, messages, sums, optimizer)
         period = step if self._ended is None else now - self._ended
         self.samples_per_second = self._samples / period
         self.tokens_per_second = self._tokens / period if self._tokens else None
         bound, samples = self._bound
-        is_as_planned = bound > 0 and self._num_calls == 1 and abs(samples - self._samples) < 0.5
-        self.share_of_bound = bound / step if is_as_planned else None
+        is_as_planned = self._num_calls == 1 and abs(samples - self._samples) < 0.5
+        self.share_of_bound = bound / step if bound and is_as_planned else None
         self._interval = self._interval or _interval_of(step)
         if self._num_ended < _NUM_FIRST_STEPS or self._num_ended % self._interval == 0:
             self._numbers = (*self.seconds, self._memory() or 0.0)
