@@ -70,7 +70,7 @@ from autovaruna.session.measuring import (
 )
 from autovaruna.session.memory import HeldMemory, rank_memory
 from autovaruna.session.model import WrappedModel
-from autovaruna.session.record import DEPLOYMENT, NUM_TRACED_STEPS, start_record
+from autovaruna.session.record import NUM_TRACED_STEPS, start_record
 from autovaruna.session.run import Run
 from autovaruna.stage.split import Assignment, assign
 
