@@ -136,8 +136,8 @@ def advice(run: RunFolder) -> list[str]:
     on_host = max(start["hosts"].count(host) for host in start["hosts"])
     if on_host * start["num_threads"] > start["num_cores"]:
         words.append(
-            f"{on_host} ranks of one host, with {start['num_threads']} threads each, share {start['num_cores']} cores, "
-            "and work in turns. Start fewer ranks a host, or set OMP_NUM_THREADS lower."
+            f"{on_host} ranks of one host share {start['num_cores']} cores and work in turns (threads of each: "
+            f"{start['num_threads']}). Start fewer ranks a host, or set OMP_NUM_THREADS=1."
         )
     if run.deployment is not None:
         words += _about_stages(run, run.deployment.plan)
