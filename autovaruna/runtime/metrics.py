@@ -238,9 +238,9 @@ class Metrics:
         is_due = self._is_norm_due or (self._is_plain and self._wants_norm and self._may_measure_norm())
         if not is_due or not self._num_calls:
             return
-        parameters_here = self._parameters()
-        every = [] if parameters_here is None else list(parameters_here())
-        if parameters is not None and not any(each is parameters[0] for each in every if parameters):
+        known = self._parameters()
+        every, changing = [] if known is None else list(known()), set(map(id, parameters or ()))
+        if parameters is not None and not any(id(each) in changing for each in every):
             return
         began = perf_counter()
         squares = sum_of_squares([each.grad for each in every if each.grad is not None])
