@@ -36,13 +36,19 @@ class RunRecord:
         check_writable("report_dir", path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = EventLog(str(path))
-        settings = {name: repr(value) for name, value in run.settings.as_dict().items()}
-        self._write(
-            *("start", f"{model} trains, ranks: {run.world.num_ranks}"),
-            **{"model": model, "stages": stages, "num_ranks": run.world.num_ranks, "hosts": run.world.hosts},
-            **{"num_cores": len(os.sched_getaffinity(0)), "num_threads": torch.get_num_threads()},
-            settings={name: text for name, text in settings.items() if run.settings.source_of(name) != "default"},
-        )
+        settings, world = run.settings, run.world
+        given = {
+            name: repr(value) for name, value in settings.as_dict().items() if settings.source_of(name) != "default"
+        }
+        details = {
+            "model": model,
+            "stages": stages,
+            "num_ranks": world.num_ranks,
+            "hosts": world.hosts,
+            "settings": given,
+        }
+        threads = {"num_cores": len(os.sched_getaffinity(0)), "num_threads": torch.get_num_threads()}
+        self._write("start", f"{model} trains, ranks: {world.num_ranks}", **(details | threads))
 
     def _write(self, what: str, text: str, **details: Any) -> None:
         self._log.record(what, text, is_shown=False, **details)
