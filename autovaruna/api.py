@@ -235,7 +235,7 @@ class AutoVaruna(nn.Module):
         if self._session.is_plain:
             with self._session.reported():
                 self._session.at_border()
-                return self._session.call_plain(args, kwargs)
+                return self._session.plain.call(args, kwargs)
         return self._call("forward", args, kwargs)
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:

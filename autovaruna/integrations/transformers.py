@@ -81,10 +81,6 @@ class Seq2SeqTrainingArguments(ArgumentsMixin, transformers.Seq2SeqTrainingArgum
 class MetricsCallback(transformers.TrainerCallback):
     """Has what Trainer logs of training, and so every tracker, carry ``model.metrics`` under ``autovaruna/``."""
 
-    def add(self, logs: dict[str, float], model: AutoVaruna) -> None:
-        """Adds the numbers to what is logged."""
-        logs.update({f"autovaruna/{name}": value for name, value in model.metrics.to_dict().items()})
-
 
 def _filled(tensor: torch.Tensor, size: int, num_own: int) -> torch.Tensor:
     """Returns the rows of `num_own` samples with zeros behind them, for as many samples as other ranks have."""
@@ -253,10 +249,9 @@ class AutoVarunaMixin(_Other):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs, with the metrics of the last step if a `MetricsCallback` is among the callbacks."""
-        wrapper = self._wrapper
-        for each in self.callback_handler.callbacks if "loss" in logs else ():
-            if isinstance(each, MetricsCallback) and wrapper is not None:
-                each.add(logs, wrapper)
+        if any(isinstance(each, MetricsCallback) for each in self.callback_handler.callbacks):
+            metrics = self._wrapper.metrics.to_dict() if self._wrapper is not None and "loss" in logs else {}
+            logs |= {f"autovaruna/{name}": value for name, value in metrics.items()}
         super().log(logs, *args, **kwargs)
 
     def get_tp_size(self) -> int:

@@ -84,20 +84,17 @@ class Metrics:
         self._value: float | None = None
         self._where: Callable[[], str] = str
         self._is_loss = self._has_warned = False
-        # what it is about
         self._rank, self._num_ranks, self._is_plain = 0, 1, True
         self._parameters: Callable[[], Parameters | None] = lambda: None
         self._memory: Callable[[], float | None] = lambda: None
         self._bound, self._interval = (0.0, 0.0), 0
         self._optimizer: torch.optim.Optimizer | None = None
-        # the step that is under way
         self._num_calls, self._num_ended = 0, 0
         self._pending: tuple[int, int] | None = None  # samples and tokens of a call that has not gone backward
         self._samples = self._tokens = 0
         self._began = self._optimizer_began = 0.0
         self._ended: float | None = None
         self._before = self._before_optimizer = self._totals()
-        # the norm of gradients
         self._norm: tuple[int, float] | None = None
         self._own_norm: tuple[int, Tensor] | None = None
         self._wants_norm, self._is_norm_due = True, False
@@ -162,8 +159,6 @@ class Metrics:
 
     __repr__ = __str__
 
-    # what the session and the engine say
-
     def follow(
         self,
         rank: int,
@@ -179,8 +174,6 @@ class Metrics:
 
         Args:
             parameters: Gives what returns those whose gradients this rank counts in a norm, over all ranks each once.
-            memory: Returns the bytes that this rank holds.
-            predicted_seconds: Of a step, the same on every rank; 0: not known.
             bound: The lower bound of a step, and the samples of its batch.
             is_plain: Whether the model is called as it is.
         """
@@ -240,9 +233,9 @@ class Metrics:
         is_due = self._is_norm_due or (self._is_plain and self._wants_norm and self._may_measure_norm())
         if not is_due or not self._num_calls:
             return
-        parameters_here = self._parameters()
-        every = [] if parameters_here is None else list(parameters_here())
-        if parameters is not None and not any(each is parameters[0] for each in every if parameters):
+        known = self._parameters()
+        every, changing = [] if known is None else list(known()), set(map(id, parameters or ()))
+        if parameters is not None and not any(id(each) in changing for each in every):
             return
         began = perf_counter()
         squares = sum_of_squares([each.grad for each in every if each.grad is not None])
@@ -272,8 +265,6 @@ class Metrics:
             if each[2:]:
                 self._show(rank, each[2:])
 
-    # inside
-
     def _may_measure_norm(self) -> bool:
         return self._norm_seconds <= _SHARE_FOR_NORM * (perf_counter() - self._norm_ended)
 
@@ -288,15 +279,14 @@ class Metrics:
             began = min(began, self._optimizer_began)
             optimizer = now - self._optimizer_began - (sum(self._totals()) - sum(self._before_optimizer))
         step = now - began
-        self.seconds = StepSeconds(
-            step, step - optimizer if self._is_plain else work, bubble, messages, sums, optimizer
-        )
+        work = step - optimizer if self._is_plain else work
+        self.seconds = StepSeconds(step, work, bubble, messages, sums, optimizer)
         period = step if self._ended is None else now - self._ended
         self.samples_per_second = self._samples / period
         self.tokens_per_second = self._tokens / period if self._tokens else None
         bound, samples = self._bound
-        is_as_planned = bound > 0 and self._num_calls == 1 and abs(samples - self._samples) < 0.5
-        self.share_of_bound = bound / step if is_as_planned else None
+        is_as_planned = self._num_calls == 1 and abs(samples - self._samples) < 0.5
+        self.share_of_bound = bound / step if bound and is_as_planned else None
         self._interval = self._interval or _interval_of(step)
         if self._num_ended < _NUM_FIRST_STEPS or self._num_ended % self._interval == 0:
             self._numbers = (*self.seconds, self._memory() or 0.0)

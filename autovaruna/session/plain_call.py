@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 from weakref import WeakMethod
@@ -36,7 +35,7 @@ class PlainCalls:
             self._is_followed, model = True, self._model
             device = next((each.device for each in model.parameters()), torch.device("cpu"))
             run.metrics.follow(0, 1, WeakMethod(model.parameters), HeldMemory(device, model), is_plain=True)
-            start_record(run, [], type(model).__name__)
+            start_record(run, type(model).__name__)
             began = perf_counter()
         run.metrics.begin_call(began, *self._size(args, kwargs))
         returned = self._model(*args, **kwargs)
@@ -45,20 +44,17 @@ class PlainCalls:
 
     def _size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
         """Returns how many samples a call has, and tokens."""
-        dimensions = dict(self._run.settings.batch_dims)
-        named = [*zip(self._names, args, strict=False), *kwargs.items()]
+        dimensions, named = dict(self._run.settings.batch_dims), dict[str, Any](all=(args, kwargs))
+        if dimensions:
+            named = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments
         shapes = []
-        for name, value in named:
+        for name, value in named.items():
             for tensor in tensors_in(value):
                 shape, place = list(tensor.shape), dimensions.get(name, 0)
                 if len(shape) > place:
                     shapes.append(((shape.pop(place), *shape), tensor.dtype))
         samples = shapes[0][0][0] if shapes else 0
         return samples, samples * tokens_of(shape for shape in shapes if shape[0][0] == samples)
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return list(inspect.signature(self._model.forward).parameters)
 
     def _watch(self, returned: Any) -> None:
         """Records a step once a backward reaches the loss among what a call returned, or else any of it."""

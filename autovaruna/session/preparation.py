@@ -70,7 +70,7 @@ from autovaruna.session.measuring import (
 )
 from autovaruna.session.memory import HeldMemory, rank_memory
 from autovaruna.session.model import WrappedModel
-from autovaruna.session.record import DEPLOYMENT, NUM_TRACED_STEPS, start_record
+from autovaruna.session.record import NUM_TRACED_STEPS, start_record
 from autovaruna.session.run import Run
 from autovaruna.stage.split import Assignment, assign
 
@@ -306,26 +306,20 @@ class Preparation:
         """The instructions of every rank."""
         return RankOrders(self.plan, self._traced.graph)
 
-    def event_trace(self) -> EventTrace | None:
-        """Starts the trace of every step, if it is asked for. Collective."""
-        settings = self._settings
-        if not (settings.trace_events or settings.report_dir):
-            return None
-        pipeline = self.orders.pipeline
-        predicted = replay(pipeline, self.orders.planned)
-        path = str(Path(settings.report_dir, settings.trace_events_file))
-        trace = EventTrace(path, self._world, predicted, pipeline.edges)
-        trace.num_steps_left = math.inf if settings.trace_events else NUM_TRACED_STEPS
+    def event_trace(self, run: Run) -> EventTrace | None:
+        """Starts the trace of every step, or of the first ones with the record of a run, if asked for. Collective."""
+        settings, pipeline, trace = self._settings, self.orders.pipeline, None
+        is_recorded = settings.report_dir and not run.of_model
+        if settings.trace_events or is_recorded:
+            predicted, path = replay(pipeline, self.orders.planned), settings.trace_events_file
+            path = str(Path(settings.report_dir, path)) if is_recorded else path
+            trace = EventTrace(path, self._world, predicted, pipeline.edges)
+            trace.num_steps_left = math.inf if settings.trace_events else NUM_TRACED_STEPS
+        if is_recorded and trace is not None:
+            stages = [module_range(stage.blocks, self._traced.graph) for stage in self.plan.stages]
+            record = start_record(run, type(self._model).__name__, stages, self.save)
+            trace.on_account = None if record is None else record.record_account
         return trace
-
-    def start_record(self, run: Run, trace: EventTrace | None) -> None:
-        """Starts the record of the run, if it is to have one. Collective."""
-        stages = [module_range(stage.blocks, self._traced.graph) for stage in self.plan.stages]
-        record = start_record(run, stages, type(self._model).__name__)
-        if record is not None:
-            self.save(str(Path(run.settings.report_dir, DEPLOYMENT)))
-            if trace is not None:
-                trace.on_account = record.record_account
 
     def _dump_graph(self) -> None:
         """Writes the traced graph as JSON, if it is asked for."""

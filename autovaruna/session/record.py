@@ -9,7 +9,7 @@ events.jsonl        a line for the start of each attempt, for steps, and for whe
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,24 +30,25 @@ _NUM_FIRST_STEPS, _SECONDS_BETWEEN = 200, 1.0  # each of the first steps is writ
 class RunRecord:
     """The events of a run, written by rank 0."""
 
-    def __init__(self, run: Run, stages: Sequence[str], model: str) -> None:
+    def __init__(self, run: Run, model: str, stages: Sequence[str]) -> None:
         self._run, self._num_written, self._written = run, 0, 0.0
         path = Path(run.settings.report_dir, EVENTS)
+        check_writable("report_dir", path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        check_writable("report_dir", str(path))
         self._log = EventLog(str(path))
-        settings = {name: repr(value) for name, value in run.settings.as_dict().items()}
-        self._write(
-            "start",
-            f"{model} trains, ranks: {run.world.num_ranks}",
-            model=model,
-            num_ranks=run.world.num_ranks,
-            hosts=list(run.world.hosts),
-            num_cores=len(os.sched_getaffinity(0)),
-            num_threads=torch.get_num_threads(),
-            stages=list(stages),
-            settings={name: text for name, text in settings.items() if run.settings.source_of(name) != "default"},
-        )
+        settings, world = run.settings, run.world
+        given = {
+            name: repr(value) for name, value in settings.as_dict().items() if settings.source_of(name) != "default"
+        }
+        details = {
+            "model": model,
+            "stages": stages,
+            "num_ranks": world.num_ranks,
+            "hosts": world.hosts,
+            "settings": given,
+        }
+        threads = {"num_cores": len(os.sched_getaffinity(0)), "num_threads": torch.get_num_threads()}
+        self._write("start", f"{model} trains, ranks: {world.num_ranks}", **(details | threads))
 
     def _write(self, what: str, text: str, **details: Any) -> None:
         self._log.record(what, text, is_shown=False, **details)
@@ -63,24 +64,26 @@ class RunRecord:
 
     def record_account(self, number: int, seconds: float, predicted: float, lost: Sequence[LostTime]) -> None:
         """Records where the seconds of a step went on each rank."""
-        self._write(
-            "account",
-            f"where the time of call {number} went",
-            call=number,
-            seconds=seconds,
-            predicted_seconds=predicted,
-            ranks=[each.parts for each in lost],
-        )
+        times = {"call": number, "seconds": seconds, "predicted_seconds": predicted}
+        self._write("account", f"where call {number} went", **times, ranks=[each.parts for each in lost])
 
 
-def start_record(run: Run, stages: Sequence[str], model: str) -> RunRecord | None:
+def start_record(
+    run: Run, model: str, stages: Sequence[str] = (), save: Callable[[str], None] | None = None
+) -> RunRecord | None:
     """Starts the record of a run on rank 0, if it is to have one; None: it is not, or on another rank. Collective.
 
-    Raises ConfigError on every rank if the folder cannot be written.
+    `stages` are what each has, in words; `save` writes the deployment. Raises ConfigError or DeploymentError on every
+    rank if the folder cannot be written.
     """
 
     def act() -> RunRecord | None:
-        return RunRecord(run, stages, model) if run.world.rank == 0 else None
+        if run.world.rank > 0:
+            return None
+        record = RunRecord(run, model, stages)
+        if save is not None:
+            save(str(Path(run.settings.report_dir, DEPLOYMENT)))
+        return record
 
     if not run.settings.report_dir:
         return None

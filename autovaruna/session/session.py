@@ -116,6 +116,7 @@ class Session:
         self._scaler = scaler
         self._num_steps = 0  # of the optimizer, at the call before
         self._number_of_copy = copies.add(self)
+        self.plain = PlainCalls(model.module, run)
         self._reader = CallReader(model.module, run.settings.batch_inputs, run.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
 
@@ -139,14 +140,6 @@ class Session:
         """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective."""
         with self.reported():
             return self._call(args, kwargs, method)
-
-    def call_plain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the model as it is."""
-        return self._plain_calls.call(args, kwargs)
-
-    @cached_property
-    def _plain_calls(self) -> PlainCalls:
-        return PlainCalls(self._model.module, self._run)
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -457,9 +450,6 @@ class Session:
             predicted_seconds=plan.predicted_seconds,
             bound=(plan.bound_seconds, plan.num_micro_batches * plan.micro_batch_size),
         )
-        trace = None if self._number_of_copy else preparation.event_trace()
-        if not self._number_of_copy:
-            preparation.start_record(run, trace)
         model.engine = Engine(
             state=model.state,
             plan=plan,
@@ -473,7 +463,7 @@ class Session:
             loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
             metrics=run.metrics,
             of_model=run.of_model,
-            trace=trace,
+            trace=None if self._number_of_copy else preparation.event_trace(run),
         )
         world.watch.stalls.step_seconds = max(world.watch.stalls.step_seconds, plan.predicted_seconds)
         model.guards.settle()

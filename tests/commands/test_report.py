@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,9 @@ def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: tup
     found = Reader(text)
     links = [each for _, own in found.elements for name, each in own.items() if name in ("src", "href", "srcset")]
     assert links == ["data:,"] and not re.search(r"https?:|@import|url\(", text)
-    assert found.texts["loss"].split()[0] == f"{loss:.5g}" and found.texts["steps"].split()[0] == str(NUM_STEPS)
-    assert found.texts["predicted"].startswith(seconds(plan.predicted_seconds))
+    shown = dict(re.findall(r'<dd id="(\w+)">([^<]+)</dd>', text))
+    assert (shown["loss"], shown["steps"]) == (f"{loss:.5g}", str(NUM_STEPS))
+    assert (shown["predicted"], shown["bound"]) == (seconds(plan.predicted_seconds), seconds(plan.bound_seconds))
     rows = [own["data-name"] for tag, own in found.elements if tag == "td" and "data-name" in own]
     assert rows.count("layers") == 2 and "layers.0" in found.texts["plan"]
     names = re.findall(r"<title>(\d+[FB]\d+): ", text)
@@ -116,7 +118,7 @@ def test_the_trace_ends_after_the_first_steps_and_without_the_setting_nothing_is
     AutoVaruna(net, torch.optim.SGD(net.parameters(), lr=0.1), num_micro_batches=2, **QUIET)(
         torch.ones(4, 4)
     ).backward()
-    assert list(tmp_path.iterdir()) == []
+    assert {each.name for each in tmp_path.iterdir()} <= {"profiles"}
 
 
 def test_one_process_without_a_plan_has_a_page_as_well(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ START |= {"stages": ["layers.0 .. 1", "layers.2 .. 3"], "settings": {}}
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ([START | {"hosts": ["a", "a"], "num_cores": 1}], "share 1 cores"),
+        ([START | {"hosts": ["a", "a"], "num_cores": 1}], "2 ranks of one host share 1 cores"),
         ([START, account(bubble=0.4)], f"num_micro_batches={2 * NUM_MICRO_BATCHES}, now {NUM_MICRO_BATCHES}"),
         ([START, account(work=2.0)], "Rank 0 (stage 0: layers.0 .. 1) computes 33% longer"),
         ([START, account(messages=0.4)], "Messages between stages take 20% of the step"),
@@ -193,11 +195,13 @@ def test_a_browser_shows_it_without_errors_or_scrolling_to_the_side(
     scheme: str, width: int, trained: tuple[Path, float, Any], tmp_path: Path
 ) -> None:
     look = "[document.documentElement.scrollWidth, innerWidth, matchMedia('(prefers-color-scheme: dark)').matches]"
-    script = f"<script>document.documentElement.dataset.found = JSON.stringify({look})</script></body>"
-    shown = tmp_path / "page.html"
-    shown.write_text(page(RunFolder(trained[0])).replace("</body>", script))
+    script = f"<script>parent.document.documentElement.dataset.found = JSON.stringify({look})</script></body>"
+    text = escape(page(RunFolder(trained[0])).replace("</body>", script))
+    frame = f'<iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{text}"></iframe>'
+    shown = tmp_path / "page.html"  # a window is at least 500 pixels wide, a frame is not
+    shown.write_text(f"<!doctype html><style>:root {{ color-scheme: light dark }}</style>{frame}")
     of_scheme = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", of_scheme]
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", of_scheme]
     command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path}", "--dump-dom", shown.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr

@@ -138,42 +138,44 @@ def test_the_rate_counts_from_step_to_step_and_over_accumulated_calls() -> None:
     net = Words()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = AutoVaruna(net, optimizer, **QUIET)
-    ends = []
+    around = []
     for step in range(3):
+        begin = time.perf_counter()
         for _ in range(2):
             model(words(step))[1].backward()
-        time.sleep(0.05)  # as a loader would
+        time.sleep(0.02)
+        before = time.perf_counter()
         optimizer.step()
-        ends.append(time.perf_counter())
+        around.append((begin, before, time.perf_counter()))
         optimizer.zero_grad()
-        model.eval()
         with torch.no_grad():
             model(words(9))
-        model.train()
-    rate = model.metrics.samples_per_second
-    assert rate is not None and rate == pytest.approx(2 * BATCH / (ends[2] - ends[1]), rel=0.1)
-    assert model.metrics.seconds is not None and 0.05 <= model.metrics.seconds.step < ends[2] - ends[1]
+        time.sleep(0.02)  # as a loader would
+    (_, before, after), (begin, last_before, last_after) = around[1:]
+    assert model.metrics.samples_per_second is not None and model.metrics.seconds is not None
+    seconds = 2 * BATCH / model.metrics.samples_per_second
+    assert last_before - after <= seconds <= last_after - before
+    assert 0.02 <= model.metrics.seconds.step <= last_after - begin
 
 
-def test_a_rank_that_comes_late_is_waited_for_in_messages() -> None:
-    net = Words()
+def test_a_rank_that_is_waited_for_shows_in_the_others_messages() -> None:
+    net, slept = Words(), 0.1
 
-    def be_rank(world: World) -> StepSeconds | None:
-        own = copy.deepcopy(net)
+    def be_rank(world: World) -> list[StepSeconds]:
+        own, found = copy.deepcopy(net), []
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
         model = AutoVaruna(own, optimizer, **STAGES)
-        for step in range(3):
-            _, loss = model(words(step, world.rank))
-            loss.backward()
-            if world.rank == 1:
-                time.sleep(0.1)
+        for step in range(6):
+            model(words(step, world.rank))[1].backward()
+            time.sleep(slept * world.rank)
             optimizer.step()
-        return model.metrics.seconds
+            assert model.metrics.seconds is not None
+            found.append(model.metrics.seconds)
+        return found
 
     first, second = run_ranks(2, be_rank)
-    assert first is not None and second is not None
-    assert first.messages > 0.08 > second.messages  # rank 0 comes to the call and waits for the other
-    assert second.optimizer < 0.08 < second.step  # which slept before its optimizer
+    assert max(each.messages for each in first) > 0.8 * slept  # it comes to the next call and waits there
+    assert all(each.step - sum(each[1:]) >= slept for each in second)  # to sleep is no part of a step's own
 
 
 def test_a_loss_of_the_scripts_own_counts_all_but_the_loss() -> None:
