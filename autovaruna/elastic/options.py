@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from autovaruna.config.files import at_home, check_writable
-from autovaruna.elastic.allocation import allocated_lines, check_requeue
+from autovaruna.elastic.allocation import allocated_lines
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
@@ -65,7 +65,6 @@ class LaunchOptions:
     profile_folder: str | None
     resume_step: int | None
     morphing: MorphingOptions | None = None
-    is_requeued: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -105,10 +104,7 @@ def options_in(given: argparse.Namespace) -> LaunchOptions:
         profile_folder=given.profile_folder,
         resume_step=given.resume_step,
         morphing=None if given.no_morphing else _read_morphing(given),
-        is_requeued=given.requeue,
     )
-    if given.requeue:
-        check_requeue()
     if options.num_stages > options.num_ranks:
         raise ConfigError(
             f"--nstages is {options.num_stages}, but there are {options.num_ranks} ranks on {len(options.hosts)} "
@@ -146,7 +142,6 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add_path("--env_file", metavar="FILE", help=f"variables of ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
     add_path("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
     add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
-    add("--requeue", action="store_true", help="after status 75, have Slurm put its job into the queue again")
     add("--no_morphing", action="store_true", help="run the job once, whatever becomes of it")
     add("--discover_hosts", metavar="COMMAND", help="prints the machine list; asked every few seconds")
     add("--min_ranks", type=int, default=1, metavar="N", help="with fewer, wait for hosts (1)")
