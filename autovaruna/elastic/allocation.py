@@ -21,7 +21,10 @@ def allocated_lines(num_slots: int | None, variables: Mapping[str, str] = os.env
     Without a number of slots that is what the scheduler says of each host.
     """
     if names := slurm_nodes(variables):
-        counts = _counts(variables.get(_TASKS, "")) or [1] * len(names)
+        text = variables.get(_TASKS, "")
+        counts = [1] * len(names) if num_slots else _counts(text)
+        if len(counts) != len(names):  # as in a step of some of the job's nodes
+            raise ConfigError(f"{_TASKS} is {text!r} for {len(names)} nodes of Slurm; pass --ranks_per_host")
         listed = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
     elif file := variables.get("PBS_NODEFILE"):
         try:

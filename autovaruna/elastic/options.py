@@ -31,8 +31,7 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 class MorphingOptions:
     """How a job goes on when hosts come and go; what each setting means is said in `add_options`.
 
-    Without a `machine_list` the job has the hosts of the allocation that it is in, or this machine alone; without
-    `discover_hosts` the file counts. Without `gpus_per_node` an allocation says how many ranks a host has, else 4.
+    Without a `machine_list` the job has the hosts of its allocation, or this machine; without `discover_hosts` that counts.
     """
 
     machine_list: str | None
