@@ -31,7 +31,7 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 class MorphingOptions:
     """How a job goes on when hosts come and go; what each setting means is said in `add_options`.
 
-    Without a `machine_list` the job has the hosts of its allocation, or this machine; without `discover_hosts` that counts.
+    Without a `machine_list` it has its allocation's hosts, or this machine; without `discover_hosts` the file counts.
     """
 
     machine_list: str | None
