@@ -23,7 +23,7 @@ from autovaruna.errors import ConfigError
 from tests.mpi.launch import QUIET, ROOT
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
-SECONDS = 120.0
+SECONDS = 400.0
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
