@@ -162,8 +162,16 @@ def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.1)
 
 
+@pytest.fixture
+def cluster(_cluster: Cluster) -> Iterator[Cluster]:
+    """Has no job of an earlier test."""
+    yield _cluster
+    _cluster.run("scancel", "--user=root")
+    wait_until(lambda: not _cluster.run("squeue", "-h"), lambda: _cluster.run("squeue"))
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def _cluster() -> Iterator[Cluster]:
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     if os.getuid() or not all(shutil.which(name, path=path) for name in PROGRAMS):
         pytest.skip("Slurm is not installed, or this is not root")
@@ -203,8 +211,6 @@ def cluster() -> Iterator[Cluster]:
         wait_until(lambda: "idle" in found.run("sinfo", "-h", "-o", "%t %D") and "2" in found.run("sinfo", "-h"), str)
         yield found
     finally:
-        subprocess.run(["scancel", "--user=root"], env=found.variables, timeout=60)
-        time.sleep(1.0)
         for process in reversed(started):
             process.terminate()
         for process in started:
