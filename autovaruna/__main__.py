@@ -31,9 +31,7 @@ _COMMANDS = {
 }
 """The module of each command, with its ``EXAMPLE``, `add_options` and `run`; and what it does, in short."""
 _DESCRIPTION = "Trains PyTorch models over many processes: runs jobs, plans and measures models, says what is wrong."
-_EPILOG = """\
-example: autovaruna plan examples/gpt3.py:build --ranks 64 --device h100
-`autovaruna COMMAND --help` says more of a command, with an example."""
+_EPILOG = "example: autovaruna plan examples/gpt3.py:build --ranks 64 --device h100"
 
 _RARELY = 10_000_000, 50, 100
 _INTERRUPTED = 128 + 2

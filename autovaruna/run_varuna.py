@@ -11,8 +11,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
+from typing import NoReturn
 
-from autovaruna.elastic.job import Grid
+from autovaruna.elastic.allocation import check_requeue, requeue
+from autovaruna.elastic.job import Grid, handling
 from autovaruna.elastic.manager import start
 from autovaruna.elastic.options import LaunchOptions, options_in, read_options
 from autovaruna.elastic.options import add_options as add_launch_options
@@ -24,14 +27,33 @@ EXAMPLE = "autovaruna run --machine_list hosts --ranks_per_host 8 train.py --epo
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a launch."""
+    text = "after status 75, have Slurm put the batch job that this is into its queue again"
+    parser.add_argument("--requeue", action="store_true", help=text)
     add_launch_options(parser, None)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs a training script on every rank of some hosts, and goes on when hosts or ranks come and go."""
     gc.set_threshold(700, 10, 10)  # unlike other commands it may run for months
-    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(SAVED))  # until there is a job that hears it
-    return start(options_in(options), choose)
+    if options.requeue:
+        check_requeue()
+    try:
+        with handling(_end_early):
+            status = start(options_in(options), choose)
+    except _AskedEarly:
+        status = SAVED
+    if status == SAVED and options.requeue:
+        sys.stderr.write("autovaruna: asking Slurm to put this job into its queue again\n")
+        requeue()
+    return status
+
+
+class _AskedEarly(BaseException):
+    """SIGUSR1 has come before there was a job that hears it."""
+
+
+def _end_early(number: int, frame: FrameType | None) -> NoReturn:
+    raise _AskedEarly if number == signal.SIGUSR1 else KeyboardInterrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

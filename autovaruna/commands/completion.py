@@ -16,9 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints a script that completes commands, options and files: for zsh as _autovaruna in a folder of fpath,
-    for fish as ~/.config/fish/completions/autovaruna.fish.
-    """
+    """Prints a script that completes commands, options and files: _autovaruna for zsh, autovaruna.fish for fish."""
     try:
         import shtab
     except ImportError:

@@ -120,7 +120,7 @@ def _devices() -> Finding:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
         kinds = {f"{each.name} {each.total_memory / 2**30:.0f} GiB" for each in names}
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         return Finding(f"{len(names)} x {', '.join(sorted(kinds))}, CUDA {torch.version.cuda}, NCCL {nccl}")
     if not Path("/dev/nvidia0").exists():
         return Finding("CPU alone")

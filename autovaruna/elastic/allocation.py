@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from itertools import chain, repeat
 from pathlib import Path
 
 from autovaruna.errors import ConfigError
@@ -22,8 +21,11 @@ def allocated_lines(num_slots: int | None, variables: Mapping[str, str] = os.env
     Without a number of slots that is what the scheduler says of each host.
     """
     if names := slurm_nodes(variables):
-        counts = [*_counts(variables.get(_TASKS, ""))]
-        listed = [*chain(*map(repeat, names, counts or repeat(1)))]
+        text = variables.get(_TASKS, "")
+        counts = [1] * len(names) if num_slots else _counts(text)
+        if len(counts) != len(names):  # as in a step of some of the job's nodes
+            raise ConfigError(f"{_TASKS} is {text!r} for {len(names)} nodes of Slurm; pass --ranks_per_host")
+        listed = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
     elif file := variables.get("PBS_NODEFILE"):
         try:
             listed = Path(file).read_text(encoding="utf-8").split()
@@ -31,7 +33,7 @@ def allocated_lines(num_slots: int | None, variables: Mapping[str, str] = os.env
             raise ConfigError(f"PBS_NODEFILE {file} cannot be read: {error.strerror}; pass --machine_list") from None
     else:
         listed = variables.get("LSB_HOSTS", "").split()
-    return [*chain(*(repeat(name, num_slots) for name in dict.fromkeys(listed)))] if num_slots else listed
+    return [name for name in dict.fromkeys(listed) for _ in range(num_slots)] if num_slots else listed
 
 
 def slurm_nodes(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -56,10 +58,10 @@ def _names_of(nodes: str) -> tuple[str, ...]:
     return tuple(_scontrol("show", "hostnames", nodes).split())
 
 
-def _counts(text: str) -> Sequence[int]:
+def _counts(text: str) -> list[int]:
     """Returns the numbers in Slurm's form: 4, 4, 1 of ``4(x2),1``."""
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [*chain(*(repeat(int(count), int(times or 1)) for count, times in pairs))]
+    return [int(count) for count, times in pairs for _ in range(int(times or 1))]
 
 
 def _scontrol(*words: str) -> str:

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from autovaruna.elastic.allocation import requeue
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
@@ -305,11 +304,7 @@ def start(options: LaunchOptions, choose: Callable[[LaunchOptions], tuple[Launch
     """Runs a job as its options say, once or for as long as there are hosts, and returns its status."""
     chosen, grid = choose(options)  # refuses first what no number of hosts could run
     try:
-        status = MpiJob(chosen, grid).run() if options.morphing is None else Manager(options, choose).run()
+        return MpiJob(chosen, grid).run() if options.morphing is None else Manager(options, choose).run()
     except KeyboardInterrupt:
         show(sys.stderr, "autovaruna: interrupted; the job has been ended\n")
         return 128 + signal.SIGINT
-    if status == SAVED and options.is_requeued:
-        show(sys.stderr, "autovaruna: asking Slurm to put this job into its queue again\n")
-        requeue()
-    return status

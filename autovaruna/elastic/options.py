@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from autovaruna.config.files import at_home, check_writable
-from autovaruna.elastic.allocation import allocated_lines, check_requeue
+from autovaruna.elastic.allocation import allocated_lines
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
@@ -30,8 +31,7 @@ _HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 class MorphingOptions:
     """How a job goes on when hosts come and go; what each setting means is said in `add_options`.
 
-    Without a `machine_list` the job has the hosts of the allocation that it is in, or this machine alone; without
-    `discover_hosts` the file counts. Without `gpus_per_node` an allocation says how many ranks a host has, else 4.
+    Without a `machine_list` it has its allocation's hosts, or this machine; without `discover_hosts` the file counts.
     """
 
     machine_list: str | None
@@ -65,7 +65,6 @@ class LaunchOptions:
     profile_folder: str | None
     resume_step: int | None
     morphing: MorphingOptions | None = None
-    is_requeued: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -105,10 +104,7 @@ def options_in(given: argparse.Namespace) -> LaunchOptions:
         profile_folder=given.profile_folder,
         resume_step=given.resume_step,
         morphing=None if given.no_morphing else _read_morphing(given),
-        is_requeued=given.requeue,
     )
-    if given.requeue:
-        check_requeue()
     if options.num_stages > options.num_ranks:
         raise ConfigError(
             f"--nstages is {options.num_stages}, but there are {options.num_ranks} ranks on {len(options.hosts)} "
@@ -146,7 +142,6 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add_path("--env_file", metavar="FILE", help=f"variables of ranks, NAME=value; {DEFAULT_ENV_FILE} if it is there")
     add_path("--code_dir", default=".", metavar="DIR", help="directory to run in, the same on every machine")
     add("--resume_step", type=int, metavar="STEP", help="passed on to the script: the checkpoint to go on from")
-    add("--requeue", action="store_true", help="after status 75, have Slurm put its job into the queue again")
     add("--no_morphing", action="store_true", help="run the job once, whatever becomes of it")
     add("--discover_hosts", metavar="COMMAND", help="prints the machine list; asked every few seconds")
     add("--min_ranks", type=int, default=1, metavar="N", help="with fewer, wait for hosts (1)")
@@ -170,7 +165,7 @@ def list_hosts(path: str | None, num_slots: int | None, command: str | None) -> 
     One that is listed twice has twice as many, by whatever names and addresses.
     """
     if path is None and command is None and (lines := allocated_lines(num_slots)):
-        return _machines_in(lines, "the allocation", 1)
+        return dict(Counter(lines))  # a scheduler has one name for a host
     num_slots = num_slots or _RANKS_PER_HOST
     if path is None and command is None:
         return {"localhost": num_slots}

@@ -90,13 +90,6 @@ def plan_and_choices(
         return searches[-1].run()
 
     plan = plan_with_cut_points(problem, search)
-    _log.debug(
-        "planned %d stages, %d micro-batches: %.6g s a step, at most %.1f %% above the best possible",
-        plan.num_stages,
-        plan.num_micro_batches,
-        plan.predicted_seconds,
-        100 * plan.gap,
-    )
     return plan, next(each.choices() for each in searches if each.found and each.found.stages == plan.stages)
 
 

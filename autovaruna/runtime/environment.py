@@ -202,12 +202,13 @@ def variables_beside_mpi(variables: Mapping[str, str]) -> dict[str, str]:
         return {name: variables[name] for name in TORCH_VARIABLES}
     if not all(variables.get(name, "").isdigit() for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID")):
         return {}
+    nodes = variables.get("SLURM_STEP_NODELIST", "")
     is_one_host = variables.get("SLURM_STEP_NUM_NODES") == "1"  # whose name need not be one that can be looked up
     number = int(variables["SLURM_JOB_ID"]) * 31 + _number(variables, "SLURM_STEP_ID")
     return {
         "RANK": variables["SLURM_PROCID"],
         "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": (not is_one_host and first_host(variables.get("SLURM_STEP_NODELIST", ""))) or "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1" if is_one_host or not nodes else first_host(nodes),
         "MASTER_PORT": str(_FIRST_PORT + number % _NUM_PORTS),
     }
 
