@@ -25,6 +25,7 @@ SCRIPTS = {
     "data_parallel": "Against DistributedDataParallel",
     "shared_optimizer": "Replicas that share AdamW's state",
     "scaling": "A step as it grows",
+    "crowded": "Ranks that share cores",
     "overhead": "One rank against plain PyTorch",
     "tracing": "What a trace of events costs",
     "prediction": "Predicted seconds and bytes against measured ones",
@@ -36,6 +37,7 @@ NO_QUICK = {
     "prediction": ["--steps", "3", "--turns", "1", "--only", "1f1b"],
     "checkpoint": ["--gigabytes", "0.25"],
     "checkpoint_delay": ["--gigabytes", "0.25"],
+    "crowded": ["--steps", "10"],
 }
 TIMEOUT_SECONDS = 900
 
