@@ -18,6 +18,7 @@ in the log; a rank 0 that does not answer is itself what all wait for. What rank
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -384,6 +385,7 @@ class RankWatch:
         while not is_done():
             num_turns += 1
             if num_turns & 31 and now - started < EAGER_SECONDS:
+                os.sched_yield()  # to a process that is not ours, too
                 continue
             now = time.monotonic()
             started = started or now

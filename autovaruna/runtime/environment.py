@@ -234,7 +234,8 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
             "mpi4py was built with; under Slurm also with `srun --mpi=pmix`, if that MPI knows it"
         )
     cores = sorted(os.sched_getaffinity(0))
-    places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
+    of_ranks = world.gather_objects(tuple(cores), "start: cores")
+    places = list(zip(world.hosts, of_ranks, strict=True))
     num_sharing = count_sharing(places, world.rank)
     transport.is_crowded = num_sharing > len(cores)
     share_threads(len(cores), num_sharing)
