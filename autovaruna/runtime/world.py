@@ -21,7 +21,7 @@ from torch import Tensor
 from autovaruna.errors import AutoVarunaError, RankError, TraceError
 from autovaruna.log import error_text
 from autovaruna.runtime.deadlock import Event, Need, RankWatch
-from autovaruna.runtime.exchange import FAILED, Exchange
+from autovaruna.runtime.exchange import FAILED, RankExchange
 from autovaruna.runtime.reduction import Group, broadcast_in_tree
 from autovaruna.runtime.transport.base import (
     CARRIER_CHANNEL,
@@ -170,7 +170,7 @@ class World:
         alike: bytes = b"",
         flags: int = 0,
         block: bytes | None = None,
-    ) -> Exchange:
+    ) -> RankExchange:
         """Exchanges with all ranks what must be alike, flags and a block: what ranks agree on in a step. Collective.
 
         Raises as `agree`.

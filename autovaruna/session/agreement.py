@@ -8,10 +8,13 @@ import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +23,6 @@ from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.world import World, differences
 from autovaruna.session.script_actions import Digest
-from autovaruna.session.totals import Totals, pack_totals, unpack_totals
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
@@ -28,10 +30,13 @@ _NUM_WHOLE_CALLS = 2  # calls of which all numbers are
 _OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
 _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
-_NUMBERS = struct.Struct("=qqq")
+_HEAD, _UNKNOWN = struct.Struct("<IHH"), (1 << 16) - 1
+"""The size of a mini-batch, the number of digests, and the letters that say what its totals are."""
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
+Totals = list[Any]
+"""Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
 STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE = 2, 4, 8
 """Flags of a report: the script is to end; this rank cannot take a snapshot for the manager; it is to leave its job."""
 
@@ -58,16 +63,30 @@ class Numbers(NamedTuple):
     totals: Totals | None  # None: the graph is not known yet
 
     def to_bytes(self) -> bytes:
-        is_known = self.totals is not None
-        head = _NUMBERS.pack(self.batch_size, is_known, len(self.inputs))
-        return head + array("q", self.inputs).tobytes() + pack_totals(self.totals or [])
+        arrays = [np.asarray(total) for total in self.totals or ()]
+        words = ";".join(each.dtype.char + ",".join(map(str, each.shape)) for each in arrays).encode()
+        head = _HEAD.pack(self.batch_size, len(self.inputs), _UNKNOWN if self.totals is None else len(words))
+        return b"".join((head, words, array("q", self.inputs).tobytes(), *(each.tobytes() for each in arrays)))
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Numbers:
-        batch_size, is_known, num_inputs = _NUMBERS.unpack_from(data)
-        end = _NUMBERS.size + 8 * num_inputs
-        inputs = tuple(array("q", data[_NUMBERS.size : end]))
-        return cls(batch_size, inputs, unpack_totals(data[end:]) if is_known else None)
+        batch_size, num_inputs, num_letters = _HEAD.unpack_from(data)
+        start = _HEAD.size + num_letters % _UNKNOWN
+        place = start + 8 * num_inputs
+        totals = []
+        for dtype, shape in _layout(data[_HEAD.size : start]):
+            count = prod(shape)
+            totals.append(np.frombuffer(data, dtype, count, place).reshape(shape).tolist())
+            place += count * dtype.itemsize
+        inputs = tuple(array("q", data[start : start + 8 * num_inputs]))
+        return cls(batch_size, inputs, None if num_letters == _UNKNOWN else totals)
+
+
+@lru_cache(maxsize=64)
+def _layout(words: bytes) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Returns dtype and shape of each total: of ``l;d3,4`` a whole number and a matrix."""
+    each = words.decode().split(";") if words else []
+    return [(np.dtype(text[0]), tuple(map(int, filter(None, text[1:].split(","))))) for text in each]
 
 
 @dataclass(frozen=True)

@@ -145,17 +145,15 @@ class Persistence:
         return entries
 
     def _warn_of_memory(self) -> None:
-        """Warns, on the first rank of a host, where this host has not the memory for its ranks' copies of the model."""
+        """Warns, on the first rank of a host, where its ranks' copies of the model take more than what is free."""
         world, state = self._run.world, self._model.state
-        num_ranks = world.hosts.count(world.hosts[world.rank])
-        num_bytes, free = num_ranks * sum(state.tensor(name).nbytes for name in state.places), available_bytes()
-        if num_bytes > free and world.hosts.index(world.hosts[world.rank]) == world.rank:
+        here = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+        size, free = len(here) * sum(state.tensor(name).nbytes for name in state.places), available_bytes()
+        if size > free and world.rank == here[0]:
             logger.warning(
-                "model.state_dict() gives the whole model to each of the %d ranks of this host: it takes %.1f GB, and "
-                "%.1f GB are free. model.save_checkpoint(folder) saves it without: each rank writes its own part",
-                num_ranks,
-                num_bytes / 1e9,
-                free / 1e9,
+                "model.state_dict() gives each of the %d ranks of this host the whole model: it takes %.1f GB, and "
+                "%.1f GB are free. model.save_checkpoint(folder) does without: each rank writes its own part",
+                *(len(here), size / 1e9, free / 1e9),
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:

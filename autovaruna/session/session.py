@@ -38,6 +38,7 @@ from autovaruna.session.agreement import (
     Report,
     SameInputs,
     SharedCall,
+    Totals,
     compare_settings,
     input_groups,
     share_call,
@@ -52,7 +53,6 @@ from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import GivenPlan, Preparation
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
-from autovaruna.session.totals import Totals
 from autovaruna.session.traces import Traces
 
 logger = logging.getLogger(__name__)

@@ -193,13 +193,9 @@ class SocketTransport(ProcessTransport):
             above = (rank - 1) // _BRANCHES
             self._lives[above] = self._connect(above, is_data=False)
             self._lives[above].setblocking(True)
-        first = rank * _BRANCHES + 1
-        checked = time.monotonic()
-        while not self._lives.keys() >= set(range(first, min(first + _BRANCHES, num_ranks))):
+        below = range(rank * _BRANCHES + 1, num_ranks)[:_BRANCHES]
+        while not self._lives.keys() >= set(below):
             self._look(_CHECK_SECONDS)
-            if time.monotonic() > checked + _CHECK_SECONDS:
-                checked = time.monotonic()
-                check()
         self._life = Life(rank, self._lives)
         os.register_at_fork(after_in_child=self._forget)
 
