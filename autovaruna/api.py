@@ -328,7 +328,10 @@ class AutoVaruna(nn.Module):
     # state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the whole model's state under its own names, on every rank. Collective after the first call."""
+        """Returns the whole model's state under its own names, on every rank. Collective after the first call.
+
+        Each rank then has memory for the whole model; `save_checkpoint` writes it without, each rank its own part.
+        """
         return self._persistence.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -57,6 +57,7 @@ LEVELS = {
     "runtime": (
         "launcher token_server metrics autograd remote_parameter",
         "transport",
+        "exchange",
         "deadlock",
         "reduction",
         "world",

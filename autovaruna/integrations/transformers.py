@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import json
 import os
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
 from autovaruna.integrations.process_group import init_process_group
 from autovaruna.runtime.environment import get_world, get_world_size
+from autovaruna.runtime.exchange import ALIKE
 
 if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
     raise ImportError(
@@ -176,12 +179,16 @@ class AutoVarunaMixin(_Other):
         if get_world_size() == 1:
             return prepared
         sizes = {name: tuple(each.shape[1:]) for name, each in prepared.items() if isinstance(each, torch.Tensor)}
-        of_ranks = get_world().gather_objects(sizes, "lengths of samples")
-        for name, own in sizes.items():
-            others = [rank[name] for rank in of_ranks if len(rank.get(name, ())) == len(own)]
-            longest = tuple(map(max, zip(*others, strict=True)))
-            if longest != own:
-                prepared[name] = self._padded(name, prepared[name], longest)
+        names = [(name, len(own)) for name, own in sorted(sizes.items())]
+        lengths = chain(*(sizes[name] for name, _ in names))
+        own = array("d", lengths).tobytes()
+        agreed = get_world().exchange("lengths of samples", None, repr(names).encode(), block=own)
+        if agreed.differs(ALIKE):
+            return prepared  # the call says how they differ
+        longest = iter(map(int, map(max, zip(*agreed.numbers(), strict=True))))
+        for name, num_lengths in names:
+            if (size := tuple(islice(longest, num_lengths))) != sizes[name]:
+                prepared[name] = self._padded(name, prepared[name], size)
         return prepared
 
     def _padded(self, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> Any:

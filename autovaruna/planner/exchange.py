@@ -35,9 +35,9 @@ class Exchange:
 
         calls are known | samples come, forwards | outputs go, gradients come back | backwards | next calls are known
 
-    Ranks tell each other of their calls, by way of the first one. Outputs go to the ranks that passed the samples where
-    the script makes the loss of them. A rank begins its next call when it has ended the last. Between hosts that are
-    far from each other most of a step may be this.
+    Ranks tell each other of their calls: reckoned as by way of the first one. Outputs go to the ranks that passed the
+    samples where the script makes the loss of them. A rank begins its next call when it has ended the last. Between
+    hosts that are far from each other most of a step may be this.
     """
 
     def __init__(self, problem: Problem) -> None:

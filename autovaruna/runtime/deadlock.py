@@ -12,12 +12,13 @@ its script), and it answers when it finds
 
 A wait that is merely long is no error: after a while a waiting rank asks the detector where the others are, and says so
 in the log; a rank 0 that does not answer is itself what all wait for. What ranks tell each other in time, each
-`Exchange`, does not pass here.
+`RankExchange`, does not pass here.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +27,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
-from autovaruna.runtime.exchange import LABEL, Exchange, Parts, digest, keep_part
+from autovaruna.runtime.exchange import LABEL, Parts, RankExchange, digest, keep_part
 from autovaruna.runtime.transport.base import Transport
 from autovaruna.runtime.transport.values import pack, unpack
 
@@ -269,7 +270,7 @@ class RankWatch:
         self._failure: Failure | None = None
         self._parts: Parts = {}
         self._num_exchanges = 0
-        self._exchange: Exchange | None = None  # the last one: of one that was left, MPI may still write its memory
+        self._exchange: RankExchange | None = None  # the last one: of one that was left, MPI may still write its memory
         self.counts: Counter[Event] = Counter()
         self.stalls = Stalls()
         self.places = ""
@@ -282,7 +283,7 @@ class RankWatch:
         flags: int = 0,
         block: bytes | None = None,
         give_up: Callable[[], NoReturn] | None = None,
-    ) -> Exchange:
+    ) -> RankExchange:
         """Exchanges with all ranks what must be `alike`, flags and a block, and returns it done. Collective.
 
         `label` is what the ranks do here, the same on each; `give_up` is called if the others do not come soon.
@@ -306,9 +307,9 @@ class RankWatch:
         flags: int,
         block: bytes | None,
         give_up: Callable[[], NoReturn] | None = None,
-    ) -> Exchange:
+    ) -> RankExchange:
         self._num_exchanges += 1
-        exchange = Exchange(self.transport, self._parts, self._num_exchanges, digests, flags, block)
+        exchange = RankExchange(self.transport, self._parts, self._num_exchanges, digests, flags, block)
         self._exchange = exchange
 
         def is_done() -> bool:
@@ -384,6 +385,7 @@ class RankWatch:
         while not is_done():
             num_turns += 1
             if num_turns & 31 and now - started < EAGER_SECONDS:
+                os.sched_yield()  # to a process that is not ours, too
                 continue
             now = time.monotonic()
             started = started or now

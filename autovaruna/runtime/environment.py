@@ -253,7 +253,8 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
             os.environ,
         )
     cores = sorted(os.sched_getaffinity(0))
-    places = world.gather_objects((world.hosts[world.rank], cores), "start: cores")
+    of_ranks = world.gather_objects(tuple(cores), "start: cores")
+    places = list(zip(world.hosts, of_ranks, strict=True))
     num_sharing = count_sharing(places, world.rank)
     transport.cores_per_rank = min(len(cores) / num_sharing, 1.0)
     share_threads(len(cores), num_sharing)

@@ -1,4 +1,4 @@
-"""Defines `Exchange`: what all ranks tell each other at once, in about log2(n) messages of each.
+"""Defines `RankExchange`: what all ranks tell each other at once, in about log2(n) messages of each.
 
     record   one for all: digests of what must be alike, each beside its complement, and flags. Those of all ranks are
              joined by bitwise or: where a digest and a complement share a bit, ranks differ
@@ -49,7 +49,7 @@ def keep_part(data: bytes | bytearray, parts: Parts) -> bool:
     return True
 
 
-class Exchange(TensorTransfer):
+class RankExchange(TensorTransfer):
     """One exchange, as one rank sees it; all ranks start theirs in one order, which `number` counts.
 
     Attributes:

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from autovaruna._torch import nccl_options
 from autovaruna.errors import ConfigError, RankError
 from autovaruna.planner.records import Plan
+from autovaruna.runtime.exchange import digest
 from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer
 from autovaruna.runtime.transport.layout import flat
@@ -315,13 +316,14 @@ def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[P
 def lacking_for_nccl(world: World, device: torch.device) -> list[str]:
     """Returns in words why NCCL cannot connect the ranks; nothing if it can. Collective."""
     identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    known = world.gather_objects((device.type, identity, dist.is_nccl_available()), "choosing a channel")
-    lacking = [f"rank {rank} computes on {kind}" for rank, (kind, _, _) in enumerate(known) if kind != "cuda"]
-    lacking += [f"rank {rank}'s PyTorch has no NCCL" for rank, (_, _, has_nccl) in enumerate(known) if not has_nccl]
-    first: dict[str, int] = {}
-    for rank, (kind, identity, _) in enumerate(known):
-        if kind == "cuda" and first.setdefault(identity, rank) != rank:
-            lacking.append(f"ranks {first[identity]} and {rank} share a GPU")
+    known = world.gather_objects((device.type, dist.is_nccl_available()), "choosing a channel")
+    lacking = [f"rank {rank} computes on {kind}" for rank, (kind, _) in enumerate(known) if kind != "cuda"]
+    lacking += [f"rank {rank}'s PyTorch has no NCCL" for rank, (_, has_nccl) in enumerate(known) if not has_nccl]
+    prints = world.exchange("choosing a channel", block=digest(identity.encode()).to_bytes(8, "little")).blocks()
+    first: dict[bytes, int] = {}
+    for rank, (kind, _) in enumerate(known):
+        if kind == "cuda" and first.setdefault(prints[rank], rank) != rank:
+            lacking.append(f"ranks {first[prints[rank]]} and {rank} share a GPU")
     return lacking
 
 

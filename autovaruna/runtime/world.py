@@ -21,7 +21,7 @@ from torch import Tensor
 from autovaruna.errors import AutoVarunaError, RankError, TraceError
 from autovaruna.log import error_text
 from autovaruna.runtime.deadlock import Event, Need, RankWatch
-from autovaruna.runtime.exchange import FAILED, Exchange
+from autovaruna.runtime.exchange import FAILED, RankExchange
 from autovaruna.runtime.reduction import Group, broadcast_in_tree
 from autovaruna.runtime.transport.base import (
     CARRIER_CHANNEL,
@@ -40,6 +40,7 @@ from autovaruna.runtime.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
 _MOST_LETTERS = 400  # of what a rank has that another one has not, in an error
+_SWAP_TAG = (1 << 20) - 2
 _IS_TRUE = 2  # a flag of an exchange
 _ERRORS = AutoVarunaError.__module__
 NextTensor = Callable[[Layout], Tensor | None]
@@ -169,7 +170,7 @@ class World:
         alike: bytes = b"",
         flags: int = 0,
         block: bytes | None = None,
-    ) -> Exchange:
+    ) -> RankExchange:
         """Exchanges with all ranks what must be alike, flags and a block: what ranks agree on in a step. Collective.
 
         Raises as `agree`.
@@ -292,7 +293,13 @@ class World:
 
         All ranks pass the same pairs. `has_host_memory` says whether all that this one sends and receives lies there.
         """
-        self.transport.open_rings(pairs, has_host_memory, self.gather_objects)
+        self.transport.open_rings(pairs, has_host_memory, self.swap_objects)
+
+    def swap_objects(self, values: Mapping[int, object]) -> dict[int, Any]:
+        """Sends a value to each of some ranks, and returns those that they send at the same time, by rank."""
+        for rank, value in values.items():
+            self.send_object(value, rank, _SWAP_TAG)
+        return {rank: self.receive_object(rank, _SWAP_TAG) for rank in values}
 
     # Groups of ranks.
 

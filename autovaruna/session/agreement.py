@@ -8,10 +8,13 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +23,6 @@ from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.world import World, differences
 from autovaruna.session.script_actions import Digest
-from autovaruna.session.totals import Totals, pack_totals, unpack_totals
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
@@ -28,12 +30,16 @@ _NUM_WHOLE_CALLS = 2  # calls of which all numbers are
 _OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
 _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
-_NUMBERS = struct.Struct("=qqqq")
+_HEAD, _UNKNOWN = struct.Struct("<IHHB"), (1 << 16) - 1
+"""The size of a mini-batch, the number of digests, the letters that say what its totals are, the number of metrics."""
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 
 
+Totals = list[Any]
+"""Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
 STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE, NORM_WANTED = 2, 4, 8, 16
-"""Flags of a report: the script is to end; this rank cannot take a snapshot for the manager; it is to leave its job."""
+"""Flags of a report: the script is to end; this rank cannot take a snapshot for the manager; it is to leave its job; the norm
+of gradients is asked for."""
 
 
 class Report(NamedTuple):
@@ -59,18 +65,33 @@ class Numbers(NamedTuple):
     metrics: tuple[float, ...] = ()  # what others are to show of it
 
     def to_bytes(self) -> bytes:
-        is_known = self.totals is not None
-        head = _NUMBERS.pack(self.batch_size, is_known, len(self.inputs), len(self.metrics))
-        numbers = array("q", self.inputs).tobytes() + array("d", self.metrics).tobytes()
-        return head + numbers + pack_totals(self.totals or [])
+        arrays = [np.asarray(total) for total in self.totals or ()]
+        words = ";".join(each.dtype.char + ",".join(map(str, each.shape)) for each in arrays).encode()
+        num_letters = _UNKNOWN if self.totals is None else len(words)
+        head = _HEAD.pack(self.batch_size, len(self.inputs), num_letters, len(self.metrics))
+        plain = array("q", self.inputs).tobytes(), array("d", self.metrics).tobytes()
+        return b"".join((head, words, *plain, *(each.tobytes() for each in arrays)))
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Numbers:
-        batch_size, is_known, num_inputs, num_metrics = _NUMBERS.unpack_from(data)
-        middle = _NUMBERS.size + 8 * num_inputs
-        end = middle + 8 * num_metrics
-        inputs, metrics = array("q", data[_NUMBERS.size : middle]), array("d", data[middle:end])
-        return cls(batch_size, tuple(inputs), unpack_totals(data[end:]) if is_known else None, tuple(metrics))
+        batch_size, num_inputs, num_letters, num_metrics = _HEAD.unpack_from(data)
+        start = _HEAD.size + num_letters % _UNKNOWN
+        middle = start + 8 * num_inputs
+        place = middle + 8 * num_metrics
+        inputs, metrics = array("q", data[start:middle]), array("d", data[middle:place])
+        totals = []
+        for dtype, shape in _layout(data[_HEAD.size : start]):
+            count = prod(shape)
+            totals.append(np.frombuffer(data, dtype, count, place).reshape(shape).tolist())
+            place += count * dtype.itemsize
+        return cls(batch_size, tuple(inputs), None if num_letters == _UNKNOWN else totals, tuple(metrics))
+
+
+@lru_cache(maxsize=64)
+def _layout(words: bytes) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Returns dtype and shape of each total: of ``l;d3,4`` a whole number and a matrix."""
+    each = words.decode().split(";") if words else []
+    return [(np.dtype(text[0]), tuple(map(int, filter(None, text[1:].split(","))))) for text in each]
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import TracedModel
 from autovaruna.runtime.batch import GlobalBatch
 from autovaruna.runtime.world import World, gather_on_all
-from autovaruna.session.agreement import SharedCall
-from autovaruna.session.totals import Totals
+from autovaruna.session.agreement import SharedCall, Totals
 
 
 def micro_batch_weights(

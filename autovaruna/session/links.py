@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from statistics import median
 
 import torch
@@ -65,8 +65,10 @@ def _measure_pairs(world: World, pairs: list[Pair], device: torch.device) -> dic
                 peer = sum(pair) - world.rank
                 small = one_way_seconds(world, peer, SHORT_BYTES, SHORT_TIMES, device)
                 mine[pair] = small, one_way_seconds(world, peer, LONG_BYTES, LONG_TIMES, device)
-    everywhere = world.gather_objects(mine, "measuring links") if pairs else []
-    return {pair: seconds for found in everywhere for pair, seconds in found.items()}
+    own = [pair for pair in pairs if max(pair) == world.rank]  # each pair once
+    rows = world.gather_numbers(chain(*map(mine.__getitem__, own)), "measuring links") if pairs else []
+    places = [iter(zip(row[::2], row[1::2], strict=True)) for row in rows]
+    return {pair: next(places[max(pair)]) for pair in pairs}
 
 
 def _link_of(small_seconds: float, large_seconds: float) -> LinkCost:
@@ -148,7 +150,7 @@ def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> Li
 
     def slowest(act: Callable[[], None], num_times: int) -> float:
         seconds = _median_seconds([act], num_times, device)
-        return float(max(world.gather_objects(seconds, "measuring links: all-reduce")))
+        return max(number for (number,) in world.gather_numbers((seconds,), "measuring links: all-reduce"))
 
     latency = slowest(lambda: world.all_reduce(tiny, ranks), SHORT_TIMES)
     seconds = slowest(sum_all, SUM_TIMES)

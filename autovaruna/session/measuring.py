@@ -15,6 +15,7 @@ from statistics import fmean, median, median_low
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -74,7 +75,8 @@ class SpeedWatch:
         pace = measure_pace(self.device)
         if self.world.transport.cores_per_rank < 1.0:  # who shares its core is in the plan
             pace = replace(pace, mean=pace.typical)
-        self._samples.append(self.world.gather_objects(pace, "measuring speeds"))
+        rows = self.world.gather_numbers((pace.typical, pace.mean), "measuring speeds")
+        self._samples.append([Pace(*row) for row in rows])
 
     def speeds(self) -> tuple[float, ...]:
         """Returns the speed of each rank by all samples so far: what a step gets.
@@ -271,10 +273,19 @@ def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> 
     lasting = lasting_parts(subject.traced, sizes)
     is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank
 
-    def known_here() -> dict[Key, PartCost]:
-        return cache.read(lasting) if cache and is_first_of_host else {}
+    here: dict[Key, PartCost] = {}
 
-    known = merge(gather_on_all(world, known_here, "reading saved measurements"))
+    def read() -> bytes:
+        here.update(cache.read(lasting) if cache and is_first_of_host else {})
+        return np.packbits([key in here for key in lasting]).tobytes()
+
+    what = "reading saved measurements"
+    rows = [np.unpackbits(np.frombuffer(bits, np.uint8)) for bits in gather_on_all(world, read, what)]
+    mine = {}
+    for place, key in enumerate(lasting):  # each goes once, from the last rank that has it
+        if key in here and not any(row[place] for row in rows[world.rank + 1 :]):
+            mine[key] = here[key]
+    known = merge(world.gather_objects(mine, what))
     with progress_bar("measuring", settings.progress and world.rank == 0) as advance:
         fresh = subject.measure(sizes, known, splits=splits, advance=advance)
     if cache and is_first_of_host:
@@ -300,7 +311,7 @@ def describe_cluster(
     overhead = _CALLS_OF_AN_INSTRUCTION * fmean(call_seconds(1, device))
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
     cores = world.transport.cores_per_rank if device.type == "cpu" else 1.0
-    known = world.gather_objects((memory, overhead, cores), "describing the machine")
+    known = world.gather_numbers((memory, overhead, cores), "describing the machine")
     return Cluster(
         hosts=world.hosts,
         memory_bytes=tuple(memory for memory, *_ in known),
@@ -348,7 +359,8 @@ def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device
                 mine = measure_step(optimizer, device)
         except Exception as error:
             logger.info("the step of %s cannot be tried out, and is left out: %s", type(optimizer).__name__, error)
-    known = world.gather_objects(mine, "measuring the optimizer")
+    numbers = mine.seconds_per_parameter, mine.seconds_per_byte, mine.work_of_all, mine.work_of_largest
+    known = [OptimizerCost(*row) for row in world.gather_numbers(numbers, "measuring the optimizer")]
     return OptimizerCost(
         median_low(cost.seconds_per_parameter for cost in known),
         median_low(cost.seconds_per_byte for cost in known),

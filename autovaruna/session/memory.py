@@ -98,7 +98,7 @@ def process_bytes_of(
     else:
         on_its_way = max(batch_bytes - _shared_bytes(), 0.0) if world.num_ranks > 1 else 0.0
         mine += (_PROCESS_BYTES if growth is None else growth) + on_its_way + _LATER_BYTES
-    return tuple(world.gather_objects(mine, "measuring what processes hold"))
+    return tuple(number for (number,) in world.gather_numbers((mine,), "measuring what processes hold"))
 
 
 def _shared_bytes() -> float:

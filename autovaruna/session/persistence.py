@@ -5,6 +5,7 @@ What is loaded before the plan is known waits for it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autovaruna.checkpoint.folder import together
+from autovaruna.checkpoint.host_memory import available_bytes
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
 from autovaruna.checkpoint.save import SaveOptions, Saver
 from autovaruna.checkpoint.source import CheckpointSource
@@ -23,6 +25,8 @@ from autovaruna.session.device import find_device
 from autovaruna.session.model import WrappedModel
 from autovaruna.session.optimizer_part import OptimizerPart
 from autovaruna.session.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -132,12 +136,25 @@ class Persistence:
         if model.engine is None or kwargs.get("keep_vars"):
             return dict(model.module.state_dict(*args, **kwargs))
         model.borrowed.write_back()
+        self._warn_of_memory()
         what, destination = f"state_dict{run.of_model}", kwargs.get("destination")
         whole = whole_state(model.state, model.placement, run.world, what, model.borrowed)
         entries = {kwargs.get("prefix", "") + name: value for name, value in whole.items()}
         if destination is not None:  # a module around the wrapper asks
             destination.update(entries)
         return entries
+
+    def _warn_of_memory(self) -> None:
+        """Warns, on the first rank of a host, where its ranks' copies of the model take more than what is free."""
+        world, state = self._run.world, self._model.state
+        here = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+        size, free = len(here) * sum(state.tensor(name).nbytes for name in state.places), available_bytes()
+        if size > free and world.rank == here[0]:
+            logger.warning(
+                "model.state_dict() gives each of the %d ranks of this host the whole model: it takes %.1f GB, and "
+                "%.1f GB are free. model.save_checkpoint(folder) does without: each rank writes its own part",
+                *(len(here), size / 1e9, free / 1e9),
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         """Loads a whole model's state, of which this rank takes its part; arguments as in plain PyTorch."""

@@ -39,6 +39,7 @@ from autovaruna.session.agreement import (
     Report,
     SameInputs,
     SharedCall,
+    Totals,
     compare_settings,
     input_groups,
     share_call,
@@ -54,7 +55,6 @@ from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import GivenPlan, Preparation
 from autovaruna.session.recheck import TraceRecheck
 from autovaruna.session.run import Run
-from autovaruna.session.totals import Totals
 from autovaruna.session.traces import Traces
 
 logger = logging.getLogger(__name__)

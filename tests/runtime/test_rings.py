@@ -242,7 +242,7 @@ def rings_between(num_ranks: int, pairs: list[tuple[int, int]], can_share: Calla
     """Opens rings on ranks of one process, tries each, and says which each rank has."""
 
     def tried(world: World) -> str:
-        senders, receivers = open_rings(world.rank, world.hosts, pairs, can_share(world.rank), world.gather_objects)
+        senders, receivers = open_rings(world.rank, world.hosts, pairs, can_share(world.rank), world.swap_objects)
         for there, ring in senders.items():
             send(ring, torch.tensor([world.rank, there]), 0)
         world.barrier("sent")

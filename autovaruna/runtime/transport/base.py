@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -28,8 +28,8 @@ SMALL_BYTES = 4 << 10
 
 Pair = tuple[int, int]
 """The rank that sends, and the one that receives."""
-Gather = Callable[[object, str], list[Any]]
-"""Returns the objects that all ranks pass, by rank, for a collective of a label."""
+Swap = Callable[[Mapping[int, object]], dict[int, Any]]
+"""Sends a value to each of some ranks, and returns those that they send at the same time."""
 
 
 class TensorTransfer(ABC):
@@ -145,7 +145,7 @@ class Transport(ABC):
         """Starts to receive the same parts."""
         return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
 
-    def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:  # noqa: B027 - most have none
+    def open_rings(self, pairs: Iterable[Pair], can_share: bool, swap: Swap) -> None:  # noqa: B027 - most have none
         """Opens rings between ranks of one host, as `World.open_rings`."""
 
     def brings(self, source: int, layouts: Sequence[Layout]) -> bool:

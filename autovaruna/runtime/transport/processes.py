@@ -16,8 +16,8 @@ from autovaruna.runtime.transport.base import (
     CHANNELS,
     DONE,
     TENSOR_CHANNEL,
-    Gather,
     Pair,
+    Swap,
     TensorTransfer,
     Transport,
     show,
@@ -85,9 +85,9 @@ class ProcessTransport(Transport):
             return super().post_receives(tensors, source, channel, tag)
         return [self.receive_far(part, source, channel, tag) for each in tensors for part in split(each)]
 
-    def open_rings(self, pairs: Iterable[Pair], can_share: bool, gather: Gather) -> None:
+    def open_rings(self, pairs: Iterable[Pair], can_share: bool, swap: Swap) -> None:
         new = set(pairs) - self._ring_pairs
-        senders, receivers = open_rings(self.rank, self.hosts, new, can_share, gather)
+        senders, receivers = open_rings(self.rank, self.hosts, new, can_share, swap)
         self._ring_pairs |= new
         self._rings_to |= senders
         self._rings_from |= receivers

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autovaruna.runtime.transport.base import Arrival, Departure, Gather, Pair, TensorTransfer, check_size
+from autovaruna.runtime.transport.base import Arrival, Departure, Pair, Swap, TensorTransfer, check_size
 from autovaruna.runtime.transport.layout import Layout
 
 NUMBER_BYTES = 8
@@ -53,7 +53,6 @@ BORROWED_START = NUM_SLOTS * (HEADER_BYTES + SLOT_BYTES)
 PASSING_START = BORROWED_START + BORROWED_BYTES
 NUM_BYTES = PASSING_START + _PASSING_BYTES
 _TOKEN_BYTES = 16
-_WHAT = "opening rings"
 _CLOSED_ON_EXEC = 1
 _ORDERED = ("x86_64", "AMD64")
 """Processors whose cores see each other's writes in the order in which they were made."""
@@ -258,9 +257,9 @@ class _Memory(NamedTuple):
 
 
 def open_rings(
-    rank: int, hosts: tuple[str, ...], pairs: Iterable[Pair], can_share: bool, gather: Gather
+    rank: int, hosts: tuple[str, ...], pairs: Iterable[Pair], can_share: bool, swap: Swap
 ) -> tuple[dict[int, RingSender], dict[int, RingReceiver]]:
-    """Opens a ring for each of the pairs, the same on every rank, that can share memory. Collective.
+    """Opens a ring for each of the pairs, the same on every rank, that can share memory.
 
     Returns:
         The rings to other ranks, and those from other ranks, by these. Both ends have a ring, or none.
@@ -270,14 +269,15 @@ def open_rings(
         return {}, {}
     sources = [source for source, there in near if there == rank and can_share]
     made = {source: memory for source in sources if (memory := _memory()) is not None}
-    offers = gather({source: each.offer for source, each in made.items()}, _WHAT)
-    wanted = {there: offers[there].get(rank) for source, there in near if source == rank and can_share}
+    partners = sorted({other for pair in near if rank in pair for other in pair if other != rank})
+    offers = swap({other: made[other].offer if other in made else None for other in partners})
+    wanted = {there: offers[there] for source, there in near if source == rank and can_share}
     found = {there: seen for there, offer in wanted.items() if offer and (seen := _memory_of(offer)) is not None}
-    reached = gather(set(found), _WHAT)
+    reached = swap({other: other in found for other in partners})
     for each in made.values():
         os.close(each.file)
     senders = {there: RingSender(seen) for there, seen in found.items()}
-    return senders, {source: RingReceiver(made[source].memory, source) for source in made if rank in reached[source]}
+    return senders, {source: RingReceiver(made[source].memory, source) for source in made if reached[source]}
 
 
 def _memory() -> _Memory | None:

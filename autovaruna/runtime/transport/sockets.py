@@ -1,15 +1,19 @@
 """Defines `SocketTransport`: ranks that a launcher of torch.distributed started (torchrun, accelerate), over TCP.
 
 store    where the launcher says (MASTER_ADDR); ranks find each other's addresses there, and a secret
-data     one connection for each pair of ranks; a message is a header and its bytes, in the order sent
-life     one connection of each rank with rank 0; a thread of each hears there that a rank has ended, and ends all
+data     a connection for each direction of a pair of ranks, opened by its first message; a message is a header and its
+         bytes, in the order sent
+life     a tree: one connection of each rank with the one above it; a thread of each hears there that a rank has ended,
+         passes it on, and ends its own
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ctypes import c_char
 from datetime import timedelta
+from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 from secrets import token_bytes
@@ -43,10 +48,11 @@ _NOTICE_CHANNEL = 1 << 16
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI?")
 """The secret of the job, the rank that connects, and whether the connection is for data."""
-_GREETING_SECONDS = 10.0
 _START_SECONDS, _REPORT_SECONDS = 1800.0, 30.0
 """How long ranks wait for those that have not come to their first call, and after what time they say so."""
 _CHECK_SECONDS = 1.0
+_BRANCHES = 8
+"""Ranks right below one in the tree of lives."""
 _AT_ONCE = 64
 """Buffers that one call of the system takes."""
 _GOODBYE, _END = b"b", b"e"
@@ -58,15 +64,19 @@ Key = tuple[int, int]
 
 
 class Peer:
-    """The connection with a rank, never blocking; `outgoing` is not `incoming` where that is this rank itself."""
+    """The connections with a rank: one to it, made by `connect` at the first message, and one from it; never blocking.
 
-    def __init__(self, outgoing: socket.socket, incoming: socket.socket) -> None:
-        outgoing.setblocking(False)
-        incoming.setblocking(False)
-        self.outgoing, self.incoming = outgoing, incoming
+    Its notices go to `notices`.
+    """
+
+    def __init__(
+        self, rank: int, connect: Callable[[int], socket.socket], notices: deque[tuple[int, bytearray]]
+    ) -> None:
+        self._rank, self._connect, self._notices = rank, connect, notices
+        self.outgoing: socket.socket | None = None
+        self.incoming: socket.socket | None = None
         self.posted: defaultdict[Key, deque[Arrival]] = defaultdict(deque)
         self.early: defaultdict[Key, deque[bytearray]] = defaultdict(deque)
-        self.notices: deque[bytearray] = deque()
         self._out: deque[memoryview] = deque()
         self._leaving: deque[tuple[int, Departure]] = deque()  # what has left once so many bytes have
         self._num_out = self._num_left = 0
@@ -92,10 +102,12 @@ class Peer:
     def push(self) -> None:
         while self._out and self._is_open:
             try:
+                self.outgoing = self.outgoing or self._connect(self._rank)
                 num_sent = self.outgoing.sendmsg([self._out[i] for i in range(min(_AT_ONCE, len(self._out)))])
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError:  # the other rank has ended, which its other connection tells
+            except OSError as error:  # the other rank has ended, which the tree of lives tells
+                refuse_descriptors(error)
                 self._is_open = False
                 break
             self._num_left += num_sent
@@ -107,20 +119,22 @@ class Peer:
         while self._leaving and self._leaving[0][0] <= self._num_left:
             self._leaving.popleft()[1].has_left = True
 
-    def pull(self) -> None:
-        while self._is_open:
+    def pull(self) -> bool:
+        """Takes what has come; returns whether more may come."""
+        while self.incoming is not None:
             try:
                 num_bytes = self.incoming.recv_into(self._into)
             except (BlockingIOError, InterruptedError):
-                return
+                return True
             except OSError:
                 num_bytes = 0
             if num_bytes == 0:
-                self._is_open = False
-                return
+                self.incoming, self._is_open = None, False
+                return False
             self._into = self._into[num_bytes:]
             if not len(self._into):
                 self._end_part()
+        return False
 
     def _end_part(self) -> None:
         """Goes on from a whole header to its message, or delivers a whole message."""
@@ -139,7 +153,7 @@ class Peer:
         if isinstance(body, Arrival):
             body.has_come(size)
         elif channel == _NOTICE_CHANNEL:
-            self.notices.append(body)
+            self._notices.append((self._rank, body))
         elif self.posted[channel, tag]:
             _fill(self.posted[channel, tag].popleft(), body)
         else:
@@ -160,34 +174,101 @@ class SocketTransport(ProcessTransport):
         if rank == 0:
             store.set("token", token_bytes(_TOKEN_BYTES).hex())
         family, own = own_address(master)
-        with socket.create_server((own, 0), family=family, backlog=2 * num_ranks) as server:
-            host, port = server.getsockname()[:2]
-            store.set(f"rank {rank}", f"{socket.gethostname()} {host} {port}")
-            await_ranks(store, num_ranks, check)
-            token = bytes.fromhex(store.get("token").decode())
-            places = [store.get(f"rank {other}").decode().split() for other in range(num_ranks)]
-            self.hosts = tuple(name for name, _, _ in places)
-            found = {(other, True): _call(places[other], (token, rank, True)) for other in range(rank)}
-            if rank:
-                found[0, False] = _call(places[0], (token, rank, False))
-            expected = {(other, True) for other in range(rank + 1, num_ranks)}
-            expected |= {(other, False) for other in range(1, num_ranks)} if rank == 0 else set()
-            found |= _answer(server, token, expected)
-        self._peers = {other: Peer(each, each) for (other, is_data), each in found.items() if is_data}
-        self._peers[rank] = Peer(*socket.socketpair())
-        self._life = Life(rank, {other: each for (other, is_data), each in found.items() if not is_data})
+        self._selector = selectors.DefaultSelector()
+        self._server = socket.create_server((own, 0), family=family, backlog=2 * num_ranks)
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        host, port = self._server.getsockname()[:2]
+        store.set(f"rank {rank}", f"{socket.gethostname()} {host} {port}")
+        await_ranks(store, num_ranks, check)
+        self._token = bytes.fromhex(store.get("token").decode())
+        texts = store.multi_get([f"rank {other}" for other in range(num_ranks)])
+        names, hosts, ports = zip(*(text.decode().split() for text in texts), strict=True)
+        self.hosts, self._places = names, [(host, int(port)) for host, port in zip(hosts, ports, strict=True)]
+        self._notices: deque[tuple[int, bytearray]] = deque()
+        self._late: list[tuple[Peer, Departure]] = []  # notices that have not left
+        self._peers: dict[int, Peer] = {}
+        self._lives: dict[int, socket.socket] = {}
+        if rank:
+            above = (rank - 1) // _BRANCHES
+            self._lives[above] = self._connect(above, is_data=False)
+            self._lives[above].setblocking(True)
+        below = range(rank * _BRANCHES + 1, num_ranks)[:_BRANCHES]
+        while not self._lives.keys() >= set(below):
+            self._look(_CHECK_SECONDS)
+        self._life = Life(rank, self._lives)
         os.register_at_fork(after_in_child=self._forget)
+
+    # Connections.
+
+    def _peer(self, rank: int) -> Peer:
+        if rank not in self._peers:
+            self._peers[rank] = Peer(rank, self._connect, self._notices)
+        return self._peers[rank]
+
+    def _connect(self, rank: int, *, is_data: bool = True) -> socket.socket:
+        connection = socket.create_connection(self._places[rank])
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_GREETING.pack(self._token, self.rank, is_data))
+        connection.setblocking(False)
+        return connection
+
+    def _accept(self) -> None:
+        """Accepts a connection, whose first bytes will say whose it is."""
+        try:
+            connection, _ = self._server.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as error:
+            refuse_descriptors(error)
+            raise
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, connection, bytearray()))
+
+    def _greet(self, connection: socket.socket, given: bytearray) -> None:
+        """Reads who connects; a stranger, who does not know the secret, is turned away."""
+        with suppress(BlockingIOError, InterruptedError):
+            data = b""
+            with suppress(ConnectionError):
+                data = connection.recv(_GREETING.size - len(given))
+            given += data
+            if data and len(given) < _GREETING.size:
+                return
+            self._selector.unregister(connection)
+            token, rank, is_data = _GREETING.unpack(given.ljust(_GREETING.size, b"\0"))
+            if not compare_digest(token, self._token) or rank >= len(self.hosts):
+                connection.close()
+            elif is_data:
+                peer = self._peer(rank)
+                peer.incoming = connection
+                self._selector.register(connection, selectors.EVENT_READ, partial(self._pull, peer, connection))
+            else:
+                connection.setblocking(True)
+                self._lives[rank] = connection
+
+    def _pull(self, peer: Peer, connection: socket.socket) -> None:
+        if not peer.pull():
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _look(self, seconds: float = 0.0) -> None:
+        """Sends and takes what goes without waiting, or waits so long for something to come."""
+        for peer in list(self._peers.values()):
+            if not peer.is_quiet:
+                peer.push()
+        for key, _ in self._selector.select(seconds):
+            key.data()
 
     # Messages.
 
     def send_far(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
         departure = Departure(self, tensor)
-        self._peers[destination].send((channel, tag), memory_of(tensor), departure)
+        self._peer(destination).send((channel, tag), memory_of(tensor), departure)
         return DONE if departure.has_left else departure
 
     def receive_far(self, tensor: Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
         arrival = Arrival(self, source, tensor, needs_calls=tensor.nbytes > SMALL_BYTES)
-        peer = self._peers[source]
+        peer = self._peer(source)
         if early := peer.early.get((channel, tag)):
             _fill(arrival, early.popleft())
         else:
@@ -196,26 +277,26 @@ class SocketTransport(ProcessTransport):
 
     def advance(self) -> None:
         super().advance()
-        for peer in self._peers.values():
-            peer.push()
-            peer.pull()
+        self._look()
 
     # Notices.
 
     def send_notice(self, data: bytes, destination: int) -> None:
-        self._peers[destination].send((_NOTICE_CHANNEL, 0), memoryview(data), Departure(self, None))
+        departure, peer = Departure(self, None), self._peer(destination)
+        peer.send((_NOTICE_CHANNEL, 0), memoryview(data), departure)
+        if not departure.has_left:
+            self._late.append((peer, departure))
 
     def are_notices_out(self) -> bool:
-        for peer in self._peers.values():
-            peer.push()
-        return all(peer.is_quiet for peer in self._peers.values())
+        if self._late:
+            self._look()
+            self._late = [(peer, each) for peer, each in self._late if not (each.has_left or peer.is_quiet)]
+        return not self._late
 
     def poll_notices(self) -> Iterator[tuple[int, bytearray]]:
-        for source, peer in self._peers.items():
-            peer.push()
-            peer.pull()
-            while peer.notices:
-                yield source, peer.notices.popleft()
+        self._look()
+        while self._notices:
+            yield self._notices.popleft()
 
     # The end.
 
@@ -241,14 +322,16 @@ class SocketTransport(ProcessTransport):
 
     def _forget(self) -> None:
         """Closes what a child process has inherited: its parent's end must show."""
-        for connection in [*(peer.outgoing for peer in self._peers.values()), *self._life.connections.values()]:
-            connection.close()
+        of_peers = [each for peer in self._peers.values() for each in (peer.outgoing, peer.incoming)]
+        for connection in [self._server, *of_peers, *self._lives.values()]:
+            if connection is not None:
+                connection.close()
 
 
 class Life:
     """Ends this rank with the others, whatever it does, in a thread of its own.
 
-    Its connections are with rank 0, or, on it, with all others.
+    Its connections are with the rank above it and those below it, to which it passes on that one has ended.
     """
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
@@ -277,12 +360,11 @@ class Life:
                     self._end_with(key.data, word)
 
     def _end_with(self, other: int, word: bytes) -> None:
-        """Ends this rank, and on rank 0 all others, since one has ended; says so if that one could not."""
+        """Ends this rank and the others, since one has ended; says so if that one could not."""
         self.is_ending = True
         status = word[1] if word[:1] == _END and len(word) > 1 else 1
-        if self._rank == 0:
-            self.tell(_END + bytes([status]))
-        if not word and self._rank <= 1:
+        self.tell(_END + bytes([status]))
+        if not word and (other > self._rank or self._rank == 1):  # the one above it, or of rank 0 the first below
             write_error(f"rank {other} has ended without a word: it was killed, or has no memory left.\n")
         time.sleep(_LAUNCHER_SECONDS)
         os._exit(status)
@@ -318,42 +400,27 @@ def own_address(master: tuple[str, int]) -> tuple[socket.AddressFamily, str]:
 def await_ranks(store: Any, num_ranks: int, check: Callable[[], None]) -> None:
     """Returns once every rank has come; raises a `RankError` if one has not, for half an hour."""
     began, has_told, checked = time.monotonic(), False, 0.0
-    while missing := [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]:
+    num_here = store.add("ranks", 1)
+    while num_here < num_ranks:
         waited = time.monotonic() - began
-        if waited > _START_SECONDS:
-            raise RankError(f"ranks {missing} have not come to their first call within {_START_SECONDS:.0f} s.")
-        if waited > _REPORT_SECONDS and not has_told:
+        if waited > _START_SECONDS or (waited > _REPORT_SECONDS and not has_told):
+            missing = [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]
+            if waited > _START_SECONDS:
+                raise RankError(f"ranks {missing} have not come to their first call within {_START_SECONDS:.0f} s.")
             has_told = True
             logger.warning("ranks %s have not come to their first call for %.0f s", missing, waited)
         if waited > checked + _CHECK_SECONDS:
             checked = waited
             check()
         time.sleep(0.01 if waited < 1 else 0.1)
+        num_here = store.add("ranks", 0)
 
 
-def _call(place: list[str], greeting: tuple[bytes, int, bool]) -> socket.socket:
-    _, host, port = place
-    connection = socket.create_connection((host, int(port)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_GREETING.pack(*greeting))
-    return connection
-
-
-def _answer(
-    server: socket.socket, token: bytes, expected: set[tuple[int, bool]]
-) -> dict[tuple[int, bool], socket.socket]:
-    """Accepts the connections of other ranks; those of strangers, who do not know the secret, are closed."""
-    found: dict[tuple[int, bool], socket.socket] = {}
-    while expected - found.keys():
-        connection, _ = server.accept()
-        connection.settimeout(_GREETING_SECONDS)
-        given, rank, is_data = b"", -1, False
-        with suppress(OSError, struct.error):
-            given, rank, is_data = _GREETING.unpack(connection.recv(_GREETING.size, socket.MSG_WAITALL))
-        if not compare_digest(given, token) or (rank, is_data) not in expected:
-            connection.close()
-            continue
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        found[rank, is_data] = connection
-    return found
+def refuse_descriptors(error: OSError) -> None:
+    """Raises a `RankError` that names the number to set if an error says that descriptors do not suffice."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise RankError(
+            f"No descriptor is left for a connection with another rank: this process may have {limit}. Set "
+            f"`ulimit -n {max(4096, 2 * limit)}` in the shell that starts the ranks, on every host."
+        ) from error
