@@ -142,7 +142,7 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
     first = run.steps[-1][1] + 1
     with job(ElasticRun(hosts, script, [*options, "--keep_seconds", "1"], listed=["h1", "h2"])) as other:
-        other.wait_for_steps(5)
+        other.wait_for_steps(5, START_SECONDS)
         assert [line for _, line in other.lines if "] begin " in line] == [f"[0] begin {first}"], other.text
         other.command.send_signal(signal.SIGKILL)
         assert not leftovers(hosts, CLEAN_SECONDS), other.text
