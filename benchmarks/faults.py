@@ -5,7 +5,7 @@ A job trains a model with dropout, AdamW and a scheduler on 3 hosts of a rank ea
 strikes a step, or, one time in four, the recovery from the fault before it. Root only.
 
 python benchmarks/faults.py [--faults N] [--seed S] [--faults-per-job K] [--only KIND ...] [--hosts H] [--patience P]
-    [--processor SECONDS]    # what share of a core the manager takes, too
+    [--processor SECONDS]    # what share of a core the manager takes, too, where it writes no checkpoints
 """
 
 from __future__ import annotations
@@ -349,7 +349,9 @@ def strike_job(
     hosts: Hosts, draw: random.Random, count: int, options: argparse.Namespace, faults: list[Fault]
 ) -> list[str]:
     """Strikes one job so many times, ends it, and compares it with one process."""
-    words = ["--max_restarts", "1000", "--checkpoints", str(hosts.shared / "checkpoints"), "--checkpoint_seconds", "2"]
+    words = ["--max_restarts", "1000"]
+    if not options.processor:
+        words += ["--checkpoints", str(hosts.shared / "checkpoints"), "--checkpoint_seconds", "2"]
     words += ["--start_seconds", f"{30 * options.patience:g}"] + ["--slow_factor", "100"] * ("slow" not in options.only)
     width, num_layers = WIDTH if "slow" in options.only else 32, max(4, len(hosts.names))
     script = [SCRIPT, NUM_STEPS, STEP_SECONDS, hosts.shared / "last", width, num_layers]

@@ -52,7 +52,12 @@ class SlowHosts:
 
     @property
     def wants_plan(self) -> bool:
-        """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now."""
+        """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now.
+
+        One rank alone has all to do, however slow it is.
+        """
+        if sum(count for _, count in self._run) < 2:
+            return False
         others = [self._speeds[place] for place in self._used().keys() ^ self._planned_for[self._run]]
         return any(each.lasts for each in others) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
 

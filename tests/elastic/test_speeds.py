@@ -211,6 +211,7 @@ def test_each_set_of_hosts_has_its_own_plan(slow_hosts: SlowHosts):
     others = {"h1": 2, "h2": 2}
     assert slow_hosts.begin(others) and slow_hosts.factors() == (1.2, 1.0, 1.0, 1.0)
     assert slow_hosts.begin(RANKS) and not slow_hosts.begin(others)  # each of the plans has been made once
+    assert not slow_hosts.begin({"h1": 1}), "one rank alone has all to do"
 
 
 def test_a_rank_that_is_slow_now_and_then_hides_no_other_and_fills_no_screen(

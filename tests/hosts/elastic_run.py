@@ -92,7 +92,7 @@ class ElasticRun:
         new.write_text("".join(f"{name}\n" for name in names))
         new.replace(self._machines)
 
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
         """Waits until a condition holds while the job runs; AssertionError, with all that it printed, if not."""
         try:
             wait_for(lambda: condition() or self.command.poll() is not None, what, seconds)
@@ -100,12 +100,12 @@ class ElasticRun:
             raise AssertionError(f"{error}\n{self.text}") from None
         assert condition(), f"the job ended with status {self.command.poll()} before {what}\n{self.text}"
 
-    def wait_for_steps(self, count: int, seconds: float = 60.0) -> None:
+    def wait_for_steps(self, count: int, seconds: float = 120.0) -> None:
         """Waits until so many more steps are done."""
         goal = len(self.steps) + count
         self.wait(lambda: len(self.steps) >= goal, f"{count} more steps", seconds)
 
-    def wait_for_event(self, kind: str, since: int, seconds: float = 60.0, **details: Any) -> dict[str, Any]:
+    def wait_for_event(self, kind: str, since: int, seconds: float = 120.0, **details: Any) -> dict[str, Any]:
         """Returns the first event of a kind, and with some details, after the first `since` events."""
 
         def found() -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ class ElasticRun:
 
         self.wait(is_so, f"training on {names}", seconds)
 
-    def finish(self, seconds: float = 60.0) -> int:
+    def finish(self, seconds: float = 120.0) -> int:
         """Returns the status at the job's end; AssertionError if it does not end in time."""
         try:
             status = self.command.wait(seconds)

@@ -26,6 +26,7 @@ NOTICED_SECONDS = CLEAN_SECONDS = 10.0
 STEP_SECONDS = 0.05
 MOST_STEPS = 100_000
 MOST_LOST = 40
+START_SECONDS = 240.0
 FILLING = "/dev/shm/filling"
 SAMPLED = Path(__file__).with_name("sampled_train.py")
 
@@ -103,6 +104,7 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
     saved = str(hosts.shared / "saved")
     options, script = ["--checkpoints", saved], [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS), saved]
     with job(ElasticRun(hosts, script, [*options, "--start_seconds", "20"])) as run:
+        run.wait_for_steps(5, START_SECONDS)
         for rank in some((1, 0), 1):
             ended = blamed(run, lambda rank=rank: run.strike(run.ranks()[rank][1]))
             assert f"rank {rank} was ended by SIGKILL" in ended["text"] and not ended["lost"]
@@ -140,7 +142,7 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
     first = run.steps[-1][1] + 1
     with job(ElasticRun(hosts, script, [*options, "--keep_seconds", "1"], listed=["h1", "h2"])) as other:
-        other.wait_for_steps(5)
+        other.wait_for_steps(5, START_SECONDS)
         assert [line for _, line in other.lines if "] begin " in line] == [f"[0] begin {first}"], other.text
         other.command.send_signal(signal.SIGKILL)
         assert not leftovers(hosts, CLEAN_SECONDS), other.text
@@ -169,7 +171,7 @@ def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
     script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), "0.02"]
     slow = hosts.shared / "slow"
     with job(ElasticRun(hosts, script, ["--no_standby"] if WHOLE else [])) as run:
-        run.wait_for_steps(5)
+        run.wait_for_steps(5, START_SECONDS)
         slow.touch()
         run.list_hosts(["h1", "h2"])
         told = hosts.run("h1", [sys.executable, "-m", "autovaruna", "notify", "h2", "--seconds", "60"])
