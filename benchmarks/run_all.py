@@ -25,6 +25,7 @@ SCRIPTS = {
     "data_parallel": "Against DistributedDataParallel",
     "shared_optimizer": "Replicas that share AdamW's state",
     "scaling": "A step as it grows",
+    "agreement": "What ranks tell each other in a step",
     "overhead": "One rank against plain PyTorch",
     "tracing": "What a trace of events costs",
     "prediction": "Predicted seconds and bytes against measured ones",
@@ -32,6 +33,7 @@ SCRIPTS = {
     "checkpoint_delay": "Steps with a checkpoint in the background",
 }
 NO_QUICK = {
+    "agreement": ["--times", "50", "--ranks", "2", "8"],
     "overhead": ["--seconds", "6"],
     "prediction": ["--steps", "3", "--turns", "1", "--only", "1f1b"],
     "checkpoint": ["--gigabytes", "0.25"],
