@@ -26,6 +26,7 @@ SCRIPTS = {
     "shared_optimizer": "Replicas that share AdamW's state",
     "scaling": "A step as it grows",
     "crowded": "Ranks that share cores",
+    "agreement": "What ranks tell each other in a step",
     "overhead": "One rank against plain PyTorch",
     "tracing": "What a trace of events costs",
     "prediction": "Predicted seconds and bytes against measured ones",
@@ -33,6 +34,7 @@ SCRIPTS = {
     "checkpoint_delay": "Steps with a checkpoint in the background",
 }
 NO_QUICK = {
+    "agreement": ["--times", "50", "--ranks", "2", "8"],
     "overhead": ["--seconds", "6"],
     "prediction": ["--steps", "3", "--turns", "1", "--only", "1f1b"],
     "checkpoint": ["--gigabytes", "0.25"],

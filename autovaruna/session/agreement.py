@@ -38,8 +38,8 @@ _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 Totals = list[Any]
 """Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
 STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE, NORM_WANTED = 2, 4, 8, 16
-"""Flags of a report: the script is to end; this rank cannot take a snapshot for the manager; it is to leave its job; the norm
-of gradients is asked for."""
+"""Flags of a report: the script is to end; this rank cannot take a snapshot for the manager; it is to leave its job; it
+wants the norm of gradients."""
 
 
 class Report(NamedTuple):
