@@ -53,12 +53,12 @@ class Bounds:
                 held.setdefault(rank, []).append((stage, replica))
         ranks = (_rank_bound(pipeline, self.paths, mine) for mine in held.values())
         stages = (_stage_bound(pipeline, self.paths, stage) for stage in range(pipeline.num_stages))
-        return max(*ranks, *stages, self._busy_seconds() / pipeline.cores)
+        shared = self._busy_seconds() / pipeline.cores if pipeline.cores < math.inf else 0.0
+        return max(*ranks, *stages, shared)
 
     def _busy_seconds(self) -> float:
         """Returns what all ranks together are busy at least."""
-        pipeline, paths = self.pipeline, self.paths
-        work = 0.0
+        pipeline, paths, work = self.pipeline, self.paths, 0.0
         for stage, times in enumerate(pipeline.stages):
             for replica in range(times.num_replicas):
                 each = paths.on(stage, replica)

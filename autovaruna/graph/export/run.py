@@ -311,8 +311,7 @@ class ExportAttempt:
             modules_followed(),
             without_cudnn() as has_cudnn,
         ):
-            idioms = Idioms(keeper.functions)
-            flat = FlatCall(self, keeper, idioms)
+            flat = FlatCall(self, keeper, Idioms(keeper.functions))
             try:
                 graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
                 if drawn:
@@ -320,7 +319,7 @@ class ExportAttempt:
             except InputError:
                 raise
             except Exception as error:
-                self._stop(error, flat, mode, drawn, idioms.function_of(error))
+                self._stop(error, flat, mode, drawn)
         output_tree, left = self.reports[-1]
         constants, markers = self._tidy(graph_module)
         allow_cudnn(graph_module, has_cudnn)
@@ -362,16 +361,9 @@ class ExportAttempt:
         check_operations(graph_module)
         return graph_module
 
-    def _stop(
-        self,
-        error: Exception,
-        flat: FlatCall,
-        mode: FakeTensorMode,
-        drawn: Sequence[str],
-        function: NamedFunction | None,
-    ) -> NoReturn:
+    def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str]) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
-        kept = self.kept
+        kept, function = self.kept, flat.idioms.function_of(error)
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.may_show_tracing):
             raise error
         if isinstance(error, StateError) and is_of_keeper(error):

@@ -29,6 +29,7 @@ from autovaruna.graph.tree import Constant, Opaque, flatten
 _calls: dict[str, OpaqueModule] = {}
 NamedFunction = tuple[str, Callable[..., Any]]
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
+_thread: Any = local()
 Spare = tuple[nn.Module | CannotKeepError, Sequence[Tensor]]
 """What a module is tried out with: a copy, or why there is none, and the module's own tensors."""
 
@@ -43,13 +44,6 @@ def _module(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key:
 def _fake(tensors: Sequence[Tensor], state: Sequence[Tensor], batch: int, key: str) -> list[Tensor]:
     device = (*tensors, *state)[0].device
     return [line.make(batch, device) for line in _calls[key].returned.tensors]
-
-
-class _TracingThread(local):
-    keeper: OpaqueCalls | None = None
-
-
-_thread = _TracingThread()
 
 
 def keep_whole(function: _Callable) -> _Callable:
@@ -75,10 +69,9 @@ def keep_whole(function: _Callable) -> _Callable:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _thread.keeper is None:
-            return function(*args, **kwargs)
+        keeper: OpaqueCalls | None = getattr(_thread, "keeper", None)  # of the trace on this thread
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        return _thread.keeper.call_function(name, function, *args, **kwargs)
+        return function(*args, **kwargs) if keeper is None else keeper.call_function(name, function, *args, **kwargs)
 
     return call  # type: ignore[return-value]
 
