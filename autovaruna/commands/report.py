@@ -134,10 +134,11 @@ def advice(run: RunFolder) -> list[str]:
     if odd := [each["step"] for each in run.steps if not math.isfinite(each.get("loss", 0.0))]:
         words.append(f"The loss is not a number from step {odd[0]} on: lower the learning rate, or clip gradients.")
     on_host = max(start["hosts"].count(host) for host in start["hosts"])
-    if on_host * start["num_threads"] > start["num_cores"]:
+    threads = start["num_threads"]
+    if on_host * threads > start["num_cores"]:
         words.append(
-            f"{on_host} ranks of one host share {start['num_cores']} cores and work in turns (threads of each: "
-            f"{start['num_threads']}). Start fewer ranks a host, or set OMP_NUM_THREADS=1."
+            f"{on_host} ranks of one host share {start['num_cores']} cores and work in turns (threads: {threads}). "
+            f"Start fewer ranks a host{', or set OMP_NUM_THREADS=1' if threads > 1 else ''}."
         )
     if run.deployment is not None:
         words += _about_stages(run, run.deployment.plan)
