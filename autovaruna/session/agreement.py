@@ -48,7 +48,7 @@ class Report(NamedTuple):
     key: str
     actions: Digest  # of what its script has done since the start
     flags: int
-    numbers: CallNumbers
+    numbers: BatchNumbers
 
     @property
     def alike(self) -> tuple[str, str]:
@@ -56,7 +56,7 @@ class Report(NamedTuple):
         return self.key, repr(self.actions)
 
 
-class CallNumbers(NamedTuple):
+class BatchNumbers(NamedTuple):
     """What a rank reports that may differ: of its mini-batch."""
 
     batch_size: int
@@ -73,7 +73,7 @@ class CallNumbers(NamedTuple):
         return b"".join((head, words, *plain, *(each.tobytes() for each in arrays)))
 
     @classmethod
-    def of_bytes(cls, data: bytes) -> CallNumbers:
+    def of_bytes(cls, data: bytes) -> BatchNumbers:
         batch_size, num_inputs, num_letters, num_metrics = _HEAD.unpack_from(data)
         start = _HEAD.size + num_letters % _UNKNOWN
         middle = start + 8 * num_inputs
@@ -155,7 +155,7 @@ def share_call(
     call: CallSpec,
     tensors: Sequence[Tensor],
     alike: Sequence[tuple[str, str]],
-    numbers: Sequence[CallNumbers],
+    numbers: Sequence[BatchNumbers],
     actions: Callable[[], Mapping[str, str]],
     *,
     number: int,

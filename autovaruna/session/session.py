@@ -35,7 +35,7 @@ from autovaruna.session.agreement import (
     SNAPSHOT_LACKS,
     STOP_WANTED,
     TO_LEAVE,
-    CallNumbers,
+    BatchNumbers,
     Report,
     SameInputs,
     SharedCall,
@@ -271,7 +271,7 @@ class Session:
             alike = world.gather_objects(own.alike, what)
         else:
             if found.differs(BLOCK):
-                numbers = list(map(CallNumbers.of_bytes, found.blocks()))
+                numbers = list(map(BatchNumbers.of_bytes, found.blocks()))
             run.metrics.collect(bool(found.flags & NORM_WANTED), [each.metrics for each in numbers])
         if self._drop_unread_attributes(call, {key for key, _ in alike}):
             return self._agree(args, kwargs, method)
@@ -296,7 +296,7 @@ class Session:
             key=call.key(),
             actions=(*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising),
             flags=flags,
-            numbers=CallNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics),
+            numbers=BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics),
         )
 
     def _words(self) -> dict[str, str]:
