@@ -47,7 +47,7 @@ class Report(NamedTuple):
     key: str
     actions: Digest  # of what its script has done since the start
     flags: int
-    numbers: Numbers
+    numbers: BatchNumbers
 
     @property
     def alike(self) -> tuple[str, str]:
@@ -55,7 +55,7 @@ class Report(NamedTuple):
         return self.key, repr(self.actions)
 
 
-class Numbers(NamedTuple):
+class BatchNumbers(NamedTuple):
     """What a rank reports that may differ: of its mini-batch."""
 
     batch_size: int
@@ -69,7 +69,7 @@ class Numbers(NamedTuple):
         return b"".join((head, words, array("q", self.inputs).tobytes(), *(each.tobytes() for each in arrays)))
 
     @classmethod
-    def of_bytes(cls, data: bytes) -> Numbers:
+    def of_bytes(cls, data: bytes) -> BatchNumbers:
         batch_size, num_inputs, num_letters = _HEAD.unpack_from(data)
         start = _HEAD.size + num_letters % _UNKNOWN
         place = start + 8 * num_inputs
@@ -139,7 +139,7 @@ def share_call(
     call: CallSpec,
     tensors: Sequence[Tensor],
     alike: Sequence[tuple[str, str]],
-    numbers: Sequence[Numbers],
+    numbers: Sequence[BatchNumbers],
     actions: Callable[[], Mapping[str, str]],
     *,
     number: int,

@@ -34,7 +34,7 @@ from autovaruna.session.agreement import (
     SNAPSHOT_LACKS,
     STOP_WANTED,
     TO_LEAVE,
-    Numbers,
+    BatchNumbers,
     Report,
     SameInputs,
     SharedCall,
@@ -261,7 +261,7 @@ class Session:
         if found.differs(ALIKE):
             alike = world.gather_objects(own.alike, what)
         elif found.differs(BLOCK):
-            numbers = list(map(Numbers.of_bytes, found.blocks()))
+            numbers = list(map(BatchNumbers.of_bytes, found.blocks()))
         if self._drop_unread_attributes(call, {key for key, _ in alike}):
             return self._agree(args, kwargs, method)
         try:
@@ -283,7 +283,7 @@ class Session:
             key=call.key(),
             actions=(*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising),
             flags=flags,
-            numbers=Numbers(call.batch_size, inputs, self._own_totals(call, tensors)),
+            numbers=BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors)),
         )
 
     def _words(self) -> dict[str, str]:
