@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.exchange import Parts, RankExchange, digest, keep_part
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
-from autovaruna.session.agreement import Numbers
+from autovaruna.session.agreement import BatchNumbers
 
 NUM_PARAMETERS = 1200
 """Norms that clipping tells, of all ranks together: the parameters of GPT-3."""
@@ -33,12 +33,12 @@ Message = tuple[bytes, int, bytes | None]
 
 def call(rank: int, num_ranks: int) -> Message:
     """Returns what a call of the model tells where all have as many samples, and their numbers are known."""
-    return b"k" * 250, 0, Numbers(8, (), []).to_bytes()
+    return b"k" * 250, 0, BatchNumbers(8, (), []).to_bytes()
 
 
 def differing_call(rank: int, num_ranks: int) -> Message:
     """Returns the same with a number of tokens and a mean, which differ."""
-    return b"k" * 250, 0, Numbers(8, (), [1000 + rank, 0.5 + rank]).to_bytes()
+    return b"k" * 250, 0, BatchNumbers(8, (), [1000 + rank, 0.5 + rank]).to_bytes()
 
 
 def clipping(rank: int, num_ranks: int) -> Message:

@@ -8,7 +8,7 @@ import pytest
 
 from autovaruna.runtime.exchange import ALIKE, BLOCK, LABEL, Parts, RankExchange, keep_part
 from autovaruna.runtime.transport.threads import Mailboxes
-from autovaruna.session.agreement import Numbers
+from autovaruna.session.agreement import BatchNumbers
 from tests.ranks import RankThread
 
 
@@ -57,13 +57,13 @@ def test_all_see_that_one_differs(odd: int) -> None:
 
 
 def test_a_thousand_ranks_tell_their_samples_and_totals_in_ten_messages_of_few_bytes() -> None:
-    blocks: list[bytes | None] = [Numbers(8, (), [1000 + rank, 0.5]).to_bytes() for rank in range(1024)]
+    blocks: list[bytes | None] = [BatchNumbers(8, (), [1000 + rank, 0.5]).to_bytes() for rank in range(1024)]
     for rank, exchange in exchanged([(1, 2)] * 1024, [0] * 1024, blocks)[::100]:
         assert rank.num_messages == 10 and rank.num_bytes < 33_000
-        assert Numbers.of_bytes(exchange.blocks()[700]) == Numbers(8, (), [1700, 0.5])
+        assert BatchNumbers.of_bytes(exchange.blocks()[700]) == BatchNumbers(8, (), [1700, 0.5])
 
 
 @pytest.mark.parametrize("totals", [None, [], [3, 2.5, [1, 2], [[1.5, 2.0], [3.0, 4.0]], [True, False], 1j, -(2**63)]])
 def test_totals_come_as_they_went(totals: list[object] | None) -> None:
-    numbers = Numbers(7, (1, 2**32), totals)
-    assert Numbers.of_bytes(numbers.to_bytes()) == numbers
+    numbers = BatchNumbers(7, (1, 2**32), totals)
+    assert BatchNumbers.of_bytes(numbers.to_bytes()) == numbers
