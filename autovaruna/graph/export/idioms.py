@@ -19,12 +19,7 @@ from torch.jit import ScriptFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from autovaruna._torch import (
-    all_true,
-    pack_by_lengths,
-    replaced,
-    top_saved_tensors_hooks,
-)
+from autovaruna._torch import all_true, pack_by_lengths, replaced, top_saved_tensors_hooks
 from autovaruna._torch import check as check_sizes
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.assertions import all_pass, number_in
