@@ -72,7 +72,7 @@ class AutoVarunaEnvironment(ClusterEnvironment):
         return self._hosts.index(self._world.hosts[self._world.rank])
 
 
-class MetricsLogger(pl.Callback):
+class MetricsMonitor(pl.Callback):
     """Hands ``model.metrics`` to the loggers of a Trainer with `AutoVarunaStrategy`, as often as it logs.
 
     Names begin with ``autovaruna/``, and with the name of the child where several are trained.

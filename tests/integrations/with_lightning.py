@@ -64,9 +64,9 @@ def train(folder: Path, has_one_child: bool, num_ranks: int, resume: bool = Fals
     strategy: Any = "auto"
     callbacks: list[pl.Callback] = []
     if num_ranks:
-        from autovaruna.integrations.lightning import AutoVarunaStrategy, MetricsLogger
+        from autovaruna.integrations.lightning import AutoVarunaStrategy, MetricsMonitor
 
-        strategy, callbacks = AutoVarunaStrategy(**SETTINGS), [MetricsLogger()]
+        strategy, callbacks = AutoVarunaStrategy(**SETTINGS), [MetricsMonitor()]
     saved = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, max_epochs=EPOCHS, accumulate_grad_batches=2, gradient_clip_val=0.5,
