@@ -60,6 +60,7 @@ def parser_of(arguments: Sequence[str] | None) -> argparse.ArgumentParser:
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("autovaruna", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
+    parser.set_defaults(parser_of=parser_of)
     parser.add_argument("--version", action="version", version=f"autovaruna {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in _COMMANDS.items():

@@ -23,6 +23,4 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             "completion needs shtab, which is not installed: pip install 'autovaruna[completion]'"
         ) from None
-    from autovaruna.__main__ import parser_of
-
-    show(str(shtab.complete(parser_of(None), options.shell)))
+    show(str(shtab.complete(options.parser_of(None), options.shell)))
