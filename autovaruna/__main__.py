@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from inspect import cleandoc
 from typing import Any, NoReturn
@@ -62,8 +61,8 @@ def parser_of(arguments: Sequence[str] | None) -> argparse.ArgumentParser:
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("autovaruna", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
+    parser.set_defaults(parser_of=parser_of)
     parser.add_argument("--version", action="version", version=f"autovaruna {__version__}")
-    parser.set_defaults(parser_of_all=partial(parser_of, None))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in _COMMANDS.items():
         own = commands.add_parser(name, help=text, formatter_class=raw)

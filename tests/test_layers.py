@@ -80,8 +80,7 @@ LEVELS = {
         "save",
     ),
     "elastic": (
-        "allocation",
-        "options host_processes progress rank_part rank_script replay sampler speeds stub",
+        "allocation options host_processes progress rank_part rank_script replay sampler speeds stub",
         "ahead snapshot standby watch",
         "job keeper notices",
         "link slow_hosts",

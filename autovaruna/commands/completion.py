@@ -23,4 +23,4 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             "completion needs shtab, which is not installed: pip install 'autovaruna[completion]'"
         ) from None
-    show(str(shtab.complete(options.parser_of_all(), options.shell)))
+    show(str(shtab.complete(options.parser_of(None), options.shell)))
