@@ -95,7 +95,6 @@ try:
     foreach_norm: Any = torch._foreach_norm  # of many tensors at once, as torch's own clipping
     foreach_mul_: Any = torch._foreach_mul_
 
-    can_nest: Any = torch._nested_tensor_from_mask_left_aligned  # what an encoder asks before it nests padded samples
     pack_by_lengths: Any = torch._VF._pack_padded_sequence  # packs what ``pack_padded_sequence`` has put in order
     all_true = Tensor._is_all_true  # what torch's own checks of tensors ask
 

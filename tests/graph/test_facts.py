@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
-from autovaruna.errors import InputError, TraceError
+from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.operators import Means, Merge, Trait, operator_of, rows
 from autovaruna.graph.verify import EagerVsGraph, compare
@@ -229,18 +229,20 @@ def encoded(self: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
     return self.encoder(x, src_key_padding_mask=padding)
 
 
-@pytest.mark.parametrize("mask_check", [True, False])
-def test_an_encoder_that_nests_padded_samples_is_refused(mask_check: bool) -> None:
-    """Once, padded places held what nobody had computed: plain PyTorch leaves padding out as it evaluates."""
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("norm", "padding", "trains"),
+    [(None, PADDING, False), (nn.LayerNorm(8), PADDING, False), (None, PADDING.flip(1), False), (None, PADDING, True)],
+    ids=["at the ends", "normalised", "elsewhere", "in training"],
+)
+def test_padded_places_are_those_of_plain_pytorch(norm: nn.Module | None, padding: Tensor, trains: bool) -> None:
+    """Once, they held what nobody had computed: plain PyTorch leaves padding out, and fills it with zeros."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = Function(encoded, encoder=nn.TransformerEncoder(layer, 2, mask_check=mask_check))
-    traced(model, PADDED, PADDING)
-    with torch.no_grad(), pytest.raises(InputError, match=r"nested tensor of padded .*enable_nested_tensor=False"):
-        traced(model.eval(), PADDED, PADDING)
-    model.encoder.use_nested_tensor = False
-    with torch.no_grad():
-        both = EagerVsGraph(traced(model, PADDED, PADDING), model, [PADDED, PADDING], CPU)
-        torch.testing.assert_close(both.trace()[0], both.plain()[0], rtol=1e-5, atol=1e-6)
+    model = Function(encoded, encoder=nn.TransformerEncoder(layer, 2, norm=norm)).train(trains)
+    with torch.set_grad_enabled(trains):
+        both = EagerVsGraph(traced(model, PADDED, padding), model, [PADDED, padding], CPU)
+        (ours, *_), (plain, *_) = both.trace(), both.plain()
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 WIDE = torch.zeros(3, 12)

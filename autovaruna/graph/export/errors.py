@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import BACKWARD_HOOKS, EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
-from autovaruna.errors import InputError, TraceError
+from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.advice import advice
 from autovaruna.graph.source_lines import chain_of, first_line, is_users, modules_of, origin, users_line, where_raised
@@ -97,9 +97,6 @@ def check_model(model: nn.Module) -> None:
                 "(to_dense()), or its indices and values, and make the sparse tensor in forward."
             )
     for path, each in model.named_modules():
-        nests = isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor and not each.mask_check
-        if nests and not (each.training or torch.is_grad_enabled()):
-            raise refuse_nesting(f" in {path or 'the model'}, which was made with mask_check=False")
         if isinstance(each, torch.jit.ScriptModule):
             raise TraceError(
                 f"{path or 'The model'} is a TorchScript module: got {type(each).__qualname__}, which cannot be split. "
@@ -111,14 +108,6 @@ def check_model(model: nn.Module) -> None:
                 "it does to a gradient as a torch.autograd.Function, which returns its argument, in forward; what "
                 "looks at gradients of weights, register on parameters."
             )
-
-
-def refuse_nesting(where: str) -> InputError:
-    return InputError(
-        f"nn.TransformerEncoder makes a nested tensor of padded samples as it evaluates{where}. Expected "
-        "nn.TransformerEncoder(..., enable_nested_tensor=False), or encoder.use_nested_tensor = False: what it gives "
-        "differs at padded places alone, which are zeros otherwise."
-    )
 
 
 def refuse_hook(what: str) -> TraceError:

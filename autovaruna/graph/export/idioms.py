@@ -25,7 +25,6 @@ from autovaruna._torch import (
     FakeTensor,
     ModuleStackTracer,
     all_true,
-    can_nest,
     convert_impl,
     pack_by_lengths,
     replaced,
@@ -36,13 +35,7 @@ from autovaruna._torch import check as check_sizes
 from autovaruna.errors import TraceError
 from autovaruna.graph.constant_values import is_known
 from autovaruna.graph.export.assertions import all_pass, is_traced, number_in
-from autovaruna.graph.export.errors import (
-    BatchSizeError,
-    refuse_backward,
-    refuse_hook,
-    refuse_nesting,
-    refuse_parameter,
-)
+from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
 from autovaruna.graph.opaque.keep import NamedFunction
 from autovaruna.graph.source_lines import chain_of, is_users, users_line
 
@@ -159,15 +152,6 @@ def _refuse_packing(*args: Any) -> Any:
     )
 
 
-def _refuse_nesting(src: Tensor, is_word: Tensor) -> bool:
-    """Refuses an encoder that would make a nested tensor; one that has a gradient makes none."""
-    given = sys._getframe(3).f_locals  # of nn.TransformerEncoder.forward
-    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (src, *given["self"].parameters()))
-    if given["mask"] is None and not has_gradient and not torch.is_autocast_enabled():
-        raise refuse_nesting(users_line())
-    return True
-
-
 def _node(tensor: Tensor) -> Any:
     """Refuses ``grad_fn``, unless a checkpoint of torch asks for it; `register_parameter` asks for it as well."""
     asking = sys._getframe(2)
@@ -208,7 +192,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
     Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
     pack_by_lengths: _refuse_packing,
-    can_nest: _refuse_nesting,
     _grad_fn.__get__: _node,
     Tensor.register_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
     Tensor.register_post_accumulate_grad_hook: _refusing(refuse_hook, "registers a hook on a tensor"),
@@ -261,6 +244,47 @@ def hide_fakes() -> Iterator[None]:
 
     with replaced(subclasses, "FakeTensor", _Seen):
         yield
+
+
+@contextmanager
+def padded_encoders() -> Iterator[None]:
+    """Traces encoders that plain PyTorch would give nested tensors by their formula, on this thread, while it lasts."""
+    tracing, plain = get_ident(), nn.TransformerEncoder.forward
+
+    def forward(
+        self: Any,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        is_plain = get_ident() != tracing or mask is not None or is_causal
+        if is_plain or src_key_padding_mask is None or not _nests(self, src):
+            return plain(self, src, mask, src_key_padding_mask, is_causal)
+        return _evaluated(self, src, src_key_padding_mask)
+
+    with replaced(nn.TransformerEncoder, "forward", forward):
+        yield
+
+
+def _nests(encoder: Any, src: Tensor) -> bool:
+    """Whether plain PyTorch makes a nested tensor of what an encoder gets with a padding mask."""
+    first = encoder.layers[0]
+    is_meant = getattr(encoder, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+    if not is_meant or first.training or src.dim() != 3 or torch.is_autocast_enabled():
+        return False
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in (src, *first.parameters())))
+
+
+def _evaluated(encoder: Any, src: Tensor, padding: Tensor) -> Tensor:
+    """Runs an encoder; in front of its norm, padded places are zero if all padding is at the ends."""
+    is_word = padding.logical_not()
+    output = src
+    for layer in encoder.layers:
+        output = layer(output, src_key_padding_mask=padding)
+    is_aligned = (is_word[:, 1:] <= is_word[:, :-1]).all()
+    output = torch.where((is_word | ~is_aligned).unsqueeze(-1), output, 0.0)
+    return output if encoder.norm is None else encoder.norm(output)
 
 
 @contextmanager

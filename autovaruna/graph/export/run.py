@@ -48,7 +48,7 @@ from autovaruna.graph.export.exported import (
     tidy,
     unlift,
 )
-from autovaruna.graph.export.idioms import Idioms, conversions, hide_fakes, modules_followed
+from autovaruna.graph.export.idioms import Idioms, conversions, hide_fakes, modules_followed, padded_encoders
 from autovaruna.graph.export.watchers import pop_watched, restart
 from autovaruna.graph.lengths import Places, find_lengths
 from autovaruna.graph.module_state import example_inputs, unchecked_distributions, with_fake_state, without_cudnn
@@ -307,6 +307,7 @@ class ExportAttempt:
             recorded_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
+            padded_encoders(),
             recorded_precision(self.call.precision),
             modules_followed(),
             without_cudnn() as has_cudnn,
