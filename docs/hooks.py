@@ -46,9 +46,9 @@ def settings() -> str:
 
 def commands() -> str:
     """Returns a section for each command, with its help."""
-    names = re.search(r"{([\w,]+)}", _help("--help"))
+    names = re.findall(r"^    (\w+)(?:  |$)", _help("--help"), re.MULTILINE)
     assert names, "the help of autovaruna lists no commands"
-    return "\n".join(f"## {name}\n\n```text\n{_help(name, '--help')}\n```\n" for name in names[1].split(","))
+    return "\n".join(f"## {name}\n\n```text\n{_help(name, '--help')}\n```\n" for name in names)
 
 
 def _help(*arguments: str) -> str:

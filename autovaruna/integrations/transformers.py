@@ -85,10 +85,14 @@ class MetricsCallback(transformers.TrainerCallback):
     """Has what Trainer logs of training, and so every tracker, carry ``model.metrics`` under ``autovaruna/``."""
 
 
-def _filled(tensor: torch.Tensor, size: int, num_own: int) -> torch.Tensor:
-    """Returns the rows of `num_own` samples with zeros behind them, for as many samples as other ranks have."""
-    has_samples = tensor.ndim > 0 and len(tensor) == num_own
-    return torch.cat([tensor, tensor.new_zeros(size - num_own, *tensor.shape[1:])]) if has_samples else tensor
+def _filled(outputs: Any, size: int, num_own: int) -> Any:
+    """Returns what a model gives for `num_own` samples, with zeros behind it for as many as other ranks have."""
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        has_samples = tensor.ndim > 0 and len(tensor) == num_own
+        return torch.cat([tensor, tensor.new_zeros(size - num_own, *tensor.shape[1:])]) if has_samples else tensor
+
+    return recursively_apply(fill, outputs)
 
 
 class AutoVarunaMixin(_Other):
@@ -230,7 +234,7 @@ class AutoVarunaMixin(_Other):
         if not return_outputs:
             return loss
         if num_own < size:
-            outputs = recursively_apply(partial(_filled, size=size, num_own=num_own), outputs)
+            outputs = _filled(outputs, size, num_own)
         return loss, outputs if self.model.training else convert_outputs_to_fp32(lambda: outputs)()
 
     def _num_samples(self, inputs: dict[str, Any]) -> tuple[int, int]:
@@ -277,12 +281,19 @@ class AutoVarunaMixin(_Other):
         finally:
             self._whole = None
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Predicts a batch; with `predict_with_generate` each rank generates for its own samples, by a whole model."""
         if not getattr(self.args, "predict_with_generate", False):
-            return super().prediction_step(*args, **kwargs)
+            return super().prediction_step(model, inputs, *args, **kwargs)
         with self._model_replaced(self._whole_model()):
-            return super().prediction_step(*args, **kwargs)
+            return super().prediction_step(partial(self._call_on_own, model), inputs, *args, **kwargs)
+
+    def _call_on_own(self, model: nn.Module, **inputs: Any) -> Any:
+        """Calls the model with the samples that do not only fill the batch; what it returns has rows for those, too."""
+        size, num_own = self._num_samples(inputs)
+        if num_own == size:
+            return model(**inputs)
+        return _filled(model(**slice_tensors(inputs, slice(num_own))), size, num_own)
 
     def _whole_model(self) -> Any:
         """Returns a model with all weights on this rank: the own one while it is not split into stages. Collective.

@@ -76,7 +76,7 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
     size = BATCH // (num_ranks or 1)
     options = CASES[case] | ({"autovaruna": SETTINGS} if num_ranks else {})
     kind, data = "Seq2Seq" if case == "translation" else "", rows()
-    evaluated = 12 if case == "smoothed" else 8  # of the last batch's, this rank or another one has none
+    evaluated = 12 if case == "lora" else 8  # of the last batch's, this rank or another one has none
     args = getattr(library, f"{kind}TrainingArguments")(
         output_dir=str(folder), per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=STEPS,
         logging_steps=1, save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", report_to=[], learning_rate=0.01,
