@@ -1,8 +1,6 @@
 """Trains a GPT of 10 M parameters under a memory limit per rank that one rank alone cannot meet.
 
-mpirun -n 2 python examples/train_gpt.py [--tensorboard FOLDER]
-
-With --tensorboard, rank 0 writes the metrics of each step for TensorBoard (pip install tensorboard).
+mpirun -n 2 python examples/train_gpt.py [--tensorboard FOLDER]       the metrics, if tensorboard is installed
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import argparse
 import time
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import torch
 from gpt import GPT, draw, library_text
@@ -28,27 +25,21 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def writer_of(folder: str) -> Any:
-    """Returns what writes for TensorBoard on rank 0; None: nothing does."""
-    if not folder or get_rank():
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder)  # type: ignore[no-untyped-call]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensorboard", default="", metavar="FOLDER")
-    board = writer_of(parser.parse_args().tensorboard)
+    folder, board = parser.parse_args().tensorboard, None
+    if folder and get_rank() == 0:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(folder)  # type: ignore[no-untyped-call]
     begin = time.perf_counter()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     net = GPT(num_tokens=NUM_TOKENS).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    limit = {"memory_limit_bytes": LIMIT} if get_world_size() > 1 else {}
-    model = AutoVaruna(net, optimizer, **limit)
+    model = AutoVaruna(net, optimizer, memory_limit_bytes=LIMIT if get_world_size() > 1 else 0)
 
     text, generator = library_text(), torch.Generator().manual_seed(get_rank())
     say(f"a GPT on {get_world_size()} rank(s), with {len(text) / 1e6:.1f} MB of text")
@@ -63,7 +54,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        for name, value in model.metrics.to_dict().items() if board else ():
+        for name, value in model.metrics.to_dict().items() if board is not None else ():
             board.add_scalar(name, value, step)
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)

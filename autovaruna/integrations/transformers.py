@@ -103,6 +103,7 @@ class AutoVarunaMixin(_Other):
     """
 
     model: Any
+    gather_function: Any
     _whole: Any = None
     _is_in_loss = False
 
@@ -223,7 +224,7 @@ class AutoVarunaMixin(_Other):
     ) -> Any:
         """Returns the loss of the global batch, which all ranks have; transformers scales one of this rank alone."""
         size, num_own = self._num_samples(inputs)
-        if num_own < size:
+        if self._is_filled:
             inputs = slice_tensors(inputs, slice(num_own))
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         self._is_in_loss = True
@@ -237,13 +238,18 @@ class AutoVarunaMixin(_Other):
             outputs = _filled(outputs, size, num_own)
         return loss, outputs if self.model.training else convert_outputs_to_fp32(lambda: outputs)()
 
+    @property
+    def _is_filled(self) -> bool:
+        """Whether accelerate has filled this last batch of an evaluation, on any rank; losses of ranks' own stay so."""
+        state = self.accelerator.gradient_state
+        is_last = not self.model.training and state.end_of_dataloader and state.remainder > 0
+        return is_last and self._has_own_loss
+
     def _num_samples(self, inputs: dict[str, Any]) -> tuple[int, int]:
-        """Returns a batch's samples, and how many of them accelerate has not added to fill an evaluation's last one."""
-        size, state = find_batch_size(inputs) or 0, self.accelerator.gradient_state
-        is_filled = not self.model.training and state.end_of_dataloader and state.remainder > 0
-        if not is_filled or not self._has_own_loss:  # ranks' own losses are joined as they are
-            return size, size
-        return size, min(size, max(0, state.remainder - size * self.accelerator.process_index))
+        """Returns the samples of this rank's batch, and how many of them do not only fill it."""
+        size = find_batch_size(inputs) or 0
+        remainder = self.accelerator.gradient_state.remainder if self._is_filled else 0
+        return size, min(size, max(0, remainder - size * self.accelerator.process_index)) if remainder else size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Trains a batch; ConfigError if the loss is made of the model's outputs where the model's own is expected."""
@@ -275,7 +281,11 @@ class AutoVarunaMixin(_Other):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates each sample once, and lets go of the whole model that generation had."""
-        self.gather_function = self.accelerator.gather_for_metrics  # Seq2SeqTrainer's would keep what fills a batch
+        gather = self.gather_function
+        if getattr(self.args, "predict_with_generate", False):  # which keeps what fills a batch, and repeats losses
+            self.gather_function = lambda each: (
+                gather(each) if each.ndim == 1 else self.accelerator.gather_for_metrics(each)
+            )
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:

@@ -143,7 +143,7 @@ def number_in(plain: Callable[[Tensor], Any], tensor: Tensor) -> Any:
             users = (each for each, _ in traceback.walk_stack(sys._getframe()) if is_users(each.f_code.co_filename))
             torch.ops.autovaruna.check(same.all(), True, _line(next(users)), True)
         return known
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)  # behind the two of `Idioms`
     is_condition = plain is Tensor.__bool__ or (plain is Tensor.item and tensor.dtype is torch.bool)
     wanted = passing(frame.f_code.co_filename, frame.f_lineno) if is_condition else None
     if wanted is not None:

@@ -154,7 +154,7 @@ def _refuse_packing(*args: Any) -> Any:
 
 def _node(tensor: Tensor) -> Any:
     """Refuses ``grad_fn``, unless a checkpoint of torch asks for it; `register_parameter` asks for it as well."""
-    asking = sys._getframe(2)
+    asking = sys._getframe(3)  # behind the two of `Idioms`
     if asking.f_globals.get("__name__") == checkpoint.__name__:
         return _grad_fn.__get__(tensor)
     if asking.f_code is nn.Module.register_parameter.__code__:
