@@ -111,7 +111,8 @@ def _templates(node: ast.expr, functions: dict[str, ast.FunctionDef], *names: di
         case ast.IfExp(body=body, orelse=orelse):
             return of(body) + of(orelse)
         case ast.Name(id=name):
-            return [text for given in names for each in given.get(name, ()) for text in _templates(each, functions)]
+            values = [each for given in names for each in given.get(name, ())]
+            return [text for each in values for text in _templates(each, functions, *names[:1])]
         case ast.Call(func=ast.Name(id=name)) if name in functions:
             returns = [each for each in ast.walk(functions[name]) if isinstance(each, ast.Return) and each.value]
             constants, local = names[0], _assigned(ast.walk(functions[name]))
