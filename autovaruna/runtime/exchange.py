@@ -99,7 +99,7 @@ class RankExchange(TensorTransfer):
         return True
 
     def _send(self) -> None:
-        """Sends what this rank has in a round, the newest first, up to what is lacking there."""
+        """Sends what this rank has in a round, its own block first, up to what is lacking there."""
         step = 1 << self._turn
         lengths = self._lengths[: min(step, self._num_ranks - step)]
         head = _PART.pack(_MARK, self._number, self._turn, len(lengths)) + _RECORD.pack(*self._words)
@@ -121,7 +121,7 @@ class RankExchange(TensorTransfer):
             self._send()
 
     def blocks(self) -> list[bytes]:
-        """Returns the block of each rank, once it is done; all must be alike but these."""
+        """Returns the block of each rank, once it is done, if ranks passed the same label and the same to be alike."""
         if not self.differs(BLOCK):
             return [self._data[: self._lengths[0]]] * self._num_ranks
         ends = pairwise(accumulate(self._lengths, initial=0))

@@ -89,7 +89,7 @@ class Executor:
             self._mail.send([self._samples.of(part, name) for name in parcel.names], parcel.kind)
 
     def run(self, tasks: Sequence[Task], output_gradient: OutputGradient) -> None:
-        """Runs tasks in order; the sums of a stage start once its last gradients on this rank are there."""
+        """Runs tasks in order; from the second step on, a stage's sums start after its last backward on this rank."""
         mail, world, trace, graph = self._mail, self._world, self._rank.trace, self._program.graph
         self._output_gradient = output_gradient
         mail.follow(tasks)

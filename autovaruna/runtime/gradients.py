@@ -1,8 +1,8 @@
 """Collects the gradients of a step: sums them over the uses of a parameter and over the ranks that hold it.
 
 A parameter has one accumulator for each block that uses it. They are summed from the last use to the first, the order
-of autograd on one process, whatever stages the uses are on: a partial sum travels from the last stage that holds the
-parameter to the first, and the total goes back to all; or to its owner, where the optimizer's state is shared out.
+of autograd on one process, whatever stages the uses are on: of a parameter of several stages a partial sum travels from
+the last to the first, and the total goes back to all; or to its owner, where the optimizer's state is shared out.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Micro-batch m, which one rank has passed, at stages a and b, which an edge joins
 | gradients         | 4 e + 1          | edge e; the way back                                                     |
 | inputs            | 4 s + 2          | stage s                                                                  |
 | outputs           | 4 o + 3          | output o; its gradient, on the way back                                  |
-| rows of a trace   | 2^17             | `trace.py`                                                               |
+| rows of a trace   | 2^17             | `timeline.py`                                                            |
 | input gradients   | 2^18 + i         | input i                                                                  |
 | parameter sums    | 2^19             | a parameter that several stages use, from the last to the first          |
 | clocks, links     | 2^20 - 2, - 1    | `timeline.py`, `session/links.py`: before the first step                 |

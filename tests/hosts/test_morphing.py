@@ -133,7 +133,8 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
             starts = [event for event in run.events if event["event"] == "start"]
             assert starts[-1]["hosts"] == ["h1", "h3"], run.text
             hosts.continue_sshd("h2")
-        assert go_on(run, fill) == ["h1", "h3"], run.text
+        go_on(run, fill)  # the manager may have heard of it before the next start, or in the run after that
+        run.wait_until_training_on(["h1", "h3"])
         assert sum("h2 is left out" in line for _, line in run.lines) == 1, run.text
         hosts.path("h2", FILLING).unlink()
 
