@@ -224,7 +224,7 @@ class AutoVaruna(nn.Module):
 
     @_AsOwn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model on this rank's mini-batch; returns the global batch's loss, and outputs of its own samples."""
+        """Calls the model on this rank's mini-batch; returns the global batch's loss, and outputs of own samples."""
         if torch.compiler.is_dynamo_compiling():  # torch.compile around the wrapper: there is nothing in it to compile
             return torch.compiler.disable(self._forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._forward(*args, **kwargs)
