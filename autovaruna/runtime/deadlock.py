@@ -28,13 +28,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.exchange import LABEL, Parts, RankExchange, digest, keep_part
-from autovaruna.runtime.transport.base import Transport
+from autovaruna.runtime.transport.base import EAGER_SECONDS, Transport
 from autovaruna.runtime.transport.values import pack, unpack
 
 logger = logging.getLogger(__name__)
 
-EAGER_SECONDS = 3e-3
-"""So long a waiting rank looks many times before it rests; then once, and leaves its core to ranks that work."""
 REPORT_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
 """How long a rank with an error waits for the others to hear of it; then it ends them."""

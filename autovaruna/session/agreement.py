@@ -33,8 +33,6 @@ _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_setti
 _HEAD, _UNKNOWN = struct.Struct("<IHHB"), (1 << 16) - 1
 """The size of a mini-batch, the number of digests, the letters that say what its totals are, the number of metrics."""
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
-
-
 Totals = list[Any]
 """Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
 STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE, NORM_WANTED = 2, 4, 8, 16

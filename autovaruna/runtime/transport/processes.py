@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from autovaruna.errors import RankError
 from autovaruna.runtime.transport.base import (
     CHANNELS,
     DONE,
+    EAGER_SECONDS,
     TENSOR_CHANNEL,
     Pair,
     Swap,
@@ -26,8 +26,6 @@ from autovaruna.runtime.transport.base import (
 from autovaruna.runtime.transport.layout import Layout, split
 from autovaruna.runtime.transport.rings import MAX_BYTES, SLOT_BYTES, RingReceiver, RingSender, open_rings
 
-SPIN_SECONDS = 1e-3
-YIELD_SECONDS = 3e-3
 SECOND_HAND_SECONDS = 0.7
 LATER_RANK_SECONDS, _MOST_LATER = 0.3, 3
 _TAG_BITS = 32
@@ -105,14 +103,10 @@ class ProcessTransport(Transport):
             receiver.advance()
 
     def rest(self, waited_seconds: float) -> None:
-        """Spins at first, then yields, then sleeps; where ranks share cores it sleeps at once, for a fiftieth of it."""
+        """Sleeps once the eager part of a wait is over; where ranks share cores at once, for a fiftieth of it."""
         if self.cores_per_rank < 1.0:
             time.sleep(min(max(waited_seconds / 50, 20e-6), 500e-6))
-        elif waited_seconds < SPIN_SECONDS:
-            return
-        elif waited_seconds < YIELD_SECONDS:
-            os.sched_yield()
-        else:
+        elif waited_seconds >= EAGER_SECONDS:
             time.sleep(50e-6 if waited_seconds < 1.0 else 500e-6)
 
     def tell_launcher(self, text: str) -> None:
