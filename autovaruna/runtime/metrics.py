@@ -26,6 +26,7 @@ from autovaruna.planner.infeasible import readable
 logger = logging.getLogger(__name__)
 _NUM_FIRST_STEPS = 8  # after each of which ranks send their seconds and memory; later about once in these seconds:
 _SECONDS_BETWEEN = 1.0
+_UNKNOWN = -1.0  # in place of bytes: the system does not say
 _SHARE_FOR_NORM = 0.004
 """The most of a run's seconds that norms of gradients may take: where one takes more, some steps have none."""
 _NUM_SHOWN = 8  # ranks in a text
@@ -289,7 +290,8 @@ class Metrics:
         self.share_of_bound = bound / step if bound and is_as_planned else None
         self._interval = self._interval or _interval_of(step)
         if self._num_ended < _NUM_FIRST_STEPS or self._num_ended % self._interval == 0:
-            self._numbers = (*self.seconds, self._memory() or 0.0)
+            memory = self._memory()
+            self._numbers = (*self.seconds, _UNKNOWN if memory is None else memory)
             self._show(self._rank, self._numbers)
         self._num_ended += 1
         self._num_calls = self._samples = self._tokens = 0
@@ -299,7 +301,7 @@ class Metrics:
 
     def _show(self, rank: int, numbers: Sequence[float]) -> None:
         self.rank_seconds[rank] = StepSeconds(*numbers[:-1])
-        if numbers[-1]:
+        if numbers[-1] != _UNKNOWN:
             self.rank_memory_bytes[rank] = numbers[-1]
 
     def _resolve(self) -> float | None:
