@@ -260,13 +260,13 @@ class World:
     def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Returns whether tensors of `source` come without a posted receive: `receive_eager` in place of `receive`."""
         is_carried = self.carrier is not None and self.carrier.receives_from(source)
-        return not is_carried and self.transport.brings(source, layouts)
+        return not is_carried and self.transport.is_eager(source, layouts)
 
     def receive_eager(self, layouts: Sequence[Layout], source: int, tag: int) -> EagerMessage:
         """Returns the next message of `source`, which makes its own tensors; where messages are eager."""
         event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
         count = counts[event] = counts[event] + len(layouts)
-        return EagerMessage(self, self.transport.bringing(source, tag), layouts, event, count)
+        return EagerMessage(self, self.transport.eager_source(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
         """Starts to send a value that can be packed; never blocks. Its tags are apart from those of tensors."""

@@ -25,8 +25,8 @@ CARRIER_CHANNEL = 4
 """Not of the transport: tensors that a carrier moves."""
 SMALL_BYTES = 4 << 10
 """Messages of so few bytes are sent at once by every MPI, without an agreement with the receiver."""
-EAGER_SECONDS = 3e-3
-"""So long a waiting rank looks many times before it rests; then once, and leaves its core to ranks that work."""
+EAGER_SECONDS, EAGER_LOOKS = 3e-3, 32
+"""So long a waiting rank looks so many times before it rests; then, or where ranks share cores, once."""
 
 Pair = tuple[int, int]
 """The rank that sends, and the one that receives."""
@@ -150,11 +150,11 @@ class Transport(ABC):
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, swap: Swap) -> None:  # noqa: B027 - most have none
         """Opens rings between ranks of one host, as `World.open_rings`."""
 
-    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
+    def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Returns whether tensors of `source` come without a posted receive."""
         return False
 
-    def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
+    def eager_source(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         """Returns a function that returns the next such tensor, None as long as it is not here."""
         raise AssertionError("no message comes by itself over this transport")
 

@@ -90,10 +90,10 @@ class ProcessTransport(Transport):
         self._rings_to |= senders
         self._rings_from |= receivers
 
-    def brings(self, source: int, layouts: Sequence[Layout]) -> bool:
+    def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
         return source in self._rings_from and all(layout.num_bytes <= MAX_BYTES for layout in layouts)
 
-    def bringing(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
+    def eager_source(self, source: int, tag: int) -> Callable[[Layout], Tensor | None]:
         return partial(self._rings_from[source].borrow, key=TENSOR_CHANNEL << _TAG_BITS | tag)
 
     def advance(self) -> None:
