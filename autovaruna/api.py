@@ -30,9 +30,9 @@ from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.methods import OwnMethods, method_of, own_calls
+from autovaruna.interception.gradients import look_in_callers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import own_code, watch_registrations
-from autovaruna.interception.scaler import look_in_callers
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.environment import promise

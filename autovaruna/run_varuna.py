@@ -19,7 +19,7 @@ from autovaruna.elastic.job import Grid, handling
 from autovaruna.elastic.manager import start
 from autovaruna.elastic.options import LaunchOptions, options_in, read_options
 from autovaruna.elastic.options import add_options as add_launch_options
-from autovaruna.elastic.progress import SAVED
+from autovaruna.elastic.rank_script import SAVED
 from autovaruna.errors import AutoVarunaError, ConfigError
 
 EXAMPLE = "autovaruna run --machine_list hosts --ranks_per_host 8 train.py --epochs 3"

@@ -1,10 +1,9 @@
 """Saves checkpoints from all ranks, at once or in the background.
 
-There is one writer. It writes the bytes of tensors (`tensor_file.lay_out`) from where they are: in the model, or, in
-the background, in a copy (`HostMemory`) that a thread writes while training goes on. Threads of several ranks send no
-messages, which belong to training; they speak through files. A rank that writes has a mark, a file in the checkpoint's
-folder. Once its files are on the disk, the mark gets the record of its part. If it fails, the mark is removed (which
-works on a full disk too). Rank 0 waits for all records and completes the checkpoint.
+The bytes of tensors (`tensor_file.lay_out`) are written from where they are: in the model, or, in the background, in a
+copy (`HostMemory`) that a thread writes while training goes on. Threads of several ranks send no messages, which belong
+to training: each rank has a mark, a file in the checkpoint's folder. Once its files are on the disk, the mark gets the
+record of its part. If it fails, the mark is removed (which works on a full disk too). Rank 0 waits for all records.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +28,6 @@ import torch
 
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
-from autovaruna.checkpoint.host_memory import HostMemory, available_bytes
 from autovaruna.checkpoint.manifest import (
     CHUNK_BYTES,
     MANIFEST,
@@ -51,6 +48,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 _MARK = ".rank-"  # what names of files begin with that ranks have in the folder of a checkpoint while they write
 _LOCAL = "autovaruna-checkpoint-"
+_UNIT_BYTES = 1 << 20  # to which copies are rounded up: a part may grow a little from save to save
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,53 @@ class SaveOptions:
     tempdir: str | None = None  # a local folder where files are written first
     is_shared: bool = True  # whether replicas share the writing
     in_background: bool = False  # whether training goes on meanwhile
+
+
+def available_bytes() -> float:
+    """Returns the memory of this host that programs can have; infinite where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return float("inf")
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), float("inf"))
+
+
+class HostMemory:
+    """Memory on the host for a copy of a rank's part; one save after the other uses it. For CUDA it is pinned."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def missing_bytes(self, part: RankState) -> int:
+        """Returns how much more memory a copy takes."""
+        needed, is_on_cuda = _copy_size(part)
+        if len(self._memory) >= needed:
+            return 0
+        return 1 << (needed - 1).bit_length() if is_on_cuda else needed  # torch pins powers of two
+
+    def copy(self, part: RankState) -> dict[str, Rows]:
+        """Returns the files of a part from memory that nobody changes until the next copy."""
+        needed, is_on_cuda = _copy_size(part)
+        if len(self._memory) < needed:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there is no second one
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=is_on_cuda)
+        copied: dict[str, Rows] = {}
+        end = 0
+        for name, rows in part.files.items():
+            begin = end
+            for row in rows:
+                end += len(row)
+                self._memory[end - len(row) : end].copy_(row, non_blocking=True)
+            copied[name] = [self._memory[begin:end]]
+        if is_on_cuda:
+            torch.cuda.synchronize()
+        return copied
+
+
+def _copy_size(part: RankState) -> tuple[int, bool]:
+    """Returns the bytes that a copy of a part takes, and whether some of the part is on a GPU."""
+    rows = [row for rows in part.files.values() for row in rows]
+    return -(-sum(map(len, rows)) // _UNIT_BYTES) * _UNIT_BYTES, any(row.is_cuda for row in rows)
 
 
 class Saver:
@@ -151,9 +196,7 @@ class Saver:
         """Says whether each host has memory for the copies of its ranks; the same on every rank. Collective."""
         own = self._memory.missing_bytes(part), available_bytes()
         needs = list(zip(self._world.hosts, self._world.gather_objects(own, "composing a checkpoint"), strict=True))
-        missing: Counter[str] = Counter()
-        for host, (num_bytes, _) in needs:
-            missing[host] += num_bytes
+        missing = {host: sum(num_bytes for its, (num_bytes, _) in needs if its == host) for host, _ in needs}
         full = next(((host, available) for host, (_, available) in needs if missing[host] > available), None)
         if full is not None and self._world.rank == 0:
             host, available = full

@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from autovaruna.config.files import parse, read_record, write_whole
-from autovaruna.elastic.progress import deployment_name
+from autovaruna.elastic.job_folder import deployment_name
 from autovaruna.errors import AutoVarunaError, DeploymentError
 from autovaruna.planner.deployment import Fingerprint, deployment_of, differences, host_counts, load, save
 from autovaruna.planner.problem import Problem

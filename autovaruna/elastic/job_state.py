@@ -14,9 +14,9 @@ from typing import Any
 
 from autovaruna.checkpoint.remote_file import Pointer
 from autovaruna.config.files import read_record
+from autovaruna.elastic.job_folder import PINNED, RankPart, small_files
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.rank_part import PINNED, RankPart, small_files
 
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0

@@ -27,25 +27,17 @@ _MOST_MISSED = 6  # answers that may be missed: a pause of the manager's own, ho
 
 
 class Link:
-    """The keeper of a host, from when it is started to when it is gone; `settings` are its first line.
-
-    Attributes:
-        attempt: the newest run of the job that the keeper has found on its host; 0: none.
-        port: where other keepers and ranks find the keeper.
-        words: what the keeper or ssh wrote last, to say why it is gone.
-        began: when it was started, on the monotonic clock, seconds.
-        report: what the keeper last said of its ranks.
-        known: of each rank the last call whose seconds of work the manager has, which reports leave out.
-    """
+    """The keeper of a host, from when it is started to when it is gone; `settings` are its first line."""
 
     def __init__(self, host: str, settings: dict[str, Any]) -> None:
         self.host = host
-        self.attempt = self.port = 0
-        self.words = ""
+        self.attempt = 0  # the newest run of the job that the keeper has found on its host; 0: none
+        self.port = 0  # where other keepers and ranks find the keeper
+        self.words = ""  # what the keeper or ssh wrote last, to say why it is gone
         self.began = time.monotonic()
+        self.report: dict[str, Any] = {}  # the last one, of its ranks
+        self.known: dict[int, int] = {}  # of each rank the last call whose seconds of work reports leave out
         self._num_missed = 0
-        self.report: dict[str, Any] = {}
-        self.known: dict[int, int] = {}
         self._is_asked = False
         self._name = ""
         self._waiting: dict[int, Future[Any]] = {}

@@ -23,10 +23,11 @@ from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
+from autovaruna.elastic.job_folder import JobPlace, deployment_name
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
 from autovaruna.elastic.notices import EventLog, Notices, take_over
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import HELD, SAVED, JobPlace, deployment_name
+from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
 from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import JobWatch
@@ -53,9 +54,8 @@ class Manager:
         self._log = EventLog(morphing.events)
         known = take_over(job := _name_of(options))
         token = known.token if known else secrets.token_hex(32)
-        self._folder = Path(
-            morphing.memory, known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
-        )
+        folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
+        self._folder = Path(morphing.memory, folder)
         self._notices = Notices(lambda host, seconds: self._hosts.notice(host, seconds), token, job, self._folder.name)
         settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
         settings["keep_seconds"] = morphing.keep_seconds
@@ -110,9 +110,15 @@ class Manager:
             options = replace(options, resume_step=state.step)
         factors = self._hosts.slow.factors()
         self._watch = JobWatch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
-        step = None if state is None else state.step
-        number, checkpoints = self._watch.attempt, self._morphing.checkpoints
-        place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
+        place = JobPlace(
+            folder=str(self._folder),
+            attempt=self._watch.attempt,
+            num_hosts=len(names),
+            step=None if state is None else state.step,
+            checkpoints=self._morphing.checkpoints,
+            deployment=deployment,
+            factors=factors,
+        )
         standby = str(self._folder / SOCKET) if self._morphing.has_standby else ""
         self._run = run = JobRun(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
         self._record_start(names, state, run.job.num_ranks)
@@ -243,7 +249,7 @@ class Restarts:
     """Says when a job has been started again often enough: `most` times within an hour, or in vain.
 
     In vain are three runs without any that came further where their script failed, or the same rank was killed at the
-    same step. Who was killed once was killed from outside. Where hosts could not start ranks, the job has no fault.
+    same step. Where hosts could not start ranks, the job has no fault.
     """
 
     def __init__(self, most: int) -> None:

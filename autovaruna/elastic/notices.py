@@ -135,13 +135,13 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
         except (OSError, EOFError, ValueError):
             if address.is_dead:
                 path.unlink(missing_ok=True)
-    num_told = faults.count("")
-    if not num_told:
+    num_notified = faults.count("")
+    if not num_notified:
         raise ConfigError(
             f"no job was told that {host} goes: {'; '.join(faults) or 'none of this user runs'}. Expected a host in "
             "the machine list of a job that `autovaruna run` looks after"
         )
-    return num_told
+    return num_notified
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,14 +113,14 @@ def options_in(given: argparse.Namespace) -> LaunchOptions:
 
 
 def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
-    found = {name: getattr(given, name) for name in MorphingOptions.__dataclass_fields__}
-    found["min_ranks"] = max(given.min_ranks, given.nstages or 1)
-    found["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
+    values = {name: getattr(given, name) for name in MorphingOptions.__dataclass_fields__}
+    values["min_ranks"] = max(given.min_ranks, given.nstages or 1)
+    values["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
     if given.checkpoints:
         check_writable("--checkpoints", Path(given.checkpoints, "step"))
     if given.events:
         check_writable("--events", given.events)
-    return MorphingOptions(**found)
+    return MorphingOptions(**values)
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
@@ -167,12 +166,11 @@ def list_hosts(path: str | None, num_slots: int | None, command: str | None) -> 
     if path is None and command is None and (lines := allocated_lines(num_slots)):
         return dict(Counter(lines))  # a scheduler has one name for a host
     num_slots = num_slots or _RANKS_PER_HOST
-    if path is None and command is None:
-        return {"localhost": num_slots}
-    if path is not None and command is None:
+    if command is None:
+        if path is None:
+            return {"localhost": num_slots}
         lines = _lines_of(path, "--machine_list", "a machine a line")
         return _machines_in(lines, f"--machine_list {path}", num_slots)
-    assert command is not None
     try:
         found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=_DISCOVER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -226,12 +224,11 @@ def _has_address(address: str) -> bool:
 
 def _is_one(first: str, second: str) -> bool:
     """Says whether two names or addresses are of one machine; what cannot be looked up is another one."""
-    found = []
-    for name in (first, second):
-        with suppress(OSError, UnicodeError):
-            entries = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)
-            found.append({entry[4][0] for entry in entries})
-    return len(found) == 2 and not found[0].isdisjoint(found[1])
+    try:
+        own, other = (socket.getaddrinfo(name.rpartition("@")[2], None) for name in (first, second))
+    except (OSError, UnicodeError):
+        return False
+    return not {entry[4][0] for entry in own}.isdisjoint(entry[4][0] for entry in other)
 
 
 def _lines_of(file: str, option: str, expected: str) -> list[str]:

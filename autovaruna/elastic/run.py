@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import LOST_OTHERS, Grid, MpiJob
+from autovaruna.elastic.job_folder import JobPlace
 from autovaruna.elastic.job_state import Checkpoints
 from autovaruna.elastic.link import answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import HELD, SAVED, JobPlace
+from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.watch import JobWatch
 
 _LEAVE_SECONDS = 120.0
@@ -28,25 +29,15 @@ _OUTLIVED_SECONDS = 5.0
 
 @dataclass
 class Outcome:
-    """How a run of the job has ended, and whose fault that was: a rank's (`error`), that of hosts, or nobody's.
-
-    Attributes:
-        why: in words.
-        status: what the whole job ends with; None: it goes on.
-        error: what a rank has ended with, as the job does if that comes again and again; 0: it was no rank's doing.
-        killed: the rank that a signal has ended, for whatever reason, and its step; None: none.
-        lost: hosts that do not answer any more.
-        unfit: hosts on which no rank can be started.
-        began: when it was noticed, on the monotonic clock, seconds.
-    """
+    """How a run of the job has ended, and whose fault that was: a rank's (`error`), that of hosts, or nobody's."""
 
     why: str
-    status: int | None = None
-    error: int = 0
-    killed: tuple[int, int] | None = None
-    lost: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
-    began: float = field(default_factory=time.monotonic)
+    status: int | None = None  # what the whole job ends with; None: it goes on
+    error: int = 0  # what a rank has ended with, as the job does if that comes again and again; 0: no rank's doing
+    killed: tuple[int, int] | None = None  # the rank that a signal has ended, for whatever reason, and its step
+    lost: tuple[str, ...] = ()  # hosts that do not answer any more
+    unfit: tuple[str, ...] = ()  # hosts on which no rank can be started
+    began: float = field(default_factory=time.monotonic)  # when it was noticed
 
 
 class JobRun:
@@ -92,8 +83,8 @@ class JobRun:
     ) -> Outcome:
         """Returns how the run ends, as soon as that is known.
 
-        `since` is when the run before ended, on the monotonic clock, `seconds` what the start has taken so far, by
-        phase. States are written to `checkpoints` from time to time. `signals` are those of now and later.
+        `since` is when the run before ended, `seconds` what the start has taken so far, by phase; `signals` are those
+        of now and later.
         """
         hosts, started = self._hosts, time.monotonic()
         has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
@@ -120,7 +111,7 @@ class JobRun:
             if leaving is None and (leaving := self._reason_to_leave()) is not None:
                 self._deadline = time.monotonic() + self._patience()
                 hosts.ask_reports(self._own, self.watch)
-                is_script_asked = self._asked is not None and self.job.output.has_started and not self.watch.is_kept
+                is_script_asked = self._asked is not None and self.job.output.started and not self.watch.is_kept
                 if not self.watch.can_leave and not is_script_asked:
                     return leaving
                 if self._asked is None:
@@ -178,14 +169,14 @@ class JobRun:
         if self.job.output.ended and status != 128 + signal.SIGKILL:
             return self._or_lost(lost, self._by_script(_words_of_early(self.job.output.ended), status or 1))
         why = f"mpirun ended with status {status} before every rank had finished"
-        if self.job.output.has_started or status == 128 + signal.SIGKILL or lost:
+        if self.job.output.started or status == 128 + signal.SIGKILL or lost:
             return self._or_lost(lost, Outcome(why))
         return self._not_started(why, status or 1)
 
     def _not_started(self, why: str, status: int) -> Outcome:
         """Returns the outcome where ranks could not be started: the fault of the hosts that others differ from."""
         unfit = self.job.unstarted_hosts
-        if not self.job.output.has_started:  # mpirun starts none before it has reached all hosts
+        if not self.job.output.started:  # mpirun starts none before it has reached all hosts
             self.job.kill()
             unfit = set(self._hosts.find_unfit(self._own))
         if set() < unfit < set(self._own):
@@ -222,7 +213,7 @@ class JobRun:
         return Outcome(why, None if goes_on else status, error=status)
 
     def _or_lost(self, lost: Sequence[str], outcome: Outcome) -> Outcome:
-        """Returns the outcome, or that hosts were lost, if any does not answer: what ranks said follows from it."""
+        """Returns the outcome, or that hosts were lost, if any does not answer: what ranks did follows from it."""
         if not lost:
             return outcome
         self._hosts.cut(lost)
@@ -250,7 +241,8 @@ class JobRun:
         Where it has not, its state is in memory of hosts, if anywhere.
         """
         assert self._asked is not None
-        self.job.wait() if not self.job.is_running else None
+        if not self.job.is_running:
+            self.job.wait()
         every = {status, *self.job.output.ended.values()}
         status = next((each for each in (HELD, SAVED) if each in every), status)
         is_unsaved = status < 0 or status == LOST_OTHERS or (status == SAVED and not self.watch.num_steps_here)
@@ -290,9 +282,8 @@ class JobRun:
         usable = hosts.usable()
         if new := [host for host in usable if host not in self._own and hosts.links[host].is_ready]:
             return f"host {', '.join(new)} is there"
-        if other := [host for host, count in self._own.items() if usable.get(host, count) != count]:
-            return f"host {', '.join(other)} has other numbers of ranks"
-        return ""
+        other = [host for host, count in self._own.items() if usable.get(host, count) != count]
+        return f"host {', '.join(other)} has other numbers of ranks" if other else ""
 
     def _patience(self) -> float:
         """Returns how long ranks may take to come to a border, seconds."""

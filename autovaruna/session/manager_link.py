@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
-from autovaruna.elastic.progress import HELD, JobPlace, Reporter, job_place
+from autovaruna.elastic.job_folder import JobPlace, Reporter, job_place
+from autovaruna.elastic.rank_script import HELD
 from autovaruna.elastic.snapshot import HasPosition, Snapshots
 from autovaruna.errors import ConfigError
+from autovaruna.interception.ending import has_signal
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
-from autovaruna.interception.signals import has_heard
 from autovaruna.planner.records import Plan, predicted_seconds
 from autovaruna.runtime.world import World
 
@@ -95,7 +96,7 @@ class ManagerLink:
     @property
     def is_to_leave(self) -> bool:
         """Whether this rank is to leave the job."""
-        return self._snapshots is not None and (has_heard() or self._snapshots.is_to_leave)
+        return self._snapshots is not None and (has_signal() or self._snapshots.is_to_leave)
 
     def agree(self, are_ready: bool, is_any_to_leave: bool) -> None:
         """Decides what is due at the next border: whether all ranks can take a snapshot, and any is to leave."""
@@ -106,7 +107,7 @@ class ManagerLink:
         """Tells the host's keeper that a call begins, after so many steps and seconds of computing here."""
         if plan is not None and self._world.rank == 0:
             self._reporter.predict(partial(predicted_seconds, plan))
-        self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
+        self._reporter.begin_call(self._first_step + num_steps, has_signal(), work_seconds)
 
     def end_call(self) -> None:
         """Tells the host's keeper that the script goes on."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
-from autovaruna.elastic.progress import job_place
+from autovaruna.elastic.job_folder import job_place
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph

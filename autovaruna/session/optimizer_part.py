@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 
 from autovaruna.errors import InputError, RankError
+from autovaruna.interception.gradients import SCALERS
 from autovaruna.interception.modules import DirectCalls
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
-from autovaruna.interception.scaler import SCALERS
 from autovaruna.runtime.environment import is_alone
 from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer, step_over_own_part
 from autovaruna.runtime.weights import Placement

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autovaruna.checkpoint.folder import together
-from autovaruna.checkpoint.host_memory import available_bytes
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
-from autovaruna.checkpoint.save import SaveOptions, Saver
+from autovaruna.checkpoint.save import SaveOptions, Saver, available_bytes
 from autovaruna.checkpoint.source import CheckpointSource
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import InputError, OrderError

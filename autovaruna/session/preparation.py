@@ -22,7 +22,7 @@ from rich.console import Console
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
 from autovaruna.elastic.ahead import Request
-from autovaruna.elastic.progress import AHEAD, job_place
+from autovaruna.elastic.job_folder import AHEAD, job_place
 from autovaruna.errors import (
     AutoVarunaError,
     ConfigError,

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import NoReturn
 
 from autovaruna.config.settings import Settings, log_settings
-from autovaruna.elastic.progress import SAVED, job_place
-from autovaruna.interception.exits import ERRORS_IN_FEW_LINES
+from autovaruna.elastic.job_folder import job_place
+from autovaruna.elastic.rank_script import SAVED
+from autovaruna.interception.ending import ERRORS_IN_FEW_LINES, LISTENING, has_signal, signal_names
 from autovaruna.interception.installed import Installed
-from autovaruna.interception.signals import LISTENING, has_heard, heard_names
 from autovaruna.log import configure, show_all_frames
 from autovaruna.runtime.clipping import CLIPPING, METRICS
 from autovaruna.runtime.environment import get_world
@@ -102,7 +102,7 @@ class Stopping:
     @property
     def is_wanted_here(self) -> bool:
         """Whether this rank's script wants it, or a signal has come: what the rank reports at the next call."""
-        return self.is_wanted or has_heard()
+        return self.is_wanted or has_signal()
 
     def number_from(self, step: int, num_steps: int) -> None:
         """Sets the number that the script gives the state after so many steps of its optimizer."""
@@ -114,6 +114,6 @@ class Stopping:
 
     def end(self, step: int) -> NoReturn:
         """Ends this rank with `SAVED`, once the state is saved under its number; every rank does."""
-        names = heard_names() or "a signal on another rank"
+        names = signal_names() or "a signal on another rank"
         logger.warning("got %s: saved step %d, and end with status %d", names, step, SAVED)
         raise SystemExit(SAVED)

@@ -20,7 +20,7 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
-from autovaruna.interception.signals import record_training
+from autovaruna.interception.ending import record_training
 from autovaruna.log import long_call, phase
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine

@@ -17,7 +17,7 @@ from autovaruna._torch import foreach_mul_, pytree
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.interception.signals import script_handler
+from autovaruna.interception.ending import script_handler
 from autovaruna.runtime.world import World, on_all
 from autovaruna.session.session import all_in_mode
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna import AutoVaruna, InputError, TraceError, log
 from autovaruna.config.settings import Settings
-from autovaruna.elastic.progress import VARIABLE, JobPlace, job_place
+from autovaruna.elastic.job_folder import VARIABLE, JobPlace, job_place
 from autovaruna.errors import ConfigError
 from autovaruna.graph.module_state import fake_like
 from autovaruna.graph.trace import trace

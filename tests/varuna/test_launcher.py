@@ -135,7 +135,7 @@ def test_output_is_that_of_its_rank(written: bytes, shown: str, ended: dict[int,
     output.follow(io.BytesIO(written), target)
     output.wait()
     target.seek(0)
-    assert target.read() == shown and output.ended == ended and not output.has_started
+    assert target.read() == shown and output.ended == ended and not output.started
 
 
 def test_each_rank_that_runs_is_told() -> None:
@@ -143,7 +143,7 @@ def test_each_rank_that_runs_is_told() -> None:
     output = JobOutput(lambda: started.append(1))
     output.follow(io.BytesIO(f"[1,0]<stderr>: {rank_script.STARTED}\n".encode() * 2), shown := io.StringIO())
     output.wait()
-    assert started == [1, 1] and output.has_started and not shown.getvalue()
+    assert started == [1, 1] and output.started and not shown.getvalue()
 
 
 def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.CaptureFixture[str]) -> None:
