@@ -195,15 +195,15 @@ class Planning:
     @property
     def assumptions(self) -> list[str]:
         """What the plan rests on that nobody measured, in sentences."""
-        told = []
+        sentences = []
         if not self.profile.is_measured:
-            told.append(f"costs are a roofline of {self.profile.device}: nothing was measured")
+            sentences.append(f"costs are a roofline of {self.profile.device}: nothing was measured")
         if self.device is None and self.cluster.num_ranks > 1:
-            told.append(
-                f"links are assumed: {UNKNOWN_LINK.latency_seconds * 1e6:.0f} us and "
-                f"{UNKNOWN_LINK.bytes_per_second / 1e9:.0f} GB/s; name a device file with --device"
+            latency, speed = UNKNOWN_LINK.latency_seconds * 1e6, UNKNOWN_LINK.bytes_per_second / 1e9
+            sentences.append(
+                f"links are assumed: {latency:.0f} us and {speed:.0f} GB/s; name a device file with --device"
             )
-        return told
+        return sentences
 
     def _find_memory(self) -> float:
         """Returns what each rank may use."""
@@ -344,27 +344,27 @@ def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
-    parser.add_argument("--ranks-per-host", type=int, default=0, metavar="N", help="ranks on each host (all of them)")
-    parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
-    parser.add_argument("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
-    parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
+    add = parser.add_argument
+    add("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
+    add("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
+    add("--ranks-per-host", type=int, default=0, metavar="N", help="ranks on each host (all of them)")
+    add("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
+    add("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
+    add("--table", action="store_true", help="list all sensible choices, best first")
     add_json(parser)
     add_cost_options(parser)
 
 
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say what a step costs."""
-    parser.add_argument("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
-    parser.add_argument("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
-    parser.add_argument("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
+    add("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
+    add("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
+    add(
         "--batch-size", type=int, default=0, metavar="N", help="samples of all ranks together (the call's, times ranks)"
     )
-    parser.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)"
-    )
+    add("--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)")
     add_settings(parser, _SETTINGS)
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
-from math import prod
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,7 +19,7 @@ from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.world import World, differences
-from autovaruna.session.script_actions import Digest
+from autovaruna.session.run import Digest
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
@@ -30,8 +27,8 @@ _NUM_WHOLE_CALLS = 2  # calls of which all numbers are
 _OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
 _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
-_HEAD, _UNKNOWN = struct.Struct("<IHHB"), (1 << 16) - 1
-"""The size of a mini-batch, the number of digests, the letters that say what its totals are, the number of metrics."""
+_COMPLEX = struct.Struct("<dd")
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda value: msgspec.msgpack.Ext(0, _COMPLEX.pack(value.real, value.imag)))
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 Totals = list[Any]
 """Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
@@ -63,33 +60,14 @@ class BatchNumbers(NamedTuple):
     metrics: tuple[float, ...] = ()  # what others are to show of it
 
     def to_bytes(self) -> bytes:
-        arrays = [np.asarray(total) for total in self.totals or ()]
-        words = ";".join(each.dtype.char + ",".join(map(str, each.shape)) for each in arrays).encode()
-        num_letters = _UNKNOWN if self.totals is None else len(words)
-        head = _HEAD.pack(self.batch_size, len(self.inputs), num_letters, len(self.metrics))
-        plain = array("q", self.inputs).tobytes(), array("d", self.metrics).tobytes()
-        return b"".join((head, words, *plain, *(each.tobytes() for each in arrays)))
+        return _ENCODER.encode(self)
 
-    @classmethod
-    def of_bytes(cls, data: bytes) -> BatchNumbers:
-        batch_size, num_inputs, num_letters, num_metrics = _HEAD.unpack_from(data)
-        start = _HEAD.size + num_letters % _UNKNOWN
-        middle = start + 8 * num_inputs
-        place = middle + 8 * num_metrics
-        inputs, metrics = array("q", data[start:middle]), array("d", data[middle:place])
-        totals = []
-        for dtype, shape in _layout(data[_HEAD.size : start]):
-            count = prod(shape)
-            totals.append(np.frombuffer(data, dtype, count, place).reshape(shape).tolist())
-            place += count * dtype.itemsize
-        return cls(batch_size, tuple(inputs), None if num_letters == _UNKNOWN else totals, tuple(metrics))
+    @staticmethod
+    def of_bytes(data: bytes) -> BatchNumbers:
+        def read_complex(_: int, content: memoryview) -> complex:
+            return complex(*_COMPLEX.unpack(content))
 
-
-@lru_cache(maxsize=64)
-def _layout(words: bytes) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-    """Returns dtype and shape of each total: of ``l;d3,4`` a whole number and a matrix."""
-    each = words.decode().split(";") if words else []
-    return [(np.dtype(text[0]), tuple(map(int, filter(None, text[1:].split(","))))) for text in each]
+        return msgspec.msgpack.decode(data, type=BatchNumbers, ext_hook=read_complex)
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,9 @@ from autovaruna.session.agreement import (
     share_call,
 )
 from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
-from autovaruna.session.device import on_own_gpu
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.session.model import WrappedModel
+from autovaruna.session.model import WrappedModel, on_own_gpu
 from autovaruna.session.optimizer_part import OptimizerPart
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.plain_call import PlainCalls
