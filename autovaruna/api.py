@@ -30,7 +30,7 @@ from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.methods import OwnMethods, method_of, own_calls
-from autovaruna.interception.gradients import look_in_callers
+from autovaruna.interception.gradients import record_scalers_of_callers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import own_code, watch_registrations
 from autovaruna.planner.records import Plan
@@ -125,9 +125,9 @@ class AutoVaruna(nn.Module):
                 "torch.optim.Optimizer; settings are keywords."
             )
         if optimizer is not None and scaler is None:
-            look_in_callers()
+            record_scalers_of_callers()
         self._wrap(model, settings_with(resolve(settings), plan), Copies(plan), optimizer=optimizer, scaler=scaler)
-        self._training_run.installed.add(_WRAPPERS_OF_TORCH.use())
+        self._training_run.installed.add(_WRAPPERS_OF_TORCH.acquire())
         promise()
 
     def __init_subclass__(cls) -> None:
@@ -556,7 +556,7 @@ class AutoVaruna(nn.Module):
             self._wrapped.refuse_changes(fn)
             return self
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._wrapped.bring_to_device()
+        self._wrapped.move_to_device()
         self._wrapped.read_state()
         return self
 

@@ -108,7 +108,7 @@ class RunFolder:
         return median(known[len(known) // 4 :]) if known else 0.0
 
     @cached_property
-    def shares(self) -> list[dict[str, float]]:
+    def time_fractions(self) -> list[dict[str, float]]:
         """The share of a step that each rank spent on what, in the last one that was looked at; none: none was."""
         accounts = [each for each in self.attempt if each["event"] == "account"][-1:]
         return [{name: row[name] / each["seconds"] for name in _PARTS} for each in accounts for row in each["ranks"]]
@@ -153,8 +153,8 @@ def advice(run: RunFolder) -> list[str]:
 
 def _about_stages(run: RunFolder, plan: Plan) -> list[str]:
     """Returns what the plan and the time of ranks suggest."""
-    words, work = list[str](), [each["work"] for each in run.shares] or [0.0]
-    mean = {name: fmean(each[name] for each in run.shares) if run.shares else 0.0 for name in _PARTS}
+    words, work = list[str](), [each["work"] for each in run.time_fractions] or [0.0]
+    mean = {name: fmean(each[name] for each in run.time_fractions) if run.time_fractions else 0.0 for name in _PARTS}
     if plan.num_stages > 1 and mean["bubble"] > _BUBBLE:
         words.append(
             f"Ranks wait for other stages in {mean['bubble']:.0%} of the step (the bubble). More micro-batches make it "

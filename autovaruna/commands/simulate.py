@@ -152,10 +152,10 @@ def _of_all(hosts: Iterable[int], step: Callable[[int], float]) -> dict[int, flo
 
 def _record(result: Throughput, step_seconds: Mapping[int, float], costs: FaultCosts) -> dict[str, object]:
     return {
-        "share_of_ideal": result.share(result.done_steps),
-        "lost_to_restarts": result.share(result.restart_steps),
-        "lost_to_lost_steps": result.share(result.lost_steps),
-        "lost_to_smaller_plans": result.share(result.smaller_steps),
+        "share_of_ideal": result.of_ideal(result.done_steps),
+        "lost_to_restarts": result.of_ideal(result.restart_steps),
+        "lost_to_lost_steps": result.of_ideal(result.lost_steps),
+        "lost_to_smaller_plans": result.of_ideal(result.smaller_steps),
         **asdict(result),
         "step_seconds": dict(step_seconds),
         "costs": asdict(costs),
@@ -177,7 +177,7 @@ def _report(path: str, trace: list[Change], result: Throughput) -> str:
     return "\n".join(
         [
             f"{path}: {result.seconds / 3600:.4g} h, {min(counts)} to {max(counts)} hosts, {happened}",
-            *(f"{name:<22}{result.share(steps):8.2%}   {what}" for name, steps, what in rows),
+            *(f"{name:<22}{result.of_ideal(steps):8.2%}   {what}" for name, steps, what in rows),
             f"The ideal is what the hosts that are there would do without faults; hosts that are away cost {away:.1%} "
             f"of what {max(counts)} would do.",
         ]

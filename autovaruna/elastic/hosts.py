@@ -57,7 +57,7 @@ class Hosts:
         self._begun: list[Link] = []
         self._machine_time = _time_of(options.machine_list)
         self._times_of_notices: dict[str, int] = {}
-        self._last_look = 0.0
+        self._last_poll = 0.0
         self._is_over = threading.Event()
         self._reading: Future[dict[str, int]] | None = None
         self._fault_of_list = ""
@@ -116,15 +116,15 @@ class Hosts:
         """Returns the keepers that answer, by host."""
         return {host: link for host, link in self.links.items() if link.is_up and not link.is_silent}
 
-    def look_around(self) -> None:
+    def poll_hosts(self) -> None:
         """Reads the machine list if it has changed, and tries hosts again whose keepers have gone. Never waits."""
         now = time.monotonic()
         if self._reading is not None and self._reading.done():
             self._apply_list(self._reading)
             self._reading = None
-        if now - self._last_look < BEAT_SECONDS:
+        if now - self._last_poll < BEAT_SECONDS:
             return
-        self._last_look = now
+        self._last_poll = now
         self._read_list()
         for host in self.listed:
             link = self.links.get(host)
@@ -259,7 +259,7 @@ class Hosts:
                 self._open(host)
             else:
                 watch.record(host, link.report)
-                link.known = watch.known_work(host)
+                link.known = watch.last_calls(host)
         self.slow.record(watch.pop_changes())
 
     def ask_reports(self, hosts: Iterable[str], watch: JobWatch) -> list[str]:

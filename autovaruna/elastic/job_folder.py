@@ -101,7 +101,7 @@ class Progress:
     calls: int = 0  # of the model, that it has begun
     is_inside: bool = False  # whether it is in one now
     steps: int = 0  # of the optimizer, of all attempts
-    is_asked_to_end: bool = False
+    is_signalled: bool = False
     work_seconds: float = 0.0  # that its stages have computed, waits left out
     is_kept: bool = False  # whether it takes snapshots, so that it can leave at a border between two steps
     snapshots: tuple[int, int] = (-1, -1)  # the step of what is whole in each of its slots; -1: nothing is
@@ -160,12 +160,12 @@ class Reporter:
             self._has_predicted = True
             write_whole(self._folder / _PREDICTED, json.dumps(dict(seconds())), is_synced=False)
 
-    def begin_call(self, steps: int, is_asked_to_end: bool, work_seconds: float) -> None:
+    def begin_call(self, steps: int, is_signalled: bool, work_seconds: float) -> None:
         progress = self.progress
         place = _FORMAT.size + progress.calls % _NUM_WORKED * _WORK.size
         _WORK.pack_into(self._memory, place, progress.calls, work_seconds - progress.work_seconds)
         progress.calls, progress.is_inside = progress.calls + 1, True
-        progress.steps, progress.is_asked_to_end, progress.work_seconds = steps, is_asked_to_end, work_seconds
+        progress.steps, progress.is_signalled, progress.work_seconds = steps, is_signalled, work_seconds
         self.write()
 
     def end_call(self) -> None:

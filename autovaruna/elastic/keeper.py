@@ -406,7 +406,7 @@ class StandardStreams:
         os._exit(1)
 
 
-def _take_over(lock: Path) -> int | None:
+def _acquire(lock: Path) -> int | None:
     """Acquires a lock, also from a keeper whose manager has not spoken to it for a while: that one is killed."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (file := acquire_lock(lock)) is None and time.monotonic() < deadline:
@@ -442,7 +442,7 @@ def main() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         sys.exit(f"keeper: {folder} is somebody else's")
-    lock = _take_over(folder / LOCK)
+    lock = _acquire(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
     with open(folder / TOKEN, "r+b" if (folder / TOKEN).exists() else "wb") as file:

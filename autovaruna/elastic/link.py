@@ -38,7 +38,7 @@ class Link:
         self.report: dict[str, Any] = {}  # the last one, of its ranks
         self.known: dict[int, int] = {}  # of each rank the last call whose seconds of work reports leave out
         self._num_missed = 0
-        self._is_asked = False
+        self._is_pinged = False
         self._name = ""
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
@@ -132,17 +132,17 @@ class Link:
         """Asks for a report, which comes later; a keeper that is silent is cut off, so that nobody waits for it."""
         if not self.is_up:
             return
-        if self._is_asked or self._lock.locked():  # a request that nobody reads holds it
+        if self._is_pinged or self._lock.locked():  # a request that nobody reads holds it
             self._num_missed += 1
             if self.is_silent:
                 self.cut()
             return
-        self._is_asked = True
+        self._is_pinged = True
         self.ask("ping", known=self.known).add_done_callback(self._record)
 
     def _record(self, answer: Future[dict[str, Any]]) -> None:
         if answer.exception() is None:
-            self.report, self._num_missed, self._is_asked = answer.result(), 0, False
+            self.report, self._num_missed, self._is_pinged = answer.result(), 0, False
 
     def _receive(self, found: dict[str, Any]) -> None:
         if "port" in found:

@@ -25,7 +25,7 @@ from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_folder import JobPlace, deployment_name
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
-from autovaruna.elastic.notices import EventLog, Notices, take_over
+from autovaruna.elastic.notices import EventLog, Notices, pop_dead_manager
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
@@ -52,7 +52,7 @@ class Manager:
         self._morphing = morphing = options.morphing
         self._choose = choose
         self._log = EventLog(morphing.events)
-        known = take_over(job := _name_of(options))
+        known = pop_dead_manager(job := _name_of(options))
         token = known.token if known else secrets.token_hex(32)
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
@@ -72,13 +72,13 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        with handling(self._hear), self._notices:
+        with handling(self._record_signal), self._notices:
             has_hosts = False
             try:
                 while True:
                     try:
                         if not has_hosts:
-                            self._hosts.start(self._end_if_asked)
+                            self._hosts.start(self._raise_if_signalled)
                             attempts = (link.attempt for link in self._hosts.up().values())
                             self._watch, has_hosts = JobWatch(max(attempts, default=0)), True
                         outcome = self._run_once()
@@ -131,11 +131,11 @@ class Manager:
         """Returns the hosts to run on, once there are enough, and some seconds have passed."""
         has_logged, least, until = False, self._morphing.min_ranks, time.monotonic() + seconds
         while (there := sum((names := self._hosts.usable()).values())) < least or time.monotonic() < until:
-            self._end_if_asked()
+            self._raise_if_signalled()
             if there < least and not has_logged and time.monotonic() - self._began > BEAT_SECONDS:
                 has_logged = True
                 self._log.record("waiting", f"{there} ranks of at least {least}: waiting for hosts")
-            self._hosts.look_around()
+            self._hosts.poll_hosts()
             time.sleep(LOOK_SECONDS)
         return names
 
@@ -164,8 +164,8 @@ class Manager:
                 has_logged, seconds = True, self._morphing.state_wait_seconds
                 what = "going back" if is_over else f"waiting for {', '.join(missing)}, {seconds:g} s at most"
                 self._log.record("waiting", f"step {self._held[0]} is not whole on the hosts that answer: {what}")
-            self._end_if_asked()
-            self._hosts.look_around()
+            self._raise_if_signalled()
+            self._hosts.poll_hosts()
             time.sleep(BEAT_SECONDS)
 
     def _deployment(self, names: Mapping[str, int]) -> str:
@@ -185,7 +185,7 @@ class Manager:
 
     # signals
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         """Records a signal; a second one that asks to end ends the job at once."""
         heard, now = signal.Signals(number), time.monotonic()
         is_later = bool(self._signals) and now - self._first_signal > BEAT_SECONDS  # a scheduler may send several
@@ -199,7 +199,7 @@ class Manager:
         if self._run is None:
             raise _EndedBySignal
 
-    def _end_if_asked(self) -> None:
+    def _raise_if_signalled(self) -> None:
         if self._signals:
             raise _EndedBySignal
 

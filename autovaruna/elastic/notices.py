@@ -100,7 +100,7 @@ class Notices:
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
 
-def take_over(job: str) -> Address | None:
+def pop_dead_manager(job: str) -> Address | None:
     """Returns the address of a killed manager of the same job, once; None: there was none."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         with suppress(OSError, ValueError):

@@ -44,7 +44,7 @@ def _samples_of(batch_size: int, grid: Sequence[Sequence[int]] | None, rank: int
     return batch_size // len(grid[0]) + (replica < batch_size % len(grid[0]))
 
 
-def known_to(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> list[str]:
+def options_for(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> list[str]:
     """Returns the options that a parser has, spelled as it spells them."""
     names = parser._option_string_actions
     spelled = {name: (f"--{name}", f"--{name.replace('_', '-')}") for name in options}
@@ -62,7 +62,7 @@ def give_options(options: Mapping[str, str]) -> None:
 
     def parse_with_options(self: argparse.ArgumentParser, args: Any = None, *more: Any, **named: Any) -> Any:
         if args is None or reading:
-            args = [*known_to(self, options), *(sys.argv[1:] if args is None else args)]
+            args = [*options_for(self, options), *(sys.argv[1:] if args is None else args)]
             reading.append(self)
         try:
             return parse(self, args, *more, **named)

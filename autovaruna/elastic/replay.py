@@ -67,7 +67,7 @@ class Throughput:
     num_notices: int = 0
     num_additions: int = 0
 
-    def share(self, steps: float) -> float:
+    def of_ideal(self, steps: float) -> float:
         """Returns a number of steps as a share of the ideal."""
         return steps / self.ideal_steps if self.ideal_steps else 0.0
 

@@ -90,7 +90,7 @@ class JobRun:
         has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
         leaving: Outcome | None = None
         while True:
-            hosts.look_around()
+            hosts.poll_hosts()
             hosts.poll_reports(self._own, self.watch)
             hosts.begin_anew(self._own, self._number)
             if (outcome := self._fault(leaving)) is not None:
@@ -141,10 +141,10 @@ class JobRun:
                 self._last_end = time.monotonic()
                 continue
             lost = self._hosts.ask_reports(self._own, self.watch)
-            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_asked_to_end
+            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.signalled_hosts
             if self._asked is not None and (leaving is not None or not is_struck):
-                return self._as_asked(status)
-            if leaving is not None or (status in (SAVED, HELD) and self.watch.hosts_asked_to_end):
+                return self._by_signal(status)
+            if leaving is not None or (status in (SAVED, HELD) and self.watch.signalled_hosts):
                 return leaving or self._left_by_itself()
             return self._or_lost(lost, self._by_rank(rank, status))
         if status_of_all is None and self.job.has_finished and time.monotonic() > self._last_end + _OUTLIVED_SECONDS:
@@ -162,9 +162,9 @@ class JobRun:
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
         """Returns the outcome where mpirun has ended, and no rank has said that it failed."""
         lost = self._hosts.ask_reports(self._own, self.watch)
-        if status == 0 and (self._asked is not None or not self.watch.hosts_asked_to_end):
+        if status == 0 and (self._asked is not None or not self.watch.signalled_hosts):
             return Outcome("the job has finished", 0)
-        if leaving is not None or self.watch.hosts_asked_to_end:
+        if leaving is not None or self.watch.signalled_hosts:
             return leaving or self._left_by_itself()
         if self.job.output.ended and status != 128 + signal.SIGKILL:
             return self._or_lost(lost, self._by_script(_words_of_early(self.job.output.ended), status or 1))
@@ -221,7 +221,7 @@ class JobRun:
 
     def _left_by_itself(self) -> Outcome:
         """Returns the outcome where ranks were asked to end by signals that came past the manager."""
-        hosts = self.watch.hosts_asked_to_end
+        hosts = self.watch.signalled_hosts
         self._hosts.leave_if_others_suffice(hosts)
         return Outcome(f"a signal asked ranks on {', '.join(hosts)} to end")
 
@@ -235,7 +235,7 @@ class JobRun:
         self._deadline = time.monotonic() + self._patience()
         self.job.pass_on(self._asked)
 
-    def _as_asked(self, status: int) -> Outcome:
+    def _by_signal(self, status: int) -> Outcome:
         """Returns the outcome where ranks end for a signal that has come, with the status that the script has chosen.
 
         Where it has not, its state is in memory of hosts, if anywhere.
@@ -251,8 +251,8 @@ class JobRun:
 
     def _reason_to_leave(self) -> Outcome | None:
         """Returns why the run should end at the next border, and the job go on elsewhere; None: it should not."""
-        if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.hosts_asked_to_end):
-            return self._as_asked(-self._asked)
+        if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.signalled_hosts):
+            return self._by_signal(-self._asked)
         why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
         return Outcome(why) if why else None
 

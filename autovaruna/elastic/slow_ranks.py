@@ -215,7 +215,7 @@ class SlowRanks:
         """
         if sum(count for _, count in self._run) < 2:
             return False
-        others = [self._speeds[place] for place in self._used().keys() ^ self._planned_for[self._run]]
+        others = [self._speeds[place] for place in self._relevant().keys() ^ self._planned_for[self._run]]
         return any(each.lasts for each in others) and time.monotonic() > self._last_plan + _BETWEEN_SECONDS
 
     def record(self, changes: Iterable[tuple[Place, Slow | Recovered]]) -> None:
@@ -254,10 +254,10 @@ class SlowRanks:
         is_wanted = self.wants_plan
         if is_wanted:
             self._has_planned, self._last_plan = True, time.monotonic()
-            self._planned_for[self._run] = set(self._used())
+            self._planned_for[self._run] = set(self._relevant())
         return is_wanted
 
-    def _used(self) -> dict[Place, float]:
+    def _relevant(self) -> dict[Place, float]:
         """Returns the ranks of the run that are slow for long, or as the plan knows, on hosts that are to stay."""
         counts = {host: count for host, count in self._run if host not in self._until}
         return {
@@ -269,7 +269,7 @@ class SlowRanks:
 
     def factors(self) -> tuple[float, ...]:
         """Returns how many times as long as it should each rank of the run takes; the ranks are host by host."""
-        used = self._used()
+        used = self._relevant()
         return tuple(used.get((host, place), 1.0) for host, count in self._run for place in range(count))
 
     def leaves_out(self, host: str) -> bool:

@@ -104,7 +104,7 @@ class Snapshots:
         """Whether the manager wants the job to end at the next border."""
         return (Path(self._place.folder) / LEAVE).exists()
 
-    def take(self, subject: ModelInTraining, content: Content) -> None:
+    def write(self, subject: ModelInTraining, content: Content) -> None:
         """Writes this rank's part of the state; collective in that all ranks do it at the same step.
 
         Where memory is short, a warning says so, and there are no more snapshots: the job goes on all the same.

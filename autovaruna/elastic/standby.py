@@ -174,9 +174,9 @@ class StandbyProcess:
         self._process: subprocess.Popen[bytes] | None = None
         if not _is_listening(folder / SOCKET):
             self._start()
-        threading.Thread(target=self._look_after, daemon=True).start()
+        threading.Thread(target=self._supervise, daemon=True).start()
 
-    def _look_after(self) -> None:
+    def _supervise(self) -> None:
         delay = _FIRST_DELAY_SECONDS
         while True:
             time.sleep(delay)

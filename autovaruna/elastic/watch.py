@@ -89,7 +89,7 @@ class JobWatch:
                     seen.last_call = call
                     self._changes += self._speeds.report(rank, call, seconds) if self._is_compared else []
 
-    def known_work(self, host: str) -> dict[int, int]:
+    def last_calls(self, host: str) -> dict[int, int]:
         """Returns the last call of each rank of a host of which it is known what was computed; none at first."""
         return {rank: seen.last_call for rank, seen in self._ranks.items() if seen.host == host and seen.last_call >= 0}
 
@@ -122,9 +122,9 @@ class JobWatch:
         return min((seen.report["calls"] for seen in self._ranks.values()), default=0)
 
     @property
-    def hosts_asked_to_end(self) -> list[str]:
+    def signalled_hosts(self) -> list[str]:
         """The hosts with ranks that a signal has asked to end."""
-        return sorted({seen.host for seen in self._ranks.values() if seen.report["is_asked_to_end"]})
+        return sorted({seen.host for seen in self._ranks.values() if seen.report["is_signalled"]})
 
     @property
     def holds_any(self) -> bool:

@@ -100,7 +100,7 @@ def _see(scaler: GradScaler) -> None:
         _num_seen += 1
 
 
-def look_in_callers() -> None:
+def record_scalers_of_callers() -> None:
     """Records scalers in variables of the functions that are running, or in attributes of what these hold."""
     frame = sys._getframe(1)
     while frame is not None:

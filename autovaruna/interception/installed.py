@@ -73,7 +73,7 @@ class ProcessPiece:
         self._num_users = 0
         self._undo: Undo | None = None
 
-    def use(self) -> Undo:
+    def acquire(self) -> Undo:
         """Makes the change, unless it is there; returns what its user calls, once, when it needs it no more."""
         with self._lock:
             self._num_users += 1

@@ -127,7 +127,7 @@ def compare_settings(settings: Settings, world: World, *, has_plan: bool) -> Non
         raise RankError(f"The ranks have different settings: {differing}. Expected the same ones on every rank.")
 
 
-def share_call(
+def join_calls(
     call: CallSpec,
     tensors: Sequence[Tensor],
     alike: Sequence[tuple[str, str]],

@@ -37,7 +37,7 @@ def report_end(world: World) -> None:
     """Reports to the manager, if there is one, that the script ends because it was asked to, and has not finished."""
     if (place := job_place()) is not None:
         reporter = _reporter(place, world.rank)
-        reporter.progress.is_asked_to_end = True
+        reporter.progress.is_signalled = True
         reporter.write()
 
 
@@ -122,7 +122,7 @@ class ManagerLink:
         if self._snapshots is not None:
             self._snapshots.begin_border(num_steps)
             if self._takes_snapshot or self._is_leaving:
-                self._snapshots.take(subject(), self._content(step))
+                self._snapshots.write(subject(), self._content(step))
 
     def end_if_agreed(self, step: int) -> None:
         """Ends this rank, if all ranks have agreed to, once others have its snapshot of a step. Collective."""

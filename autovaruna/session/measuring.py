@@ -83,17 +83,20 @@ class SpeedWatch:
 
         Speed 1 is that of short samples on the typical rank. A manager has seen many steps, and less is noise to it.
         """
-        found, place = lasting([[_typical(look) / pace.mean for pace in look] for look in self._samples]), job_place()
+        found, place = (
+            persistent_speeds([[_typical(look) / pace.mean for pace in look] for look in self._samples]),
+            job_place(),
+        )
         if place is None or len(place.factors) != len(found):
             return found
         return tuple(min(speed, 1.0 / factor) for speed, factor in zip(found, place.factors, strict=True))
 
     def speeds_of_samples(self) -> tuple[float, ...]:
         """Returns the speed of each rank for work so short that other programs seldom interrupt it."""
-        return lasting([[_typical(look) / pace.typical for pace in look] for look in self._samples])
+        return persistent_speeds([[_typical(look) / pace.typical for pace in look] for look in self._samples])
 
 
-def lasting(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def persistent_speeds(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Returns the speeds of ranks by what was seen at each look.
 
     A rank differs from the typical one, and that one from speed 1, if it does so at every look, in the same direction
@@ -101,14 +104,14 @@ def lasting(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """
     middles = [sorted(look)[len(look) // 2] for look in looks]
     to_middle = [[speed / middle for speed in look] for look, middle in zip(looks, middles, strict=True)]
-    return tuple(_lasting(middles) * _lasting(speeds) for speeds in zip(*to_middle, strict=True))
+    return tuple(_persistent(middles) * _persistent(speeds) for speeds in zip(*to_middle, strict=True))
 
 
 def _typical(look: Sequence[Pace]) -> float:
     return sorted(pace.typical for pace in look)[len(look) // 2]
 
 
-def _lasting(speeds: Sequence[float]) -> float:
+def _persistent(speeds: Sequence[float]) -> float:
     is_slower = all(speed <= 1 / _NOISE for speed in speeds)
     is_faster = all(speed >= _NOISE for speed in speeds)
     return median(speeds) if is_slower or is_faster else 1.0
@@ -147,7 +150,7 @@ class MeasuredModel:
         `advance` hears of the parts measured so far on this rank, and of their number.
         """
 
-        def own_share(turn: Turn) -> dict[Key, PartCost]:
+        def measure_own(turn: Turn) -> dict[Key, PartCost]:
             def report(done: int, total: int) -> None:
                 if advance:
                     advance(turn.place * total + done, turn.num_turns * total)
@@ -166,17 +169,17 @@ class MeasuredModel:
                 on_progress=report,
             )
 
-        found = measure_together(self.watch, self.settings.profile_iterations, own_share)
+        found = measure_together(self.watch, self.settings.profile_iterations, measure_own)
         logger.debug("measured %d parts of a model of %d blocks", len(found), len(self.traced.graph.blocks))
         return found
 
 
 def measure_together(
-    watch: SpeedWatch, iterations: int, own_share: Callable[[Turn], dict[Key, PartCost]]
+    watch: SpeedWatch, iterations: int, measure_own: Callable[[Turn], dict[Key, PartCost]]
 ) -> dict[Key, PartCost]:
     """Measures on all ranks, by turns as far as the budget goes, and joins the results. Collective.
 
-    `iterations` are samples of each part, over all turns; `own_share` measures this rank's share of a turn.
+    `iterations` are samples of each part, over all turns; `measure_own` measures this rank's share of a turn.
     """
     world, found, started = watch.world, [], perf_counter()
     num_turns = min(MOST_TURNS, iterations)
@@ -184,7 +187,7 @@ def measure_together(
         watch.sample()
         share = (world.rank + place) % world.num_ranks, world.num_ranks  # the parts that the next rank had
         turn = Turn(share, -(-iterations // num_turns), BUDGET_SECONDS / num_turns, place, num_turns)
-        found.append(gather_on_all(world, partial(own_share, turn), "measuring"))
+        found.append(gather_on_all(world, partial(measure_own, turn), "measuring"))
         if world.broadcast_object(perf_counter() - started > BUDGET_SECONDS, 0, "measuring"):
             break
     watch.sample()

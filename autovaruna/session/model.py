@@ -33,7 +33,7 @@ class WrappedModel:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, run: Run) -> None:
         self.module = module
         self._optimizer, self._run = optimizer, run
-        self.bring_to_device()
+        self.move_to_device()
         self.read_state()
         self.parameter_names = [self.state.first_name[name] for name, _ in module.named_parameters()]
         self._first_parameters = [(ref(each), name) for name, each in self.state.parameters().items()]
@@ -65,15 +65,15 @@ class WrappedModel:
         """Finds parameters and buffers as they are now; before the split only."""
         self.state = OwnedState(self.module)
 
-    def bring_to_device(self) -> None:
+    def move_to_device(self) -> None:
         """Moves model and optimizer, wherever a script has put them, to where this rank computes; before the split."""
-        self.device = bring_to_own_device(self.module, self._optimizer, self._run.settings)
+        self.device = move_to_own_device(self.module, self._optimizer, self._run.settings)
 
     def check_parameters(self) -> None:
         """Finds other parameters before the split; refuses them later, and always what other libraries spread."""
         if self.engine is None:
             _refuse_parallel_wrappers(self.module)
-            self.bring_to_device()
+            self.move_to_device()
             if self.guards.replaced():
                 self.read_state()
             return
@@ -137,7 +137,7 @@ def find_device(model: nn.Module, settings: Settings) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def bring_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> torch.device:
+def move_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> torch.device:
     """Moves what is elsewhere of a model, and of its optimizer's state, to where this rank computes; returns that.
 
     Parameters stay the same objects, so the optimizer's are the model's. What is on ``meta`` stays there.

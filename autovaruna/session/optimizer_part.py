@@ -37,7 +37,7 @@ class OptimizerPart:
         if not is_alone():
             cut.check()
         proxy = self._watch(cut)
-        run.installed.add(SCALERS.use())
+        run.installed.add(SCALERS.acquire())
         proxy.before.append(model.borrowed.write_back)
         if not is_alone():
             self._direct_calls = DirectCalls(model.module)

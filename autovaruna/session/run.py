@@ -80,8 +80,8 @@ class Run:
 
     def install(self) -> None:
         """Installs what every run has in the user's process."""
-        self.installed.add(ERRORS_IN_FEW_LINES.use())
-        self.installed.add(CLIPPING.use())
+        self.installed.add(ERRORS_IN_FEW_LINES.acquire())
+        self.installed.add(CLIPPING.acquire())
         METRICS.add(self.metrics)
         if self.settings.save_on_signal:
             self.listen()
@@ -90,7 +90,7 @@ class Run:
         """Hears signals that ask the process to end, from now on."""
         if not self._is_listening:
             self._is_listening = True
-            self.installed.add(LISTENING.use())
+            self.installed.add(LISTENING.acquire())
 
 
 class Stopping:

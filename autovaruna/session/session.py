@@ -42,7 +42,7 @@ from autovaruna.session.agreement import (
     Totals,
     compare_settings,
     input_groups,
-    share_call,
+    join_calls,
 )
 from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
 from autovaruna.session.manager_link import refuse_several
@@ -199,11 +199,11 @@ class Session:
             if has_stepped:
                 manager.at_border(self._only_subject, num_steps, step)
         if folder := run.settings.save_on_signal:
-            self._save_if_asked(folder, has_stepped, step)
+            self._save_on_signal(folder, has_stepped, step)
         if manager is not None and has_stepped:
             manager.end_if_agreed(step)
 
-    def _save_if_asked(self, folder: str, has_stepped: bool, step: int) -> None:
+    def _save_on_signal(self, folder: str, has_stepped: bool, step: int) -> None:
         """Saves the state and ends this rank, if a signal has come to any. Collective."""
         run, stopping = self._run, self._run.stopping
         if run.of_model or run.world.num_models > 1:
@@ -276,7 +276,7 @@ class Session:
             return self._agree(args, kwargs, method)
         try:
             groups, number = self._same_inputs.groups, run.num_calls
-            return share_call(call, tensors, alike, numbers, self._words, number=number, groups=groups, world=world)
+            return join_calls(call, tensors, alike, numbers, self._words, number=number, groups=groups, world=world)
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if model.engine is None or not model.state.follow_frozen(model.placement, world):
                 raise
@@ -404,7 +404,7 @@ class Session:
             optimizer.check()
         keep_freed_memory()
         resident = resident_bytes(model.device)
-        model.bring_to_device()
+        model.move_to_device()
         self.traces = Traces(model.module, settings, world, model.device)
         traced = self.traces.first(shared)
         model.read_state()
@@ -416,14 +416,14 @@ class Session:
         self.copies.preparation = preparation
         with phase(logger, "splitting the model"):
             for each in self.copies.members():
-                each._take_part()
+                each._split()
         give_back_freed_memory()
         assert model.engine is not None
         return model.engine
 
     # split
 
-    def _take_part(self) -> None:
+    def _split(self) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
         model, preparation = self._model, self.preparation
         names = self._persistence.pending_names()
@@ -442,7 +442,7 @@ class Session:
         register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
             register_split(model.state, placement, world)
-            run.installed.add(LATER_OPTIMIZERS.use())
+            run.installed.add(LATER_OPTIMIZERS.acquire())
         self.traces = self.traces or Traces(model.module, settings, world, device)
         run.metrics.follow(
             *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), preparation.held_memory),

@@ -175,10 +175,10 @@ class GridPlace:
     @property
     def samples(self) -> slice:
         """Which samples of a batch are the replica's."""
-        start = sum(map(self.share_of, range(self.replica)))
-        return slice(start, start + self.share_of(self.replica))
+        start = sum(map(self.samples_of, range(self.replica)))
+        return slice(start, start + self.samples_of(self.replica))
 
-    def share_of(self, replica: int) -> int:
+    def samples_of(self, replica: int) -> int:
         """Returns the samples of a replica; the first ones have one more where the batch does not divide."""
         return self.batch_size // self.num_replicas + (replica < self.batch_size % self.num_replicas)
 

@@ -160,23 +160,23 @@ class Varuna(nn.Module):
             with as_in_training(model), self._precision():
                 sample = sample_batch(get_batch_fn, model, self.global_batch_size, self.device)
                 grid, chunk_size = find_grid(model, sample, self.global_batch_size, chunk_size, settings, self.world)
-        self._take_place(place_of(self.rank, grid, self.global_batch_size), chunk_size)
+        self._set_place(place_of(self.rank, grid, self.global_batch_size), chunk_size)
         self.__dict__["model"] = self._wrap(model, grid, get_batch_fn, settings)  # names stay the model's own
 
-    def _take_place(self, place: GridPlace, chunk_size: int | None) -> None:
+    def _set_place(self, place: GridPlace, chunk_size: int | None) -> None:
         """Notes where this rank is in the grid."""
         self.place = place
         self.stage_to_rank_map = {stage: list(ranks) for stage, ranks in enumerate(place.grid)}
         self.partitions, self.data_depth = len(place.grid), place.num_replicas
         self.stage, self.rank_within_stage = place.stage, place.replica
         self.data_parallel = self.data_depth > 1
-        self.batch_size = place.share_of(place.replica)
+        self.batch_size = place.samples_of(place.replica)
         self._chunk_size = chunk_size
 
     def _wrap(self, model: nn.Module, grid: Grid, get_batch_fn: GetBatch, settings: dict[str, Any]) -> AutoVaruna:
         """Plans and splits the model over the ranks of the grid."""
         if self._chunk_size:
-            each = math.ceil(self.place.share_of(0) / self._chunk_size)
+            each = math.ceil(self.place.samples_of(0) / self._chunk_size)
             settings["num_micro_batches"] = min(self.data_depth * each, self.global_batch_size)
         wrapped = AutoVaruna(model, scaler=self._scaler, **{**settings, "stage_ranks": [list(ranks) for ranks in grid]})
         with as_in_training(model), self._precision():

@@ -37,9 +37,9 @@ def job_hosts(folder: Path, options: MorphingOptions) -> Iterator[Hosts]:
 def look(hosts: Hosts) -> set[str]:
     """Returns what can be used once the list has been looked at again."""
     time.sleep(BEAT_SECONDS)
-    hosts.look_around()
+    hosts.poll_hosts()
     time.sleep(0.5)
-    hosts.look_around()
+    hosts.poll_hosts()
     return set(hosts.usable())
 
 

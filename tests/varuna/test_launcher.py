@@ -77,8 +77,8 @@ def test_a_script_gets_the_options_that_it_takes_as_it_spells_them() -> None:
     parser.add_argument("--batch-size")
     parser.add_argument("--local-rank")
     parser.add_argument("--resume_step")
-    assert rank_script.known_to(parser, known) == ["--local-rank=0", "--batch-size=8", "--resume_step=7"]
-    assert rank_script.known_to(argparse.ArgumentParser(), known) == []
+    assert rank_script.options_for(parser, known) == ["--local-rank=0", "--batch-size=8", "--resume_step=7"]
+    assert rank_script.options_for(argparse.ArgumentParser(), known) == []
 
 
 def test_subcommands_get_the_options_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
