@@ -40,7 +40,7 @@ from autovaruna.checkpoint.manifest import (
 )
 from autovaruna.checkpoint.state import Content, ModelInTraining, RankState, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows
-from autovaruna.config.files import at_home, copy_synced, read_record
+from autovaruna.config.files import at_home, copy_synced, read_record, system_bytes
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World
 
@@ -63,11 +63,7 @@ class SaveOptions:
 
 def available_bytes() -> float:
     """Returns the memory of this host that programs can have; infinite where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return float("inf")
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), float("inf"))
+    return system_bytes("/proc/meminfo", "MemAvailable") or float("inf")
 
 
 class HostMemory:

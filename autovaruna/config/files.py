@@ -47,6 +47,15 @@ def copy_synced(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
+def system_bytes(file: str, name: str) -> float | None:
+    """Returns a number of bytes that a file of the system has in kB, as /proc/meminfo; None: it does not say."""
+    try:
+        lines = Path(file).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+
+
 def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = True) -> None:
     """Writes a text, and makes the folder if need be: the file is the old one or the new one, never half of it.
 

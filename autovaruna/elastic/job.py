@@ -36,8 +36,10 @@ _SILENT_SECONDS = 2.0  # how long the output of an mpirun that has ended may be 
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
 _START = re.compile(rf"{_END.pattern}|{_TAG.pattern}")
-_PASSED_ON = ("AUTOVARUNA_", "VARUNA_", "CUDA", "NCCL", "MKL_", "OMP_", "TORCH")
-_PASSED_ON += ("PATH", "PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+_PASSED_ON = (
+    *("AUTOVARUNA_", "VARUNA_", "CUDA", "NCCL", "MKL_", "OMP_", "TORCH"),
+    *("PATH", "PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+)
 """How variables begin that ranks get, beside those of the job."""
 _GRACE_SECONDS = 30.0
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}

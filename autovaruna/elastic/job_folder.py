@@ -111,7 +111,7 @@ class Progress:
         """Returns what a rank has last written; None: it has not started."""
         with suppress(OSError, struct.error):
             *numbers, first, second = _FORMAT.unpack((rank_folder / _PROGRESS).read_bytes()[: _FORMAT.size])
-            return Progress(*numbers, snapshots=(first, second))
+            return Progress(*numbers, (first, second))
         return None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autovaruna.config.files import system_bytes
 from autovaruna.config.settings import Settings
 from autovaruna.runtime.world import World
 
@@ -66,7 +67,7 @@ def _resident_set() -> float | None:
 
 
 class HeldMemory:
-    """Says what a process holds of the memory where it computes, less what it held when there was but the model."""
+    """What a process holds of the memory where it computes, less what it held when there was but the model."""
 
     def __init__(self, device: torch.device, model: nn.Module, resident: float | None = None) -> None:
         own = [*model.parameters(), *model.buffers()]
@@ -96,18 +97,10 @@ def process_bytes_of(
     if device.type == "cuda":
         mine += growth or 0.0
     else:
-        on_its_way = max(batch_bytes - _shared_bytes(), 0.0) if world.num_ranks > 1 else 0.0
+        shared = system_bytes("/proc/self/status", "RssShmem") or 0.0
+        on_its_way = max(batch_bytes - shared, 0.0) if world.num_ranks > 1 else 0.0
         mine += (_PROCESS_BYTES if growth is None else growth) + on_its_way + _LATER_BYTES
     return tuple(number for (number,) in world.gather_numbers((mine,), "measuring what processes hold"))
-
-
-def _shared_bytes() -> float:
-    """Returns the resident bytes of memory that processes share; 0 if the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0.0
-    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:")), 0.0)
 
 
 def fragmentation(device: torch.device) -> float:
@@ -122,10 +115,10 @@ def fragmentation(device: torch.device) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what tensors free: a step asks for the same memory as the one before it.
+    """Lets the C library keep what tensors free, unless the user has set that.
 
     Giving it back and getting it again takes up to a sixth of a step. Small pieces join their free neighbours at once:
-    those that wait to be used again keep tensors out of the holes beside them. What the user has set counts.
+    those that wait to be used again keep tensors out of the holes beside them.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     is_set = any(name.startswith("MALLOC_") for name in os.environ) or any(name in tunables for name in _TUNABLES)

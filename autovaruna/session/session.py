@@ -62,22 +62,17 @@ _SEED_OF_COPY = 1_000_003
 
 
 class Copies:
-    """A wrapped model and its deep copies, which are all split in the same way at the same time.
-
-    So averages of weights, teachers and target networks stay alike in what each rank holds of them.
-    """
+    """A wrapped model and its deep copies (averages of weights, teachers), which are all split alike, at one time."""
 
     def __init__(self, given_plan: GivenPlan | None = None) -> None:
         self.given_plan = given_plan
         self.preparation: Preparation | None = None  # their common plan; None before the first call of any
-        self.num_made = 0
         self._members: list[ref[Session]] = []
 
     def add(self, session: Session) -> int:
         """Adds a model; returns its number."""
         self._members.append(ref(session))
-        self.num_made += 1
-        return self.num_made - 1
+        return len(self._members) - 1
 
     def members(self) -> list[Session]:
         """Returns those that are still there, the first one first."""
@@ -94,10 +89,7 @@ class Copies:
 
 
 class Session:
-    """The calls of one wrapped model, which is whole on every rank until its first one, or that of one of its copies.
-
-    `scaler` is the loop's GradScaler; None: the program's own, if there is one.
-    """
+    """The calls of one wrapped model, whole on every rank until the first call of it, or of one of its copies."""
 
     def __init__(
         self,
@@ -106,7 +98,7 @@ class Session:
         run: Run,
         persistence: Persistence,
         *,
-        scaler: torch.amp.GradScaler | None,
+        scaler: torch.amp.GradScaler | None,  # None: the program's own, if there is one
         copies: Copies,
     ) -> None:
         self.copies = copies
@@ -330,7 +322,7 @@ class Session:
 
     def _recheck_trace(self, call: CallSpec) -> None:
         """Makes sure, in a few calls, that the forward is what was traced."""
-        traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.known(call)
+        traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.find(call)
         if traced is not None and self._recheck.recheck(traced):
             self._model.guards.settle()
 
@@ -351,7 +343,7 @@ class Session:
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
-        traced = None if self.traces is None else self.traces.known(call)
+        traced = None if self.traces is None else self.traces.find(call)
         if traced is None:
             return None
         lengths = traced.lengths_of(call) or ()
@@ -380,11 +372,8 @@ class Session:
 
     # trace, measure, plan
 
+    @long_call()
     def _start(self, shared: SharedCall) -> Engine:
-        with long_call():
-            return self._plan_and_split(shared)
-
-    def _plan_and_split(self, shared: SharedCall) -> Engine:
         """Plans, and gives each rank its part of the model and of its copies. Collective.
 
         With an optimizer, the plan is one for training, even if the first call only evaluates.

@@ -55,7 +55,7 @@ class Traces:
         self.latest: TracedModel | None = None
         self.num_traced = 0
 
-    def known(self, call: CallSpec) -> TracedModel | None:
+    def find(self, call: CallSpec) -> TracedModel | None:
         """Returns the graph of a call; None: it is not known yet, or depends on the micro-batches."""
         return self._known.get(self._serving(call, 0))
 
@@ -163,18 +163,13 @@ class Traces:
                 )
 
     def _refuse_other_losses(self, traced: TracedModel) -> None:
-        """Refuses a loss that is not the mean, or sum, of its micro-batches' losses; checks each graph once."""
-        mark = traced.key, frozenset[int](), True
-        if mark not in self._checked:
-            self._check_parts(traced, self._settings.batch_statistics == "exact")
-            self._checked.add(mark)
-
-    def _check_parts(self, traced: TracedModel, is_exact: bool = True) -> None:
-        """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
-        if not self._settings.micro_batch_weight:
-            refuse_other_losses(traced, self._settings.reduction == "sum", is_exact)
+        """Refuses a loss that is not the mean, or sum, of its micro-batches' losses, unless the user weighs them."""
+        mark, settings = (traced.key, frozenset[int](), True), self._settings
+        if mark not in self._checked and not settings.micro_batch_weight:
+            refuse_other_losses(traced, settings.reduction == "sum", settings.batch_statistics == "exact")
             if reason := self._trial_refusals.get(traced.key):
                 raise InputError(reason)
+        self._checked.add(mark)  # each graph is checked once
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
@@ -276,9 +271,8 @@ class Traces:
 
     def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         self._compare(traced)
-        is_tried = (
-            self._settings.check_parts and self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
-        )
+        is_parted = self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
+        is_tried = self._settings.check_parts and is_parted
         if self._settings.check_trace or is_tried:
             with phase(logger, TRYING):
                 self._check(traced, shared, micro_batch_size, is_tried)
