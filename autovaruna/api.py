@@ -41,8 +41,7 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.model import WrappedModel, is_parallel, refuse_parallel_wrapper
-from autovaruna.session.optimizer_part import OptimizerPart
+from autovaruna.session.model import OptimizerPart, WrappedModel, is_parallel, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import GivenPlan, Preparation, settings_with
 from autovaruna.session.run import Run

@@ -47,8 +47,7 @@ from autovaruna.session.agreement import (
 from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.session.model import WrappedModel, on_own_gpu
-from autovaruna.session.optimizer_part import OptimizerPart
+from autovaruna.session.model import OptimizerPart, WrappedModel, on_own_gpu
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import GivenPlan, Preparation
