@@ -339,10 +339,7 @@ def write_part(part: RankState, partial: Path, tempdir: str | None) -> WrittenPa
 
 
 def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
-    """Writes a file chunk by chunk, and sums each on its way; it is on the disk on return, if `syncs`.
-
-    A file that is not new is overwritten in its place: one in memory keeps its pages.
-    """
+    """Writes a file chunk by chunk, and sums each; on the disk if it `syncs`, in its old place if not `is_new`."""
     size, checksums = 0, []
     with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
         for chunk in chunks:

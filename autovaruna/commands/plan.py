@@ -317,10 +317,7 @@ def shown_ranks(plan: Plan | Pipeline) -> list[int]:
 
 
 def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
-    """Returns some rows of a drawing, with its legend, and what was left out.
-
-    `names` are the plan's ranks for each row of the drawing; empty: they are those of the rows.
-    """
+    """Returns some rows of a drawing, with its legend, and what was left out; `names` are the ranks of its rows."""
     lines = drawing.splitlines()
     kept = [lines[row] for row in rows]
     if names:

@@ -57,10 +57,7 @@ def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:
 
 
 def draw_bars(rows: Mapping[str, Mapping[str, Spans]], path: str, end_seconds: float | None = None) -> None:
-    """Draws rows of bars by kind, from the top, time to the right, to `end_seconds`, or to the last bar.
-
-    Raises ConfigError if the file cannot be written, or matplotlib does not know its format.
-    """
+    """Draws rows of bars by kind, time to the right; ConfigError if the file or its format cannot be written."""
     from matplotlib.figure import Figure
 
     colours = {kind: colour for kind, colour in COLOURS.items() if any(row.get(kind) for row in rows.values())}

@@ -64,10 +64,7 @@ class _WithoutRandomNumbers(TorchFunctionMode):
 def load_target(
     name: str, settings: Settings, device: torch.device | None = None, *, has_weights: bool = True
 ) -> Target:
-    """Builds and traces the model that the function `name` returns; InputError if it does not, or fails.
-
-    Without `has_weights` the model gets no random weights, which take long to draw and a plan does not need.
-    """
+    """Builds and traces the model that a function returns, with random weights if it `has_weights`; else InputError."""
     with nullcontext() if has_weights else _WithoutRandomNumbers():
         function = _find(name)
         with _running(f"{name} failed"):

@@ -63,10 +63,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_bars(path: Path) -> list[Bar]:
-    """Reads the instructions of a trace, which may have been cut off while it was written.
-
-    Raises ConfigError if it cannot be read, or a line but the last is not of such a trace.
-    """
+    """Reads the instructions of a trace, whose last line may be cut off; ConfigError if it is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[1:]
     except (OSError, ValueError) as error:

@@ -16,10 +16,7 @@ _SECONDS = 30.0
 
 
 def allocated_lines(num_slots: int | None, variables: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the hosts of the allocation, each as often as it is to have ranks; none: this is no allocation.
-
-    Without a number of slots that is what the scheduler says of each host.
-    """
+    """Returns the hosts of the allocation, each as often as it is to have ranks; none: this is no allocation."""
     if names := slurm_nodes(variables):
         text = variables.get(_TASKS, "")
         counts = [1] * len(names) if num_slots else _counts(text)

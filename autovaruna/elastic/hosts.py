@@ -284,10 +284,7 @@ class Hosts:
                 link.cut()
 
     def release(self, hosts: Iterable[str]) -> None:
-        """Ends the keepers of hosts that are not in the list any more; the job is on others, which have its state.
-
-        This machine's stays, for it would end what is the job's here: mpirun, and the file by which notices come.
-        """
+        """Ends the keepers of hosts that are not in the list any more, but this machine's, which would end mpirun."""
         for host in self.links.keys() - self.listed.keys() - set(hosts):
             if not is_this_machine(host):
                 self.links.pop(host).quit()

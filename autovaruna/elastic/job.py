@@ -383,10 +383,7 @@ def _remove_folder(process: int) -> None:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handles signals to this process within the context; under nohup, SIGHUP stays ignored.
-
-    Elsewhere than in the main thread, which alone gets signals, it does nothing.
-    """
+    """Handles signals to this process, in its main thread, within the context; under nohup, SIGHUP stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

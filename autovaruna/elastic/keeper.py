@@ -104,10 +104,7 @@ class Keeper:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
     def ping(self, known: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone.
-
-        By rank, `known` is the last call whose seconds of work are known; what the plan predicts is then known as well.
-        """
+        """Returns how far the ranks of this host are, with their work in calls after those that are `known`."""
         ranks = {}
         predicted: dict[str, float] = {}
         for folder in self._rank_folders():

@@ -1,7 +1,4 @@
-"""The events that a job reports, and the notices that it gets of hosts that will be taken away.
-
-Notices reach the managers of this user's jobs from every host with the same HOME.
-"""
+"""The events that a job reports, and the notices that it gets, on hosts with one HOME, of hosts that will go."""
 
 from __future__ import annotations
 

@@ -159,10 +159,7 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
 
 
 def list_hosts(path: str | None, num_slots: int | None, command: str | None) -> dict[str, int]:
-    """Returns the ranks of each machine that a file lists, a command prints, or the allocation has; else ConfigError.
-
-    One that is listed twice has twice as many, by whatever names and addresses.
-    """
+    """Returns the ranks of each machine, by whatever names a file or a command lists it, or the allocation has."""
     if path is None and command is None and (lines := allocated_lines(num_slots)):
         return dict(Counter(lines))  # a scheduler has one name for a host
     num_slots = num_slots or _RANKS_PER_HOST

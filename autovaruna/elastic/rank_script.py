@@ -53,10 +53,7 @@ def options_for(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> 
 
 
 def give_options(options: Mapping[str, str]) -> None:
-    """Lets every parser of the script that reads the command line find the launcher's options there.
-
-    The parser of a subcommand gets them, too, in front of what is left for it.
-    """
+    """Puts the launcher's options in front of what each parser of the script, also of a subcommand, reads."""
     parse: Any = argparse.ArgumentParser.parse_known_args
     reading: list[argparse.ArgumentParser] = []
 

@@ -22,15 +22,11 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Change:
-    """A row of a trace: from a moment on, so many hosts are there.
-
-    `event` is ``kill``: a rank or the job is killed, hosts stay; ``notice``: the hosts that leave have said so in time;
-    or empty: hosts that leave are lost.
-    """
+    """A row of a trace: from a moment on, so many hosts are there."""
 
     seconds: float
     hosts: int
-    event: str = ""
+    event: str = ""  # `KILL`: of a rank or the job; `NOTICE`: hosts that leave have said so; empty: they are lost
 
 
 def _cost(default: Number, meaning: str) -> Number:

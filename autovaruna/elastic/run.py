@@ -81,11 +81,7 @@ class JobRun:
     def follow(
         self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: list[signal.Signals]
     ) -> Outcome:
-        """Returns how the run ends, as soon as that is known.
-
-        `since` is when the run before ended, `seconds` what the start has taken so far, by phase; `signals` are those
-        of now and later.
-        """
+        """Returns how the run ends; `since` is when the one before ended, `seconds` what the start took, by phase."""
         hosts, started = self._hosts, time.monotonic()
         has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
         leaving: Outcome | None = None

@@ -209,10 +209,7 @@ class SlowRanks:
 
     @property
     def wants_plan(self) -> bool:
-        """Whether other ranks are slow than those that the plan knows of, for long, and it was not made just now.
-
-        One rank alone has all to do, however slow it is.
-        """
+        """Whether other ranks, of several, are slow for long than the plan knows, which was not made just now."""
         if sum(count for _, count in self._run) < 2:
             return False
         others = [self._speeds[place] for place in self._relevant().keys() ^ self._planned_for[self._run]]

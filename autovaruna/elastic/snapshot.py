@@ -105,10 +105,7 @@ class Snapshots:
         return (Path(self._place.folder) / LEAVE).exists()
 
     def write(self, subject: ModelInTraining, content: Content) -> None:
-        """Writes this rank's part of the state; collective in that all ranks do it at the same step.
-
-        Where memory is short, a warning says so, and there are no more snapshots: the job goes on all the same.
-        """
+        """Writes this rank's part, at the same step as all ranks; where memory is short, it is the last one."""
         begin = time.perf_counter()
         try:
             self._write(subject, content)

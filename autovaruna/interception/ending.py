@@ -55,10 +55,7 @@ def script_handler(number: signal.Signals) -> Any:
 
 
 def _listen() -> Undo | None:
-    """Records signals from now on: they no longer end this process by themselves.
-
-    Python takes signals in the main thread alone: elsewhere this does nothing.
-    """
+    """Records signals from now on, in the main thread: they no longer end this process by themselves."""
     if threading.current_thread() is not threading.main_thread():
         return None
     _before.update((number, signal.signal(number, _record)) for number in SIGNALS)

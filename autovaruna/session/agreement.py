@@ -207,10 +207,7 @@ def _flags(letters: str) -> str:
 
 
 class SameInputs:
-    """Whether ranks pass the same mini-batch where they are to, and others where they are to, in a few of their calls.
-
-    With other samples on a rank of a group, a step would join the inputs of some samples with the labels of others.
-    """
+    """Whether ranks pass the same mini-batch where they are to, and others where they are to, in a few calls."""
 
     def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
         self.groups = groups
@@ -229,10 +226,7 @@ class SameInputs:
         return len(self.groups) > 1 and len(self._trained) < _NUM_WHOLE_CALLS and torch.is_grad_enabled()
 
     def compare(self, shared: SharedCall, *, warns: bool) -> None:
-        """Raises RankError if a mini-batch that ranks share differs between them.
-
-        If it `warns`, it does so, once, where it is the same on ranks that do not share it.
-        """
+        """Raises RankError if a mini-batch that ranks share differs; if it `warns`, of one that they do not share."""
         inputs, digests = shared.call.inputs, shared.digests
         if not any(digests):
             return

@@ -115,10 +115,7 @@ class ManagerLink:
         self._reporter.end_call()
 
     def at_border(self, subject: Callable[[], ModelInTraining], num_steps: int, step: int) -> None:
-        """Takes a snapshot, if all ranks have agreed to; the optimizer has stepped. Collective.
-
-        `step` is the number that the script gives the state after `num_steps` steps of the optimizer.
-        """
+        """Takes the snapshot of a `step`, if all ranks have agreed to; the optimizer has stepped. Collective."""
         if self._snapshots is not None:
             self._snapshots.begin_border(num_steps)
             if self._takes_snapshot or self._is_leaving:

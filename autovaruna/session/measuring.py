@@ -145,10 +145,7 @@ class MeasuredModel:
         splits: bool = False,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[Key, PartCost]:
-        """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, alike on all ranks. Collective.
-
-        `advance` hears of the parts measured so far on this rank, and of their number.
-        """
+        """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, the same on all. Collective."""
 
         def measure_own(turn: Turn) -> dict[Key, PartCost]:
             def report(done: int, total: int) -> None:
@@ -176,10 +173,7 @@ class MeasuredModel:
 def measure_together(
     watch: SpeedWatch, iterations: int, measure_own: Callable[[Turn], dict[Key, PartCost]]
 ) -> dict[Key, PartCost]:
-    """Measures on all ranks, by turns as far as the budget goes, and joins the results. Collective.
-
-    `iterations` are samples of each part, over all turns; `measure_own` measures this rank's share of a turn.
-    """
+    """Measures `iterations` samples of each part, by turns as far as the budget goes, on all ranks. Collective."""
     world, found, started = watch.world, [], perf_counter()
     num_turns = min(MOST_TURNS, iterations)
     for place in range(num_turns):
@@ -351,10 +345,7 @@ def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings
 
 
 def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device: torch.device) -> OptimizerCost:
-    """Measures what a step of the optimizer takes, on all ranks at once. Collective.
-
-    One whose state the user has declared, because it cannot be tried out, counts as taking no time.
-    """
+    """Measures a step of the optimizer, on all ranks; nothing for one that cannot be tried out. Collective."""
     mine = OptimizerCost()
     if optimizer is not None:
         try:

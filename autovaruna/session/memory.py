@@ -48,10 +48,7 @@ def host_memory() -> float:
 
 
 def resident_bytes(device: torch.device) -> float | None:
-    """Returns what this process holds of the memory where it computes; None if the system does not say.
-
-    On the CPU that is the resident set without what the heap could give back.
-    """
+    """Returns what this process holds where it computes, less what the heap could give back; None: not known."""
     if device.type == "cuda":
         gc.collect()
         return float(torch.cuda.memory_allocated(device))
@@ -86,11 +83,7 @@ class HeldMemory:
 def process_bytes_of(
     world: World, device: torch.device, resident_before: float | None, batch_bytes: float
 ) -> tuple[float, ...]:
-    """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces of a GPU. Collective.
-
-    On the CPU, samples go to other ranks through shared memory, which counts for both ranks; pages of it that the
-    timing of links has touched are used again.
-    """
+    """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces. Collective."""
     now = resident_bytes(device)
     growth = None if now is None or resident_before is None else max(now - resident_before, 0.0)
     mine = batch_bytes
@@ -98,6 +91,7 @@ def process_bytes_of(
         mine += growth or 0.0
     else:
         shared = system_bytes("/proc/self/status", "RssShmem") or 0.0
+        # samples go to other ranks through shared memory, of which the timing of links has touched pages
         on_its_way = max(batch_bytes - shared, 0.0) if world.num_ranks > 1 else 0.0
         mine += (_PROCESS_BYTES if growth is None else growth) + on_its_way + _LATER_BYTES
     return tuple(number for (number,) in world.gather_numbers((mine,), "measuring what processes hold"))

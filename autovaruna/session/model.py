@@ -237,10 +237,7 @@ def find_device(model: nn.Module, settings: Settings) -> torch.device:
 
 
 def move_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> torch.device:
-    """Moves what is elsewhere of a model, and of its optimizer's state, to where this rank computes; returns that.
-
-    Parameters stay the same objects, so the optimizer's are the model's. What is on ``meta`` stays there.
-    """
+    """Moves a model's tensors, the same objects, and its optimizer's state to where this rank computes."""
     device = find_device(model, settings)
     if device.type == "cuda":
         torch.cuda.set_device(device)

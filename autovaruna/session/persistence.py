@@ -1,7 +1,4 @@
-"""Saves and loads the state of a wrapped model, in memory and in checkpoints.
-
-What is loaded before the plan is known waits for it.
-"""
+"""Saves and loads the state of a wrapped model, in memory and in checkpoints; before the split it waits for it."""
 
 from __future__ import annotations
 

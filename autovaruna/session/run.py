@@ -122,10 +122,7 @@ class Stopping:
 
 
 class ScriptActions:
-    """What a script has done with a model and its optimizer, none of which the ranks do together.
-
-    Ranks that do other things would train copies of the weights that differ, without another sign of it.
-    """
+    """What a script has done with a model and its optimizer: ranks that do other things would train other weights."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter({_STEP: 0, _ZERO: 0})

@@ -175,10 +175,7 @@ class Session:
         return returned
 
     def at_border(self) -> None:
-        """Does what is due between two steps: a snapshot for the manager, or the end of the run after a signal.
-
-        Collective, if it is due.
-        """
+        """Does what is due between two steps: a snapshot, or the end of the run. Collective, if it is due."""
         run, manager, num_steps = self._run, self._run.manager, self._run.num_steps
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
         step = run.stopping.step_after(num_steps)
@@ -295,10 +292,7 @@ class Session:
         return {**self._run.actions.words(), **engine, "no_sync()": "off" if self._run.is_synchronising else "on"}
 
     def _drop_unread_attributes(self, call: CallSpec, keys: Collection[str]) -> bool:
-        """Leaves attributes that the script has set, and no trace reads, out of keys; says whether there were any.
-
-        It looks where a call is new. Collective then.
-        """
+        """Leaves attributes that no trace reads out of keys of new calls; says whether there were any. Collective."""
         world, guards, traces = self._run.world, self._model.guards, self.traces
         if self._model.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
             return False
@@ -373,10 +367,7 @@ class Session:
 
     @long_call()
     def _start(self, shared: SharedCall) -> Engine:
-        """Plans, and gives each rank its part of the model and of its copies. Collective.
-
-        With an optimizer, the plan is one for training, even if the first call only evaluates.
-        """
+        """Plans, for training if there is an optimizer, and gives ranks their parts of model and copies. Collective."""
         model, run = self._model, self._run
         world, settings = run.world, run.settings
         self.copies.compare(world)

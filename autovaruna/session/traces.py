@@ -113,10 +113,7 @@ class Traces:
         return self._tracing(known.call, sizes.batch_size, sizes.symbol is not None, free)()
 
     def first(self, shared: SharedCall) -> TracedModel:
-        """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective.
-
-        Losses that are sums, or no means at all, are refused before anything is measured.
-        """
+        """Returns the graph of the call that is to be planned, if its losses can be parted. Collective."""
         if self._settings.num_micro_batches != 1:
             self._refuse_synchronised_norms()
         traced = self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
@@ -126,10 +123,7 @@ class Traces:
         return traced
 
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
-        """Returns the graph of a call. Collective if it is not known yet.
-
-        Micro-batches that the graph cannot serve are refused, and losses that would be averaged and cannot be.
-        """
+        """Returns the graph of a call, if it can serve the micro-batches. Collective if it is not known yet."""
         sizes = batch.sizes
         if not self._settings.dynamic_batch and len(sizes) > 1:
             raise InputError(
@@ -210,10 +204,7 @@ class Traces:
         return forgotten
 
     def _trace_free(self, shared: SharedCall, micro_batch_size: int) -> TracedModel | None:
-        """Traces a call of which dimensions have varied, so that its graph serves other lengths, too. Collective.
-
-        Returns None if no dimension has varied, or the model cannot be traced so.
-        """
+        """Traces a call for other lengths, too, that have varied; None: none have, or it cannot be. Collective."""
         call, places = shared.call, self._varying(shared.call)
         if not places:
             return None

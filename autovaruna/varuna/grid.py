@@ -201,10 +201,7 @@ def local_rank_of(world: World) -> int:
 
 
 def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:
-    """Returns a device; a number means a GPU, or the CPU where there is none; None, as -1, that of `local_rank`.
-
-    Raises InputError if there is no such device.
-    """
+    """Returns a device, by a GPU's number as well; None, as -1: that of `local_rank`; InputError if there is none."""
     device = -1 if device is None else device
     if isinstance(device, int):
         if not torch.cuda.is_available():

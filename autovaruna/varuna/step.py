@@ -121,10 +121,7 @@ class JobSignals:
 
 
 class StepScale:
-    """The scale of the loss: fixed, or halved by an overflow and doubled after many steps without one.
-
-    Its `scaler` holds it, for whoever goes backward or writes a checkpoint.
-    """
+    """The scale of the loss: fixed, or halved by an overflow and doubled after many steps without one."""
 
     def __init__(self, device: torch.device) -> None:
         self.scaler = torch.amp.GradScaler(device.type, growth_interval=GROWTH_INTERVAL)

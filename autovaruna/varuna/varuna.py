@@ -391,11 +391,7 @@ class Varuna(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names.
-
-        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
-        optimizer of nothing.
-        """
+        """Yields the parameters of this rank by the model's names; an empty one if there are none, for optimizers."""
         every = self.model.named_parameters(prefix, recurse, remove_duplicate)
         own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
         yield from own or [("no_parameters", self._placeholder)]
