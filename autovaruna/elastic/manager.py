@@ -25,7 +25,7 @@ from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
 from autovaruna.elastic.job_folder import JobPlace, deployment_name
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
-from autovaruna.elastic.notices import EventLog, Notices, pop_dead_manager
+from autovaruna.elastic.notices import EventLog, new_address_file, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
@@ -56,10 +56,10 @@ class Manager:
         token = known.token if known else secrets.token_hex(32)
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
-        self._notices = Notices(lambda host, seconds: self._hosts.notice(host, seconds), token, job, self._folder.name)
+        self._address = new_address_file(), token, job
         settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
         settings["keep_seconds"] = morphing.keep_seconds
-        self._hosts = Hosts(options.hosts, morphing, settings, self._notices.path, self._log)
+        self._hosts = Hosts(options.hosts, morphing, settings, self._address[0], self._log)
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
         self._watch = JobWatch(0)
@@ -72,7 +72,9 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        with handling(self._record_signal), self._notices:
+        path, token, job = self._address
+        notices = receiving_notices(path, self._hosts.notice, token, job, self._folder.name)
+        with handling(self._record_signal), notices:
             has_hosts = False
             try:
                 while True:
@@ -105,7 +107,10 @@ class Manager:
         options, grid = self._choose(replace(self._options, hosts=names))
         deployment = self._deployment(names)
         is_old = self._hosts.slow.begin(names)
-        options = replace(options, variables={**_variables_of_plan(deployment, is_old), **options.variables})
+        variables = {"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {}
+        if deployment not in ("", DEFAULT_DEPLOYMENT):
+            variables[_DEPLOYMENT] = deployment
+        options = replace(options, variables={**variables, **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
         factors = self._hosts.slow.factors()
@@ -298,12 +303,6 @@ def _name_of(options: LaunchOptions) -> str:
     script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
     words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
-
-
-def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:
-    """Returns the settings that name the plan's file, and have an old plan left aside."""
-    found = {_DEPLOYMENT: deployment} if deployment not in ("", DEFAULT_DEPLOYMENT) else {}
-    return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {})
 
 
 def start(options: LaunchOptions, choose: Callable[[LaunchOptions], tuple[LaunchOptions, Grid | None]]) -> int:

@@ -9,12 +9,11 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from autovaruna.config.files import at_home, read_record, write_whole
@@ -64,37 +63,34 @@ class Address:
             return True
 
 
-class Notices:
-    """Listens for notices while the context lasts; `path` is a file that tells how the manager of a `job` is reached.
+def new_address_file() -> Path:
+    """Returns the path of a file that tells how a manager is reached."""
+    return Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
+
+
+@contextmanager
+def receiving_notices(
+    path: Path, record: Callable[[str, float], str], token: str, job: str, folder: str
+) -> Iterator[None]:
+    """Receives notices within the context, by an address in a file; it stays if the manager is killed.
 
     `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
     """
 
-    def __init__(self, record: Callable[[str, float], str], token: str, job: str, folder: str) -> None:
-        self._record = record
-        self._known = token, os.getpid(), job, folder
-        self.path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
-
-    def __enter__(self) -> None:
-        server = Server(self._known[0].encode(), self._answer)
-        address = Address(socket.gethostname(), server.port, *self._known)
-        before = os.umask(0o077)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(self.path, json.dumps(vars(address)), is_synced=False)
-        except OSError:  # without a HOME that can be written to, there are no notices from elsewhere
-            return
-        finally:
-            os.umask(before)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        fault = self._record(str(request["host"]), float(request["seconds"]))
+    def answer(connection: Connection, request: Mapping[str, Any]) -> None:
+        fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
+
+    address = Address(socket.gethostname(), Server(token.encode(), answer).port, token, os.getpid(), job, folder)
+    before = os.umask(0o077)
+    with suppress(OSError):  # without a HOME that can be written to, there are no notices from elsewhere
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, json.dumps(vars(address)), is_synced=False)
+    os.umask(before)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def pop_dead_manager(job: str) -> Address | None:

@@ -32,11 +32,6 @@ def grid_of(num_stages: int, num_replicas: int) -> Grid:
     return tuple(tuple(range(stage, num_ranks, num_stages)) for stage in range(num_stages))
 
 
-def map_text(grid: Grid) -> str:
-    """Returns a map as text: ``0,2;1,3`` for two stages of two replicas."""
-    return ";".join(",".join(map(str, ranks)) for ranks in grid)
-
-
 def read_map(stage_to_rank_map: StageMap, num_ranks: int) -> Grid | None:
     """Returns the ranks of each stage; None: the map is to be found.
 
@@ -52,9 +47,9 @@ def read_map(stage_to_rank_map: StageMap, num_ranks: int) -> Grid | None:
             f"stage_to_rank_map is {stage_to_rank_map!r}: expected the ranks of each stage, as "
             "{0: [0, 2], 1: [1, 3]} or '0,2;1,3'; None lets it be found."
         ) from None
-    complaint = _complaint(grid, num_ranks)
-    if complaint:
-        raise InputError(f"stage_to_rank_map is {map_text(grid)!r} for {num_ranks} ranks: {complaint}.")
+    if complaint := _complaint(grid, num_ranks):
+        text = ";".join(",".join(map(str, ranks)) for ranks in grid)
+        raise InputError(f"stage_to_rank_map is {text!r} for {num_ranks} ranks: {complaint}.")
     return grid
 
 
@@ -148,13 +143,8 @@ def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False)
 
 
 def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
-    return replace(
-        cluster,
-        hosts=cluster.hosts[:num_ranks],
-        memory_bytes=cluster.memory_bytes[:num_ranks],
-        speeds=cluster.speeds[:num_ranks],
-        own_process_bytes=cluster.own_process_bytes[:num_ranks],
-    )
+    by_rank = ("hosts", "memory_bytes", "speeds", "own_process_bytes")
+    return replace(cluster, **{name: getattr(cluster, name)[:num_ranks] for name in by_rank})
 
 
 @dataclass(frozen=True)
