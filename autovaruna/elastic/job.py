@@ -28,6 +28,7 @@ from autovaruna.elastic.job_folder import VARIABLE as PLACE
 from autovaruna.elastic.job_folder import JobPlace
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import STARTED
+from autovaruna.elastic.standby import SOCKET
 from autovaruna.errors import ConfigError
 
 Grid = Sequence[Sequence[int]]
@@ -139,8 +140,8 @@ def show(target: IO[str] | None, text: str) -> None:
 class MpiJob:
     """One mpirun of a script on `options.hosts`; ConfigError if mpirun is missing.
 
-    Without a `grid` the script finds the ranks of each stage; without a `place` there is no manager, without the socket
-    of a `standby` process Python is started. `on_end` hears of each rank that ends, from a thread.
+    Without a `grid` the script finds the ranks of each stage; without a `place` there is no manager. `on_end` hears of
+    each rank that ends, from a thread.
     """
 
     def __init__(
@@ -148,7 +149,6 @@ class MpiJob:
         options: LaunchOptions,
         grid: Grid | None,
         place: JobPlace | None = None,
-        standby: str = "",
         on_end: Callable[[int, int], None] = lambda rank, status: None,
     ) -> None:
         self.options = options
@@ -157,7 +157,6 @@ class MpiJob:
         self.mpirun = find_mpirun()
         self.output = JobOutput(self._deliver, on_end)
         self._place = place
-        self._standby = standby
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[signal.Signals] = []
         self._num_ends = 0
@@ -189,7 +188,8 @@ class MpiJob:
         found["PYTHONPATH"] = python_path(found)
         if self._place is not None:
             found[PLACE] = json.dumps(asdict(self._place))
-            found[stub.SOCKET] = self._standby
+            if self.options.morphing is not None and self.options.morphing.has_standby:
+                found[stub.SOCKET] = str(Path(self._place.folder, SOCKET))
         for name, seconds in _KEEP_ALIVE.items():
             found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
         found |= AS_ROOT | _beside_allocation(self.options.hosts)

@@ -29,7 +29,6 @@ from autovaruna.elastic.notices import EventLog, new_address_file, pop_dead_mana
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
-from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import JobWatch
 
 DEFAULT_DEPLOYMENT = "deployment.json"
@@ -124,8 +123,7 @@ class Manager:
             deployment=deployment,
             factors=factors,
         )
-        standby = str(self._folder / SOCKET) if self._morphing.has_standby else ""
-        self._run = run = JobRun(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
+        self._run = run = JobRun(self._hosts, options, grid, place, self._watch, self._log, self._held)
         self._record_start(names, state, run.job.num_ranks)
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held

@@ -53,7 +53,6 @@ class JobRun:
         options: LaunchOptions,
         grid: Grid | None,
         place: JobPlace,
-        standby: str,
         watch: JobWatch,
         log: EventLog,
         held: tuple[int, int],
@@ -72,7 +71,7 @@ class JobRun:
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
         hosts.begin(self._own, self._number)
-        self.job = MpiJob(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
+        self.job = MpiJob(options, grid, place, lambda rank, status: self._ended.put((rank, status)))
         self.job.start()
         assert options.morphing is not None
         self._start_seconds = options.morphing.start_seconds
