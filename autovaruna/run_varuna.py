@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
-from autovaruna.elastic.allocation import check_requeue, requeue
+from autovaruna.elastic.host_list import check_requeue, requeue
 from autovaruna.elastic.job import Grid, handling
 from autovaruna.elastic.manager import start
 from autovaruna.elastic.options import LaunchOptions, options_in, read_options

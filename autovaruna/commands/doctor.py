@@ -18,9 +18,9 @@ from autovaruna import __version__
 from autovaruna.commands.printing import show
 from autovaruna.config.files import conf_dir
 from autovaruna.config.settings import declarations, resolve
+from autovaruna.elastic.host_list import is_this_machine, list_hosts
 from autovaruna.elastic.job import AS_ROOT, find_mpirun
 from autovaruna.elastic.link import over_ssh
-from autovaruna.elastic.options import is_this_machine, list_hosts
 from autovaruna.errors import SUPPORTED_TORCH, ConfigError
 from autovaruna.log import configure
 

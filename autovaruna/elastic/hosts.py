@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autovaruna.elastic.host_list import is_this_machine, list_hosts
 from autovaruna.elastic.job import Probe
 from autovaruna.elastic.link import Link, answers, ping_all
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import MorphingOptions, is_this_machine, list_hosts
+from autovaruna.elastic.options import MorphingOptions
 from autovaruna.elastic.slow_ranks import LEFT_OUT_SECONDS, SlowRanks
 from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import ConfigError

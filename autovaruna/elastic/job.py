@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO
 
 from autovaruna.elastic import rank_script, stub
-from autovaruna.elastic.allocation import slurm_nodes
+from autovaruna.elastic.host_list import slurm_nodes
 from autovaruna.elastic.job_folder import VARIABLE as PLACE
 from autovaruna.elastic.job_folder import JobPlace
 from autovaruna.elastic.options import LaunchOptions

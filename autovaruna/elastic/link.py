@@ -15,9 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from autovaruna.elastic.allocation import slurm_nodes
+from autovaruna.elastic.host_list import is_this_machine, slurm_nodes
 from autovaruna.elastic.job import python_path
-from autovaruna.elastic.options import is_this_machine
 
 _CONNECT_SECONDS = 3
 _PING_SECONDS = 0.5

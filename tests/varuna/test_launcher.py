@@ -18,9 +18,10 @@ import pytest
 
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
+from autovaruna.elastic.host_list import list_hosts
 from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import list_hosts, read_options, read_variables
+from autovaruna.elastic.options import read_options, read_variables
 from autovaruna.errors import ConfigError
 
 
