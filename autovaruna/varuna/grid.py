@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autovaruna.config.settings import replicas_of
 from autovaruna.errors import InputError, PlanError
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
@@ -145,43 +144,6 @@ def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False)
 def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
     by_rank = ("hosts", "memory_bytes", "speeds", "own_process_bytes")
     return replace(cluster, **{name: getattr(cluster, name)[:num_ranks] for name in by_rank})
-
-
-@dataclass(frozen=True)
-class GridPlace:
-    """The place of a rank; where stages have different numbers of ranks, several of one stage may be of one replica."""
-
-    grid: Grid
-    stage: int
-    replica: int  # of the whole model
-    num_replicas: int
-    batch_size: int  # samples of a step, over all replicas
-
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """One rank of each replica."""
-        return self.grid[0][: self.num_replicas]
-
-    @property
-    def samples(self) -> slice:
-        """Which samples of a batch are the replica's."""
-        start = sum(map(self.samples_of, range(self.replica)))
-        return slice(start, start + self.samples_of(self.replica))
-
-    def samples_of(self, replica: int) -> int:
-        """Returns the samples of a replica; the first ones have one more where the batch does not divide."""
-        return self.batch_size // self.num_replicas + (replica < self.batch_size % self.num_replicas)
-
-
-def place_of(rank: int, grid: Grid, batch_size: int) -> GridPlace:
-    """Returns the place of a rank; InputError if there are fewer samples than replicas."""
-    num_replicas = len(replicas_of(grid))
-    if batch_size < num_replicas:
-        raise InputError(
-            f"batch_size is {batch_size} for {num_replicas} replicas; expected at least one sample for each."
-        )
-    stage, index = next((stage, ranks.index(rank)) for stage, ranks in enumerate(grid) if rank in ranks)
-    return GridPlace(grid, stage, index % num_replicas, num_replicas, batch_size)
 
 
 def local_rank_of(world: World) -> int:
