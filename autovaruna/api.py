@@ -497,9 +497,11 @@ class AutoVaruna(nn.Module):
 
         `parts` are `scaler`, `lr_scheduler`, `sampler` and `extra` of `resume`.
         """
-        if self._training_run.manager is not None:
-            self._training_run.listen()
-            self._training_run.manager.keep_state(step, self._optimizer_part.proxy, **parts)
+        run = self._training_run
+        if run.manager is not None:
+            run.listen()
+            run.stopping.number_from(step, run.num_steps)
+            run.manager.keep_state(self._optimizer_part.proxy, **parts)
 
     # the module that it shows
 

@@ -111,7 +111,9 @@ class Progress:
         """Returns what a rank has last written; None: it has not started."""
         with suppress(OSError, struct.error):
             *numbers, first, second = _FORMAT.unpack((rank_folder / _PROGRESS).read_bytes()[: _FORMAT.size])
-            return Progress(*numbers, (first, second))
+            progress = Progress(*numbers)
+            progress.snapshots = first, second
+            return progress
         return None
 
 

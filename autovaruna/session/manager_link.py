@@ -53,11 +53,9 @@ class ManagerLink:
         self._content: Callable[[int], Content] = Content
         self._generators: Mapping[str, Tensor] | None = None
         self._takes_snapshot = self._is_leaving = False
-        self._first_step = 0
 
     def keep_state(
         self,
-        step: int,
         optimizer: OptimizerProxy | None,
         *,
         scaler: Any = None,
@@ -65,11 +63,10 @@ class ManagerLink:
         sampler: HasPosition | None = None,
         extra: Callable[[], Any] | None = None,
     ) -> None:
-        """Takes snapshots from now on; the run's state has the number `step` now, the rest is as for ``resume``.
+        """Takes snapshots from now on; arguments are as for ``resume``.
 
         At the optimizer's steps, generators are where the next step's draws begin.
         """
-        self._first_step = step
         if self._snapshots is None:
             self._snapshots = Snapshots(self.place, self._world.rank, self._reporter)
             if optimizer is not None:
@@ -103,14 +100,14 @@ class ManagerLink:
         self._takes_snapshot = are_ready
         self._is_leaving |= is_any_to_leave
 
-    def begin_call(self, num_steps: int, work_seconds: float, plan: Plan | None) -> None:
-        """Tells the host's keeper that a call begins, after so many steps and seconds of computing here."""
+    def begin_call(self, step: int, work_seconds: float, plan: Plan | None) -> None:
+        """Reports that a call begins, with the number of the state and the seconds of computing here so far."""
         if plan is not None and self._world.rank == 0:
             self._reporter.predict(partial(predicted_seconds, plan))
-        self._reporter.begin_call(self._first_step + num_steps, has_signal(), work_seconds)
+        self._reporter.begin_call(step, has_signal(), work_seconds)
 
     def end_call(self) -> None:
-        """Tells the host's keeper that the script goes on."""
+        """Reports that the script goes on."""
         self._num_batches += torch.is_grad_enabled()
         self._reporter.end_call()
 

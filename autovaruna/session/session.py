@@ -139,7 +139,8 @@ class Session:
             yield
             return
         plan = engine.plan if engine else None
-        manager.begin_call(self._run.num_steps, self._run.metrics.work_seconds, plan)
+        step = self._run.stopping.step_after(self._run.num_steps)
+        manager.begin_call(step, self._run.metrics.work_seconds, plan)
         yield
         manager.end_call()
 
