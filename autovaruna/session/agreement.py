@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -76,11 +77,14 @@ class SharedCall:
 
     call: CallSpec
     tensors: Sequence[Tensor]
-    sizes: tuple[int, ...]
     number: int
     groups: tuple[tuple[int, ...], ...]  # the ranks that pass the same mini-batch
-    totals: tuple[Totals | None, ...]  # those of each rank's mini-batch; None: not known yet
-    digests: tuple[tuple[int, ...], ...]  # of each rank's tensors, as `SameInputs` makes them
+    numbers: Sequence[BatchNumbers]  # of each rank's mini-batch
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each rank's mini-batch."""
+        return tuple([each.batch_size for each in self.numbers])
 
     @property
     def global_batch_size(self) -> int:
@@ -127,26 +131,19 @@ def compare_settings(settings: Settings, world: World, *, has_plan: bool) -> Non
         raise RankError(f"The ranks have different settings: {differing}. Expected the same ones on every rank.")
 
 
-def join_calls(
-    call: CallSpec,
-    tensors: Sequence[Tensor],
-    alike: Sequence[tuple[str, str]],
-    numbers: Sequence[BatchNumbers],
-    actions: Callable[[], Mapping[str, str]],
-    *,
-    number: int,
-    groups: tuple[tuple[int, ...], ...],
-    world: World,
-) -> SharedCall:
-    """Joins the calls of all ranks to one. Collective if they do not fit together: a RankError says how they differ.
+def check_alike(
+    shared: SharedCall, alike: Sequence[tuple[str, str]], actions: Callable[[], Mapping[str, str]], world: World
+) -> None:
+    """Raises RankError, which says how, if the calls of ranks do not fit together. Collective then.
 
-    `alike` is what reports have of that, by rank, or that of one if no two differ; `groups` pass the same mini-batch;
-    `actions` returns in words what this rank's script has done since the start.
+    `alike` is what reports have of that, by rank, or that of one if no two differ; `actions` returns in words what this
+    rank's script has done since the start.
     """
+    call, sizes, groups = shared.call, shared.sizes, shared.groups
     if len({done for _, done in alike}) > 1:
         strays = differences(world.gather_objects(actions(), "comparing what the ranks did"))
         raise RankError(
-            f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
+            f"The ranks did different things before call {shared.number + 1} of the model: {strays}. Every rank must make the "
             "same calls with the same options, and go backward from the same loss; their copies of the weights would "
             "differ."
         )
@@ -159,7 +156,6 @@ def join_calls(
             f"The ranks call the model with inputs that do not fit together: {differing}. Expected the same names, "
             f"dtypes, constants, modes and shapes on every rank, but for the size of the batch.{advice}"
         )
-    sizes = tuple([each.batch_size for each in numbers])
     if not any(sizes):
         raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks in groups:
@@ -170,15 +166,6 @@ def join_calls(
                 f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
                 "them; pass inputs='per_rank' if each rank has samples of its own."
             )
-    return SharedCall(
-        call=call,
-        tensors=tensors,
-        sizes=sizes,
-        number=number,
-        groups=groups,
-        totals=tuple([each.totals for each in numbers]),
-        digests=tuple([each.inputs for each in numbers]),
-    )
 
 
 def _words(call: CallSpec) -> dict[str, str]:
@@ -227,7 +214,7 @@ class SameInputs:
 
     def compare(self, shared: SharedCall, *, warns: bool) -> None:
         """Raises RankError if a mini-batch that ranks share differs; if it `warns`, of one that they do not share."""
-        inputs, digests = shared.call.inputs, shared.digests
+        inputs, digests = shared.call.inputs, [each.inputs for each in shared.numbers]
         if not any(digests):
             return
         for ranks in self.groups:

@@ -40,9 +40,9 @@ from autovaruna.session.agreement import (
     SameInputs,
     SharedCall,
     Totals,
+    check_alike,
     compare_settings,
     input_groups,
-    join_calls,
 )
 from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
 from autovaruna.session.manager_link import refuse_several
@@ -264,8 +264,9 @@ class Session:
         if self._drop_unread_attributes(call, {key for key, _ in alike}):
             return self._agree(args, kwargs, method)
         try:
-            groups, number = self._same_inputs.groups, run.num_calls
-            return join_calls(call, tensors, alike, numbers, self._words, number=number, groups=groups, world=world)
+            shared = SharedCall(call, tensors, run.num_calls, self._same_inputs.groups, numbers)
+            check_alike(shared, alike, self._words, world)
+            return shared
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if model.engine is None or not model.state.follow_frozen(model.placement, world):
                 raise
@@ -350,7 +351,7 @@ class Session:
         if not traced.totals:
             return {}
         values = self._values_in(traced)
-        reported: Sequence[Totals | None] = shared.totals
+        reported: Sequence[Totals | None] = [each.totals for each in shared.numbers]
         if None in reported:  # on every rank
             own = partial(values.of_samples, shared.tensors, shared.call.batch_size, lengths)
             reported = gather_on_all(self._run.world, own, f"counting over the batch{self._run.of_model}")
