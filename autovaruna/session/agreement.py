@@ -143,9 +143,9 @@ def check_alike(
     if len({done for _, done in alike}) > 1:
         strays = differences(world.gather_objects(actions(), "comparing what the ranks did"))
         raise RankError(
-            f"The ranks did different things before call {shared.number + 1} of the model: {strays}. Every rank must make the "
-            "same calls with the same options, and go backward from the same loss; their copies of the weights would "
-            "differ."
+            f"The ranks did different things before call {shared.number + 1} of the model: {strays}. Every rank must "
+            "make the same calls with the same options, and go backward from the same loss; their copies of the "
+            "weights would differ."
         )
     if len({key for key, _ in alike}) > 1:
         differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
