@@ -407,7 +407,7 @@ class AutoVaruna(nn.Module):
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(dir, content, SaveOptions(keep, tempdir, shard, background))
-        self._training_run.stopping.number_from(step, self._training_run.num_steps)
+        self._training_run.set_step(step)
 
     def wait_checkpoint(self) -> None:
         """Waits until the checkpoint in the background is complete; CheckpointError if it failed. Collective."""
@@ -500,7 +500,7 @@ class AutoVaruna(nn.Module):
         run = self._training_run
         if run.manager is not None:
             run.listen()
-            run.stopping.number_from(step, run.num_steps)
+            run.set_step(step)
             run.manager.keep_state(self._optimizer_part.proxy, **parts)
 
     # the module that it shows

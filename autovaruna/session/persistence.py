@@ -94,7 +94,7 @@ class Persistence:
             self._locks.close()
             if self.pending is not None:
                 self._locks = locks.pop_all()
-        run.stopping.number_from(info.step or 0, run.num_steps)
+        run.set_step(info.step or 0)
         if self._model.engine is not None and self.seed is not None:
             self._model.engine.seed = self.seed
         return info

@@ -45,7 +45,7 @@ class Run:
         self.num_calls = 0  # of the model so far
         self.is_synchronising = True  # whether gradients are summed over ranks now
         self._is_listening = False
-        self._number = 0
+        self._number = self._first_step = 0
 
     @cached_property
     def world(self) -> World:
@@ -69,6 +69,15 @@ class Run:
     def num_steps(self) -> int:
         """Steps of the optimizer so far; without one, calls of the model."""
         return self.num_calls if self.actions.optimizer is None else self.actions.num_steps
+
+    @property
+    def step(self) -> int:
+        """The number that the script gives the state as it is now."""
+        return self._first_step + self.num_steps
+
+    def set_step(self, step: int) -> None:
+        """Sets the number that the script gives the state as it is now."""
+        self._first_step = step - self.num_steps
 
     @property
     def of_model(self) -> str:
@@ -99,20 +108,11 @@ class Stopping:
     def __init__(self) -> None:
         self.is_agreed = False  # whether all ranks know, since the same call, that it is
         self.is_wanted = False  # whether the script of this rank wants it
-        self._first_step = 0
 
     @property
     def is_wanted_here(self) -> bool:
         """Whether this rank's script wants it, or a signal has come: what the rank reports at the next call."""
         return self.is_wanted or has_signal()
-
-    def number_from(self, step: int, num_steps: int) -> None:
-        """Sets the number that the script gives the state after so many steps of its optimizer."""
-        self._first_step = step - num_steps
-
-    def step_after(self, num_steps: int) -> int:
-        """Returns the number that the script gives the state after so many steps of its optimizer."""
-        return self._first_step + num_steps
 
     def end(self, step: int) -> NoReturn:
         """Ends this rank with `SAVED`, once the state is saved under its number; every rank does."""

@@ -139,8 +139,7 @@ class Session:
             yield
             return
         plan = engine.plan if engine else None
-        step = self._run.stopping.step_after(self._run.num_steps)
-        manager.begin_call(step, self._run.metrics.work_seconds, plan)
+        manager.begin_call(self._run.step, self._run.metrics.work_seconds, plan)
         yield
         manager.end_call()
 
@@ -179,7 +178,7 @@ class Session:
         """Does what is due between two steps: a snapshot, or the end of the run. Collective, if it is due."""
         run, manager, num_steps = self._run, self._run.manager, self._run.num_steps
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
-        step = run.stopping.step_after(num_steps)
+        step = run.step
         if has_stepped:
             record_training()
         if manager is not None:
