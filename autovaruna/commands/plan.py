@@ -251,9 +251,9 @@ def _number(text: str) -> float | bool:
     return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else float(text)
 
 
-def report(planning: Planning, options: argparse.Namespace) -> None:
+def report(planning: Planning) -> None:
     """Plans, and shows and saves what the options ask for."""
-    graph, (plan, choices) = planning.traced.graph, planning.plan_and_choices
+    options, graph, (plan, choices) = planning.options, planning.traced.graph, planning.plan_and_choices
     if options.output:
         save(options.output, planning.deployment)
     pipeline = short_enough(pipeline_of(plan, graph))
@@ -379,7 +379,7 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         options.plot = checked_plot(options.plot)
     keep_freed_memory()  # the planner makes and frees matrices of megabytes by the thousand
-    report(Planning(options), options)
+    report(Planning(options))
 
 
 def num_bytes(text: str) -> int:

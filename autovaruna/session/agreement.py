@@ -41,15 +41,9 @@ wants the norm of gradients."""
 class Report(NamedTuple):
     """What a rank reports of its call, in one exchange."""
 
-    key: str
-    actions: Digest  # of what its script has done since the start
+    alike: tuple[str, str]  # the same on all ranks: the key of the call, and what the script has done since the start
     flags: int
     numbers: BatchNumbers
-
-    @property
-    def alike(self) -> tuple[str, str]:
-        """What is to be the same on all ranks."""
-        return self.key, repr(self.actions)
 
 
 class BatchNumbers(NamedTuple):

@@ -280,12 +280,9 @@ class Session:
         inputs = self._same_inputs.digests(call, run.num_calls, tensors)
         wants_norm, metrics = run.metrics.report()
         flags |= NORM_WANTED * wants_norm
-        return Report(
-            key=call.key(),
-            actions=(*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising),
-            flags=flags,
-            numbers=BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics),
-        )
+        actions = (*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising)
+        numbers = BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics)
+        return Report((call.key(), repr(actions)), flags, numbers)
 
     def _words(self) -> dict[str, str]:
         """Returns what this rank's script has done since the start, in words."""
