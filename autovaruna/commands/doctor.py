@@ -104,7 +104,7 @@ def _mpi() -> Finding:
         return Finding("no mpirun", f"{error}; or start ranks with torchrun")
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     call = [mpirun, "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-c", _RANK]
-    done = _finished(_start(call, {**own, **AS_ROOT}))
+    done = _run(call, {**own, **AS_ROOT})
     size, _, library = done.stdout.strip().partition("\n")[0].partition(" ")
     if size == "2" and not done.returncode:
         return Finding(f"{library}, {mpirun}: 2 ranks joined")
@@ -172,7 +172,7 @@ def _hosts(names: str) -> Finding:
         return Finding(f"{platform.node()} alone; --hosts n1,n2 tries others")
     listed = list_hosts(names, 1, None) if os.path.isfile(names) else dict.fromkeys(names.split(","), 1)
     call = [sys.executable, "-c", _OTHER]
-    expected = _finished(_start(call)).stdout
+    expected = _run(call).stdout
     started = {host: _start(call if is_this_machine(host) else over_ssh(host, call)) for host in listed}
     faults = []
     for host, process in started.items():
@@ -184,6 +184,10 @@ def _hosts(names: str) -> Finding:
     cure = f"`ssh HOST {sys.executable} -c 'import autovaruna'` must work without a password, with the same versions"
     text = f"{len(listed) - len(faults)} of {len(listed)} can be used"
     return Finding(text, f"{'; '.join(faults)}: {cure}" if faults else "")
+
+
+def _run(call: Sequence[str], variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return _finished(_start(call, variables))
 
 
 def _start(call: Sequence[str], variables: dict[str, str] | None = None) -> subprocess.Popen[str]:

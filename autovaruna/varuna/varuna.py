@@ -110,6 +110,8 @@ class Varuna(nn.Module):
     """
 
     model: AutoVaruna
+    samples: slice
+    """Which samples of a global batch this rank's replica passes to `step`."""
 
     def __init__(
         self,
@@ -164,10 +166,7 @@ class Varuna(nn.Module):
         self.__dict__["model"] = self._wrap(model, grid, get_batch_fn, settings)  # names stay the model's own
 
     def _set_place(self, grid: Grid, chunk_size: int | None) -> None:
-        """Sets where this rank is in the grid, and which samples of a global batch its replica passes to `step`.
-
-        Where stages have different numbers of ranks, several of one stage may be of one replica.
-        """
+        """Sets where this rank is in the grid; a replica may have several ranks of one stage, if others have fewer."""
         batch_size, num_replicas = self.global_batch_size, len(replicas_of(grid))
         if batch_size < num_replicas:
             raise InputError(
