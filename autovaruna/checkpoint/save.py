@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -127,16 +128,20 @@ class Saver:
         Raises CheckpointError, on every rank, if it cannot be saved. What was there before is as it was.
         """
         self.wait()
-        place = place_of(root)
+        world, place = self._world, place_of(root)
         self._compare(place, content, options)
-        tempdir = options.tempdir and os.path.abspath(at_home(options.tempdir))  # the script may go elsewhere
-        part = together(self._world, lambda: compose(subject, content, options.is_shared), "composing a checkpoint")
+        tempdir = options.tempdir and os.path.abspath(at_home(options.tempdir))
+        part = together(world, lambda: compose(subject, content, options.is_shared), "composing a checkpoint")
         copies = options.in_background and self._has_room(part)
-        extra_files, partial = on_first(
-            self._world,
-            lambda: (config_files(subject.model), self._begin(Path(place), content.step)),
-            "beginning a checkpoint",
-        )
+
+        def begin() -> tuple[dict[str, bytes], Path]:
+            files = config_files(subject.model)
+            try:
+                return files, folder.begin(Path(place).absolute(), content.step, self._locks)  # the script may go away
+            except OSError as error:
+                raise cannot_write(Path(place), error) from error
+
+        extra_files, partial = on_first(world, begin, "beginning a checkpoint")
 
         def complete(parts: Sequence[WrittenPart]) -> None:
             path = commit(partial, content.step, parts, extra_files, options.keep)
@@ -144,42 +149,31 @@ class Saver:
             logger.info("saved the checkpoint %s", path)
 
         try:
-            self._write(part, partial, tempdir, copies, complete)
+            ready = together(world, lambda: self._ready(part, partial, copies), "copying a checkpoint")
+            act = functools.partial(write_part, ready, partial, tempdir)
+            if copies:
+                if not self._is_watching_the_end:
+                    self._is_watching_the_end = True
+                    atexit.register(self._at_end, os.getpid())
+                self._job = BackgroundWrite(partial, world, act, complete)
+            else:
+                parts = gather(world, act, "writing a checkpoint")
+                on_first(world, lambda: complete(parts), "completing a checkpoint")
         except BaseException:
             if self._job is None:
                 self._abandon(partial)
             raise
 
-    def _write(
-        self,
-        part: RankState,
-        partial: Path,
-        tempdir: str | None,
-        copies: bool,
-        complete: Callable[[Sequence[WrittenPart]], None],
-    ) -> None:
-        """Writes this rank's part, or has a thread write a copy; rank 0 completes the checkpoint. Collective."""
-
-        def get_ready() -> RankState:
-            try:
-                mark_of(partial, self._world.rank).touch()
-            except OSError as error:
-                raise CheckpointError(
-                    f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. "
-                    "Expected a folder on a file system that all ranks share."
-                ) from error
-            return replace(part, files=self._memory.copy(part)) if copies else part
-
-        ready = together(self._world, get_ready, "copying a checkpoint")
-        act = functools.partial(write_part, ready, partial, tempdir)
-        if copies:
-            if not self._is_watching_the_end:
-                self._is_watching_the_end = True
-                atexit.register(self._at_end, os.getpid())
-            self._job = BackgroundWrite(partial, self._world, act, complete)
-        else:
-            parts = gather(self._world, act, "writing a checkpoint")
-            on_first(self._world, lambda: complete(parts), "completing a checkpoint")
+    def _ready(self, part: RankState, partial: Path, copies: bool) -> RankState:
+        """Returns this rank's part, or a copy of it, once its mark is there."""
+        try:
+            mark_of(partial, self._world.rank).touch()
+        except OSError as error:
+            raise CheckpointError(
+                f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. "
+                "Expected a folder on a file system that all ranks share."
+            ) from error
+        return replace(part, files=self._memory.copy(part)) if copies else part
 
     def _compare(self, place: str, content: Content, options: SaveOptions) -> None:
         """Makes sure that the ranks save the same. Collective."""
@@ -192,7 +186,9 @@ class Saver:
         """Says whether each host has memory for the copies of its ranks; the same on every rank. Collective."""
         own = self._memory.missing_bytes(part), available_bytes()
         needs = list(zip(self._world.hosts, self._world.gather_objects(own, "composing a checkpoint"), strict=True))
-        missing = {host: sum(num_bytes for its, (num_bytes, _) in needs if its == host) for host, _ in needs}
+        missing = Counter[str]()
+        for host, (num_bytes, _) in needs:
+            missing[host] += num_bytes
         full = next(((host, available) for host, (_, available) in needs if missing[host] > available), None)
         if full is not None and self._world.rank == 0:
             host, available = full
@@ -202,12 +198,6 @@ class Saver:
                 *(missing[host] / 1e9, host, available / 1e9),
             )
         return full is None
-
-    def _begin(self, root: Path, step: int) -> Path:
-        try:
-            return folder.begin(root.absolute(), step, self._locks)  # the script may go to another folder
-        except OSError as error:
-            raise cannot_write(root, error) from error
 
     def poll(self) -> None:
         """Ends the checkpoint in the background if all ranks are done, or one failed. Collective while `is_busy`.
