@@ -30,9 +30,9 @@ from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
 from autovaruna.graph.methods import OwnMethods, method_of, own_calls
+from autovaruna.interception.gradients import record_scalers_of_callers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import own_code, watch_registrations
-from autovaruna.interception.scaler import look_in_callers
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.environment import promise
@@ -41,8 +41,7 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.model import WrappedModel, is_parallel, refuse_parallel_wrapper
-from autovaruna.session.optimizer_part import OptimizerPart
+from autovaruna.session.model import OptimizerPart, WrappedModel, is_parallel, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import GivenPlan, Preparation, settings_with
 from autovaruna.session.run import Run
@@ -125,9 +124,9 @@ class AutoVaruna(nn.Module):
                 "torch.optim.Optimizer; settings are keywords."
             )
         if optimizer is not None and scaler is None:
-            look_in_callers()
+            record_scalers_of_callers()
         self._wrap(model, settings_with(resolve(settings), plan), Copies(plan), optimizer=optimizer, scaler=scaler)
-        self._training_run.installed.add(_WRAPPERS_OF_TORCH.use())
+        self._training_run.installed.add(_WRAPPERS_OF_TORCH.acquire())
         promise()
 
     def __init_subclass__(cls) -> None:
@@ -408,7 +407,7 @@ class AutoVaruna(nn.Module):
         step, keep = whole_number("step", step, 0), None if keep is None else whole_number("keep", keep)
         content = Content(step, data_position, extra, scaler, lr_scheduler)
         self._persistence.save(dir, content, SaveOptions(keep, tempdir, shard, background))
-        self._training_run.stopping.number_from(step, self._training_run.num_steps)
+        self._training_run.set_step(step)
 
     def wait_checkpoint(self) -> None:
         """Waits until the checkpoint in the background is complete; CheckpointError if it failed. Collective."""
@@ -498,9 +497,11 @@ class AutoVaruna(nn.Module):
 
         `parts` are `scaler`, `lr_scheduler`, `sampler` and `extra` of `resume`.
         """
-        if self._training_run.manager is not None:
-            self._training_run.listen()
-            self._training_run.manager.keep_state(step, self._optimizer_part.proxy, **parts)
+        run = self._training_run
+        if run.manager is not None:
+            run.listen()
+            run.set_step(step)
+            run.manager.keep_state(self._optimizer_part.proxy, **parts)
 
     # the module that it shows
 
@@ -556,7 +557,7 @@ class AutoVaruna(nn.Module):
             self._wrapped.refuse_changes(fn)
             return self
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._wrapped.bring_to_device()
+        self._wrapped.move_to_device()
         self._wrapped.read_state()
         return self
 

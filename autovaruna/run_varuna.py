@@ -14,12 +14,12 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
-from autovaruna.elastic.allocation import check_requeue, requeue
+from autovaruna.elastic.host_list import check_requeue, requeue
 from autovaruna.elastic.job import Grid, handling
 from autovaruna.elastic.manager import start
 from autovaruna.elastic.options import LaunchOptions, options_in, read_options
 from autovaruna.elastic.options import add_options as add_launch_options
-from autovaruna.elastic.progress import SAVED
+from autovaruna.elastic.rank_script import SAVED
 from autovaruna.errors import AutoVarunaError, ConfigError
 
 EXAMPLE = "autovaruna run --machine_list hosts --ranks_per_host 8 train.py --epochs 3"

@@ -22,7 +22,8 @@ from autovaruna.checkpoint.manifest import INDEX, MANIFEST, STATE, _own_checksum
 from autovaruna.commands.trace import read_bars, summary
 from autovaruna.config.files import PACKAGED
 from autovaruna.config.settings import Settings, resolve
-from autovaruna.elastic.options import list_hosts, read_variables
+from autovaruna.elastic.host_list import list_hosts
+from autovaruna.elastic.options import read_variables
 from autovaruna.errors import AutoVarunaError, ConfigError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace

@@ -93,10 +93,7 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]
 
 
 def decode(given: Json, read: Callable[[str], Tensor]) -> Any:
-    """Returns the value that `encode` was given; sizes and ordered dicts come back as tuples and dicts.
-
-    Raises ValueError for JSON that `encode` does not make.
-    """
+    """Returns the value that `encode` was given, in plain tuples and dicts; ValueError for other JSON."""
     if isinstance(given, list):
         return [decode(item, read) for item in given]
     if not isinstance(given, dict):

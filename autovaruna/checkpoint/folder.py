@@ -71,10 +71,7 @@ def has_checkpoints(root: str | os.PathLike[str] | None) -> bool:
 
 
 def begin(root: Path, step: int, locks: ExitStack) -> Path:
-    """Makes the folder that a checkpoint is written to, and removes what killed runs have left behind.
-
-    Raises OSError if it cannot be made, CheckpointError if another job saves to `root`.
-    """
+    """Makes the folder that a checkpoint is written to, and removes what killed runs left; OSError, CheckpointError."""
     root.mkdir(parents=True, exist_ok=True)
     _claim(root)
     with lock(root, waits=True):
@@ -88,10 +85,7 @@ def begin(root: Path, step: int, locks: ExitStack) -> Path:
 
 
 def _claim(root: Path) -> None:
-    """Makes this process the only one that saves to a folder, until it ends; CheckpointError if another is.
-
-    The lock is of the kind that processes which were forked from this one do not have.
-    """
+    """Makes this process the only one that saves to a folder, until it ends; CheckpointError if another is."""
     key = os.getpid(), os.path.realpath(root)
     path = root / CLAIM
     if key in _claims and path.exists() and os.path.samestat(os.fstat(_claims[key]), path.stat()):
@@ -180,10 +174,7 @@ def remove_old(newest: Path, keep: int | None) -> None:
 
 
 def _remove(saved: Saved) -> None:
-    """Removes a checkpoint: its name first, so that what is left is never taken for a complete one.
-
-    One that somebody reads stays until another is saved.
-    """
+    """Removes a checkpoint that nobody reads: its name first, so that what is left is never taken for one."""
     doomed = _partial_path(saved.path.parent, saved.step)
     try:
         with lock(saved.path) as is_alone:
@@ -238,10 +229,7 @@ def _lock(descriptor: int, how: int, call: Callable[[int, int], object] = fcntl.
 
 
 def together(world: World, act: Callable[[], Result], what: str) -> Result:
-    """Returns what `act` returns; an error on one rank is an error on all. Collective.
-
-    Ranks that have failed wait for those that are still at work, however long.
-    """
+    """Returns what `act` returns; an error on one rank is one on all, once all are done. Collective."""
     return on_all(world, partial(as_ours, act, what), what, waits=True)
 
 

@@ -1,7 +1,4 @@
-"""Loads a rank's part of a checkpoint: first everything is compared, then everything is read.
-
-`load_checkpoint` loads one into plain PyTorch, on one process without AutoVaruna.
-"""
+"""Loads a rank's part of a checkpoint, once everything has been compared; also into plain PyTorch."""
 
 from __future__ import annotations
 

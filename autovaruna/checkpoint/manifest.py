@@ -86,14 +86,13 @@ class Manifest:
     files: Mapping[str, FileRecord]
     format_version: int = FORMAT_VERSION
 
-    def complaint(self) -> str:
-        """Returns what is wrong with what a file says; empty: nothing."""
+    def check(self) -> None:
+        """Raises ValueError if files have no names of files, or other numbers of checksums than chunks."""
         for name, record in self.files.items():
             if name != os.path.basename(name) or name in ("", ".", ".."):
-                return f"it tells of {name!r}, which is no name of a file in its folder"
+                raise ValueError(f"it tells of {name!r}, which is no name of a file in its folder")
             if len(record.checksums) != num_chunks(record.size):
-                return f"{name} has {len(record.checksums)} checksums; expected {num_chunks(record.size)}"
-        return ""
+                raise ValueError(f"{name} has {len(record.checksums)} checksums; expected {num_chunks(record.size)}")
 
     def to_json(self) -> str:
         """Returns the text of the file; it has a checksum of itself."""
@@ -149,8 +148,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it does not have the checksum that it tells of")
         if version == FORMAT_VERSION:
             manifest = read_record(content, Manifest)
-            if complaint := manifest.complaint():
-                raise ValueError(complaint)
+            manifest.check()
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         refuse_unless_damaged(path, error)

@@ -1,8 +1,4 @@
-"""Reads files of a checkpoint wherever they are: here, or in memory of another host.
-
-A file that lies on another host has a `Pointer` in its place: what is needed of it comes over a connection to the
-keeper of that host.
-"""
+"""Reads files of a checkpoint here, or, where a `Pointer` is in their place, from the keeper of another host."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Saves checkpoints from all ranks, at once or in the background.
 
-There is one writer. It writes the bytes of tensors (`tensor_file.lay_out`) from where they are: in the model, or, in
-the background, in a copy (`HostMemory`) that a thread writes while training goes on. Threads of several ranks send no
-messages, which belong to training; they speak through files. A rank that writes has a mark, a file in the checkpoint's
-folder. Once its files are on the disk, the mark gets the record of its part. If it fails, the mark is removed (which
-works on a full disk too). Rank 0 waits for all records and completes the checkpoint.
+The bytes of tensors (`tensor_file.lay_out`) are written from where they are: in the model, or, in the background, in a
+copy (`HostMemory`) that a thread writes while training goes on. Threads of several ranks send no messages, which belong
+to training: each rank has a mark, a file in the checkpoint's folder. Once its files are on the disk, the mark gets the
+record of its part. If it fails, the mark is removed (which works on a full disk too). Rank 0 waits for all records.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import torch
 
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.folder import different_requests, gather, on_first, place_of, together
-from autovaruna.checkpoint.host_memory import HostMemory, available_bytes
 from autovaruna.checkpoint.manifest import (
     CHUNK_BYTES,
     MANIFEST,
@@ -43,7 +41,7 @@ from autovaruna.checkpoint.manifest import (
 )
 from autovaruna.checkpoint.state import Content, ModelInTraining, RankState, compose, config_files
 from autovaruna.checkpoint.tensor_file import Rows
-from autovaruna.config.files import at_home, copy_synced, read_record
+from autovaruna.config.files import at_home, copy_synced, read_record, system_bytes
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.world import World
 
@@ -51,6 +49,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 _MARK = ".rank-"  # what names of files begin with that ranks have in the folder of a checkpoint while they write
 _LOCAL = "autovaruna-checkpoint-"
+_UNIT_BYTES = 1 << 20  # to which copies are rounded up: a part may grow a little from save to save
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,49 @@ class SaveOptions:
     tempdir: str | None = None  # a local folder where files are written first
     is_shared: bool = True  # whether replicas share the writing
     in_background: bool = False  # whether training goes on meanwhile
+
+
+def available_bytes() -> float:
+    """Returns the memory of this host that programs can have; infinite where the system does not say."""
+    return system_bytes("/proc/meminfo", "MemAvailable") or float("inf")
+
+
+class HostMemory:
+    """Memory on the host for a copy of a rank's part; one save after the other uses it. For CUDA it is pinned."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def missing_bytes(self, part: RankState) -> int:
+        """Returns how much more memory a copy takes."""
+        needed, is_on_cuda = _copy_size(part)
+        if len(self._memory) >= needed:
+            return 0
+        return 1 << (needed - 1).bit_length() if is_on_cuda else needed  # torch pins powers of two
+
+    def copy(self, part: RankState) -> dict[str, Rows]:
+        """Returns the files of a part from memory that nobody changes until the next copy."""
+        needed, is_on_cuda = _copy_size(part)
+        if len(self._memory) < needed:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there is no second one
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=is_on_cuda)
+        copied: dict[str, Rows] = {}
+        end = 0
+        for name, rows in part.files.items():
+            begin = end
+            for row in rows:
+                end += len(row)
+                self._memory[end - len(row) : end].copy_(row, non_blocking=True)
+            copied[name] = [self._memory[begin:end]]
+        if is_on_cuda:
+            torch.cuda.synchronize()
+        return copied
+
+
+def _copy_size(part: RankState) -> tuple[int, bool]:
+    """Returns the bytes that a copy of a part takes, and whether some of the part is on a GPU."""
+    rows = [row for rows in part.files.values() for row in rows]
+    return -(-sum(map(len, rows)) // _UNIT_BYTES) * _UNIT_BYTES, any(row.is_cuda for row in rows)
 
 
 class Saver:
@@ -86,16 +128,20 @@ class Saver:
         Raises CheckpointError, on every rank, if it cannot be saved. What was there before is as it was.
         """
         self.wait()
-        place = place_of(root)
+        world, place = self._world, place_of(root)
         self._compare(place, content, options)
-        tempdir = options.tempdir and os.path.abspath(at_home(options.tempdir))  # the script may go elsewhere
-        part = together(self._world, lambda: compose(subject, content, options.is_shared), "composing a checkpoint")
+        tempdir = options.tempdir and os.path.abspath(at_home(options.tempdir))
+        part = together(world, lambda: compose(subject, content, options.is_shared), "composing a checkpoint")
         copies = options.in_background and self._has_room(part)
-        extra_files, partial = on_first(
-            self._world,
-            lambda: (config_files(subject.model), self._begin(Path(place), content.step)),
-            "beginning a checkpoint",
-        )
+
+        def begin() -> tuple[dict[str, bytes], Path]:
+            files = config_files(subject.model)
+            try:
+                return files, folder.begin(Path(place).absolute(), content.step, self._locks)  # the script may go away
+            except OSError as error:
+                raise cannot_write(Path(place), error) from error
+
+        extra_files, partial = on_first(world, begin, "beginning a checkpoint")
 
         def complete(parts: Sequence[WrittenPart]) -> None:
             path = commit(partial, content.step, parts, extra_files, options.keep)
@@ -103,42 +149,31 @@ class Saver:
             logger.info("saved the checkpoint %s", path)
 
         try:
-            self._write(part, partial, tempdir, copies, complete)
+            ready = together(world, lambda: self._ready(part, partial, copies), "copying a checkpoint")
+            act = functools.partial(write_part, ready, partial, tempdir)
+            if copies:
+                if not self._is_watching_the_end:
+                    self._is_watching_the_end = True
+                    atexit.register(self._at_end, os.getpid())
+                self._job = BackgroundWrite(partial, world, act, complete)
+            else:
+                parts = gather(world, act, "writing a checkpoint")
+                on_first(world, lambda: complete(parts), "completing a checkpoint")
         except BaseException:
             if self._job is None:
                 self._abandon(partial)
             raise
 
-    def _write(
-        self,
-        part: RankState,
-        partial: Path,
-        tempdir: str | None,
-        copies: bool,
-        complete: Callable[[Sequence[WrittenPart]], None],
-    ) -> None:
-        """Writes this rank's part, or has a thread write a copy; rank 0 completes the checkpoint. Collective."""
-
-        def get_ready() -> RankState:
-            try:
-                mark_of(partial, self._world.rank).touch()
-            except OSError as error:
-                raise CheckpointError(
-                    f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. "
-                    "Expected a folder on a file system that all ranks share."
-                ) from error
-            return replace(part, files=self._memory.copy(part)) if copies else part
-
-        ready = together(self._world, get_ready, "copying a checkpoint")
-        act = functools.partial(write_part, ready, partial, tempdir)
-        if copies:
-            if not self._is_watching_the_end:
-                self._is_watching_the_end = True
-                atexit.register(self._at_end, os.getpid())
-            self._job = BackgroundWrite(partial, self._world, act, complete)
-        else:
-            parts = gather(self._world, act, "writing a checkpoint")
-            on_first(self._world, lambda: complete(parts), "completing a checkpoint")
+    def _ready(self, part: RankState, partial: Path, copies: bool) -> RankState:
+        """Returns this rank's part, or a copy of it, once its mark is there."""
+        try:
+            mark_of(partial, self._world.rank).touch()
+        except OSError as error:
+            raise CheckpointError(
+                f"rank {self._world.rank} cannot write to {partial}, which rank 0 has made: {error.strerror}. "
+                "Expected a folder on a file system that all ranks share."
+            ) from error
+        return replace(part, files=self._memory.copy(part)) if copies else part
 
     def _compare(self, place: str, content: Content, options: SaveOptions) -> None:
         """Makes sure that the ranks save the same. Collective."""
@@ -151,7 +186,7 @@ class Saver:
         """Says whether each host has memory for the copies of its ranks; the same on every rank. Collective."""
         own = self._memory.missing_bytes(part), available_bytes()
         needs = list(zip(self._world.hosts, self._world.gather_objects(own, "composing a checkpoint"), strict=True))
-        missing: Counter[str] = Counter()
+        missing = Counter[str]()
         for host, (num_bytes, _) in needs:
             missing[host] += num_bytes
         full = next(((host, available) for host, (_, available) in needs if missing[host] > available), None)
@@ -163,12 +198,6 @@ class Saver:
                 *(missing[host] / 1e9, host, available / 1e9),
             )
         return full is None
-
-    def _begin(self, root: Path, step: int) -> Path:
-        try:
-            return folder.begin(root.absolute(), step, self._locks)  # the script may go to another folder
-        except OSError as error:
-            raise cannot_write(root, error) from error
 
     def poll(self) -> None:
         """Ends the checkpoint in the background if all ranks are done, or one failed. Collective while `is_busy`.
@@ -300,10 +329,7 @@ def write_part(part: RankState, partial: Path, tempdir: str | None) -> WrittenPa
 
 
 def write_file(path: Path, chunks: Iterable[Bytes], syncs: bool = True, is_new: bool = True) -> FileRecord:
-    """Writes a file chunk by chunk, and sums each on its way; it is on the disk on return, if `syncs`.
-
-    A file that is not new is overwritten in its place: one in memory keeps its pages.
-    """
+    """Writes a file chunk by chunk, and sums each; on the disk if it `syncs`, in its old place if not `is_new`."""
     size, checksums = 0, []
     with open(path, "wb" if is_new or not path.exists() else "r+b") as file:
         for chunk in chunks:

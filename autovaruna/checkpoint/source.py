@@ -132,10 +132,7 @@ def _damages(path: Path, world: World) -> list[str]:
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """Opens a checkpoint of ours, a Hugging Face folder, or a safetensors file; reads headers alone.
-
-    Raises CheckpointError if there is none, or its files do not fit together.
-    """
+    """Opens a checkpoint of ours, a Hugging Face folder, or a safetensors file; CheckpointError if there is none."""
     if path.is_file():
         return _from_files(path, [path])
     if (path / MANIFEST).exists():

@@ -40,10 +40,7 @@ class ModelInTraining:
         return self.state.model
 
     def entries(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the model's ``state_dict``: its tensors, and what modules add of their own.
-
-        Tensors that this rank does not hold are on ``meta``.
-        """
+        """Returns the model's ``state_dict``: its tensors, on ``meta`` those of other ranks, and what modules add."""
         tensors: dict[str, Tensor] = {}
         others: dict[str, Any] = {}
         for name, value in self.model.state_dict().items():
@@ -229,10 +226,7 @@ def load_optimizer(
     reader: Reader,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Gives an optimizer the saved options of its groups, and the state of the parameters that this rank holds.
-
-    State that it has is overwritten where it is, so that there is no second copy.
-    """
+    """Gives an optimizer the saved options of its groups, and state, in its memory, of what this rank holds."""
     by_first = {subject.first(name): content for name, content in state.items()}
     own: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -261,10 +255,7 @@ def _decode_state(given: Json, now: Mapping[str, Any], parameter: Tensor, reader
 
 
 def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.dtype | None]) -> None:
-    """Undoes the cast of state tensors to the dtype of their parameters, which loses digits.
-
-    What had the dtype of its parameter when it was saved has that of the parameter now.
-    """
+    """Undoes casts of state tensors to the dtype of their parameters, but of those that had it when saved."""
     parameters = [parameter for group in optimizer.param_groups for parameter in OWN_PART.own(group["params"])]
     for place, content in own.items():
         now = optimizer.state[parameters[place]]

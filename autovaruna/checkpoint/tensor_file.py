@@ -185,11 +185,7 @@ class Reader:
         self._pairs: list[tuple[Entry, Tensor]] = []
 
     def tensor(self, name: str, place: Any = None, like: Tensor | None = None) -> Tensor:
-        """Returns a tensor on the host, or `place`, if that is a tensor of this shape and dtype.
-
-        A new one has the order of memory of `like`, if that is of its shape: kernels that go through both count on
-        that.
-        """
+        """Returns a tensor on the host, or `place` if that fits; a new one in the order of memory of `like`."""
         entry = self._entries[name]
         fits = isinstance(place, Tensor) and (place.shape, place.dtype) == (entry.shape, entry.dtype)
         tensor = place if fits and not place.is_meta else _empty(entry, like)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autovaruna.commands.printing import add_json, show, show_json
 from autovaruna.config.files import PACKAGED
-from autovaruna.config.settings import REFUSALS, Settings, declarations, known_names, meanings, resolve
+from autovaruna.config.settings import REFUSALS, Settings, declarations, meanings, named_settings, resolve
 from autovaruna.errors import ConfigError
 
 EXAMPLE = "AUTOVARUNA_NUM_STAGES=2 autovaruna config"
@@ -19,7 +19,7 @@ EXAMPLE = "AUTOVARUNA_NUM_STAGES=2 autovaruna config"
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Adds an option for each of some settings."""
     group = parser.add_argument_group("settings", "as in conf.toml; a list is separated by commas")
-    known, words = known_names(), meanings()
+    known, words = named_settings(), meanings()
     for name in names:
         text = f"{words[name].removesuffix('.')} ({known[name][0].default})".replace("%", "%%")
         group.add_argument(_option(name), dest=f"setting_{name}", metavar="VALUE", help=text)
@@ -36,7 +36,7 @@ def settings_of(options: argparse.Namespace, extra: dict[str, object] | None = N
 
 
 def _read(name: str, text: str) -> object:
-    kind = known_names()[name][1]
+    kind = named_settings()[name][1]
     try:
         value = kind.parse(text)
         kind.read(value)

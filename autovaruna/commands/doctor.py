@@ -18,9 +18,9 @@ from autovaruna import __version__
 from autovaruna.commands.printing import show
 from autovaruna.config.files import conf_dir
 from autovaruna.config.settings import declarations, resolve
+from autovaruna.elastic.host_list import is_this_machine, list_hosts
 from autovaruna.elastic.job import AS_ROOT, find_mpirun
 from autovaruna.elastic.link import over_ssh
-from autovaruna.elastic.options import is_this_machine, list_hosts
 from autovaruna.errors import SUPPORTED_TORCH, ConfigError
 from autovaruna.log import configure
 
@@ -171,7 +171,8 @@ def _hosts(names: str) -> Finding:
     if not names:
         return Finding(f"{platform.node()} alone; --hosts n1,n2 tries others")
     listed = list_hosts(names, 1, None) if os.path.isfile(names) else dict.fromkeys(names.split(","), 1)
-    call, expected = [sys.executable, "-c", _OTHER], _run([sys.executable, "-c", _OTHER]).stdout
+    call = [sys.executable, "-c", _OTHER]
+    expected = _run(call).stdout
     started = {host: _start(call if is_this_machine(host) else over_ssh(host, call)) for host in listed}
     faults = []
     for host, process in started.items():

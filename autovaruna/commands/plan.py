@@ -195,15 +195,15 @@ class Planning:
     @property
     def assumptions(self) -> list[str]:
         """What the plan rests on that nobody measured, in sentences."""
-        told = []
+        sentences = []
         if not self.profile.is_measured:
-            told.append(f"costs are a roofline of {self.profile.device}: nothing was measured")
+            sentences.append(f"costs are a roofline of {self.profile.device}: nothing was measured")
         if self.device is None and self.cluster.num_ranks > 1:
-            told.append(
-                f"links are assumed: {UNKNOWN_LINK.latency_seconds * 1e6:.0f} us and "
-                f"{UNKNOWN_LINK.bytes_per_second / 1e9:.0f} GB/s; name a device file with --device"
+            latency, speed = UNKNOWN_LINK.latency_seconds * 1e6, UNKNOWN_LINK.bytes_per_second / 1e9
+            sentences.append(
+                f"links are assumed: {latency:.0f} us and {speed:.0f} GB/s; name a device file with --device"
             )
-        return told
+        return sentences
 
     def _find_memory(self) -> float:
         """Returns what each rank may use."""
@@ -251,9 +251,9 @@ def _number(text: str) -> float | bool:
     return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else float(text)
 
 
-def report(planning: Planning, options: argparse.Namespace) -> None:
+def report(planning: Planning) -> None:
     """Plans, and shows and saves what the options ask for."""
-    graph, (plan, choices) = planning.traced.graph, planning.plan_and_choices
+    options, graph, (plan, choices) = planning.options, planning.traced.graph, planning.plan_and_choices
     if options.output:
         save(options.output, planning.deployment)
     pipeline = short_enough(pipeline_of(plan, graph))
@@ -317,10 +317,7 @@ def shown_ranks(plan: Plan | Pipeline) -> list[int]:
 
 
 def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
-    """Returns some rows of a drawing, with its legend, and what was left out.
-
-    `names` are the plan's ranks for each row of the drawing; empty: they are those of the rows.
-    """
+    """Returns some rows of a drawing, with its legend, and what was left out; `names` are the ranks of its rows."""
     lines = drawing.splitlines()
     kept = [lines[row] for row in rows]
     if names:
@@ -344,27 +341,27 @@ def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
-    parser.add_argument("--ranks-per-host", type=int, default=0, metavar="N", help="ranks on each host (all of them)")
-    parser.add_argument("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
-    parser.add_argument("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
-    parser.add_argument("--table", action="store_true", help="list all sensible choices, best first")
+    add = parser.add_argument
+    add("target", metavar="MODULE:FUNCTION", help="a function that returns (model, args, kwargs)")
+    add("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
+    add("--ranks-per-host", type=int, default=0, metavar="N", help="ranks on each host (all of them)")
+    add("-o", "--output", default="", metavar="FILE", help="save the plan as a deployment")
+    add("--plot", type=at_home, default="", metavar="FILE", help="draw a step as a picture: step.png")
+    add("--table", action="store_true", help="list all sensible choices, best first")
     add_json(parser)
     add_cost_options(parser)
 
 
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say what a step costs."""
-    parser.add_argument("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
-    parser.add_argument("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
-    parser.add_argument("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
+    add("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
+    add("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
+    add(
         "--batch-size", type=int, default=0, metavar="N", help="samples of all ranks together (the call's, times ranks)"
     )
-    parser.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)"
-    )
+    add("--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)")
     add_settings(parser, _SETTINGS)
 
 
@@ -382,7 +379,7 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         options.plot = checked_plot(options.plot)
     keep_freed_memory()  # the planner makes and frees matrices of megabytes by the thousand
-    report(Planning(options), options)
+    report(Planning(options))
 
 
 def num_bytes(text: str) -> int:

@@ -21,19 +21,10 @@ from autovaruna.schedule.pipeline import Kind
 from autovaruna.schedule.simulation import Simulation
 
 Spans = Sequence[tuple[float, float]]  # begin and length of bars, in seconds
-COLOURS = {
-    "forward": "#4c78a8",
-    "recompute": "#f2cf5b",
-    "backward": "#54a24b",
-    "weight gradients": "#b5cf6b",
-    "all-reduce": "#b279a2",
-}
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
-    Kind.WEIGHT: "weight gradients",
-}
+KINDS = {"F": "forward", "R": "recompute", "B": "backward", "W": "weight gradients"}
+KINDS |= {"a": "all-reduce", "w": "wait for a message"}
+"""What a bar of a step is, by the letter with which its name begins."""
+COLOURS = dict(zip(KINDS.values(), ("#4c78a8", "#f2cf5b", "#54a24b", "#b5cf6b", "#b279a2", "#e8e8e8"), strict=True))
 
 
 def checked_plot(path: str) -> str:
@@ -59,22 +50,17 @@ def plot(simulation: Simulation, ranks: Sequence[int], path: str) -> None:
         acts = simulation.acts[rank]
         reduced = [each for each in simulation.reductions if rank in each.ranks]
         rows[f"rank {rank}"] = {
-            **{name: [(act[0], act[1] - act[0]) for act in acts if act[3] is kind] for kind, name in _NAMES.items()},
-            "all-reduce": [(each.start_seconds, each.end_seconds - each.start_seconds) for each in reduced],
+            **{KINDS[kind]: [(act[0], act[1] - act[0]) for act in acts if act[3] is kind] for kind in Kind},
+            KINDS["a"]: [(each.start_seconds, each.end_seconds - each.start_seconds) for each in reduced],
         }
-    draw_bars(rows, COLOURS, path, simulation.step_seconds)
+    draw_bars(rows, path, simulation.step_seconds)
 
 
-def draw_bars(
-    rows: Mapping[str, Mapping[str, Spans]], colours: Mapping[str, str], path: str, end_seconds: float | None = None
-) -> None:
-    """Draws rows of bars from the top, time to the right, to `end_seconds`, or to the last bar.
-
-    `colours` are the kinds, as the legend names them; later ones are drawn over earlier ones. Raises ConfigError if the
-    file cannot be written, or matplotlib does not know its format.
-    """
+def draw_bars(rows: Mapping[str, Mapping[str, Spans]], path: str, end_seconds: float | None = None) -> None:
+    """Draws rows of bars by kind, time to the right; ConfigError if the file or its format cannot be written."""
     from matplotlib.figure import Figure
 
+    colours = {kind: colour for kind, colour in COLOURS.items() if any(row.get(kind) for row in rows.values())}
     figure = Figure(figsize=(12, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes: Any = figure.subplots()
     for place, row in enumerate(rows.values()):

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from autovaruna.commands.printing import COLOURS, show
+from autovaruna.commands.printing import COLOURS, KINDS, show
 from autovaruna.commands.trace import Bar, read_bars
 from autovaruna.config.files import at_home, check_writable, write_whole
 from autovaruna.errors import ConfigError
@@ -26,7 +26,7 @@ from autovaruna.planner.table import seconds
 from autovaruna.session.record import DEPLOYMENT, EVENTS
 
 EXAMPLE = "autovaruna report runs/today"
-_KINDS = {"F": "forward", "R": "recompute", "B": "backward", "W": "weight gradients", "a": "all-reduce"}
+_SHOWN = {letter: name for letter, name in KINDS.items() if letter != "w"}
 _WIDTH, _HEIGHT, _MOST_POINTS = 1000.0, 200.0, 400  # of a curve
 _BUBBLE, _MESSAGES, _SUMS, _LONGER, _FULL, _SLOWER = 0.1, 0.15, 0.15, 1.15, 0.9, 1.3
 """From which share of a step, or ratio, something is worth a word."""
@@ -41,9 +41,9 @@ _FILTERS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("run", type=at_home, metavar="RUN", help="the folder of a run (setting report_dir)")
-    help_of_output = "the page (default: RUN/report.html)"
-    parser.add_argument("--output", type=at_home, default="", metavar="FILE", help=help_of_output)
+    add = parser.add_argument
+    add("run", type=at_home, metavar="RUN", help="the folder of a run (setting report_dir)")
+    add("--output", type=at_home, default="", metavar="FILE", help="the page (default: RUN/report.html)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -104,11 +104,11 @@ class RunFolder:
     @cached_property
     def step_seconds(self) -> float:
         """The median of the steps behind the first ones."""
-        found = [each["seconds/step"] for each in self.steps if "seconds/step" in each]
-        return median(found[len(found) // 4 :]) if found else 0.0
+        known = [each["seconds/step"] for each in self.steps if "seconds/step" in each]
+        return median(known[len(known) // 4 :]) if known else 0.0
 
     @cached_property
-    def shares(self) -> list[dict[str, float]]:
+    def time_fractions(self) -> list[dict[str, float]]:
         """The share of a step that each rank spent on what, in the last one that was looked at; none: none was."""
         accounts = [each for each in self.attempt if each["event"] == "account"][-1:]
         return [{name: row[name] / each["seconds"] for name in _PARTS} for each in accounts for row in each["ranks"]]
@@ -153,8 +153,8 @@ def advice(run: RunFolder) -> list[str]:
 
 def _about_stages(run: RunFolder, plan: Plan) -> list[str]:
     """Returns what the plan and the time of ranks suggest."""
-    words, work = list[str](), [each["work"] for each in run.shares] or [0.0]
-    mean = {name: fmean(each[name] for each in run.shares) if run.shares else 0.0 for name in _PARTS}
+    words, work = list[str](), [each["work"] for each in run.time_fractions] or [0.0]
+    mean = {name: fmean(each[name] for each in run.time_fractions) if run.time_fractions else 0.0 for name in _PARTS}
     if plan.num_stages > 1 and mean["bubble"] > _BUBBLE:
         words.append(
             f"Ranks wait for other stages in {mean['bubble']:.0%} of the step (the bubble). More micro-batches make it "
@@ -201,7 +201,7 @@ def page(run: RunFolder) -> str:
         plan=run.deployment.plan if run.deployment else None,
         advice=advice(run),
         timelines=timelines(read_bars(traces[0])) if traces else {},
-        colours={kind: COLOURS[kind] for kind in _KINDS.values()},
+        colours={kind: COLOURS[kind] for kind in _SHOWN.values()},
         parts=_PARTS,
         most_bytes=max(max(each.values()) for each in run.memory),
         curves=[each for each in (curve(run, "loss"), curve(run, "samples_per_second")) if each],
@@ -212,7 +212,7 @@ def page(run: RunFolder) -> str:
 def timelines(bars: Sequence[Bar]) -> Mapping[str, Any]:
     """Returns the last step with predicted bars as boxes on one scale, measured and predicted, by rank."""
     chosen = max((bar.args.step for bar in bars if bar.pid == 1), default=0)
-    bars = [bar for bar in bars if bar.args.step == chosen and bar.kind in _KINDS]
+    bars = [bar for bar in bars if bar.args.step == chosen and bar.kind in _SHOWN]
     starts = [min((bar.ts for bar in bars if bar.pid == process), default=0.0) for process in (0, 1)]
     end = max((bar.ts + bar.dur - starts[bar.pid] for bar in bars), default=0.0)
     if not end:
@@ -221,7 +221,7 @@ def timelines(bars: Sequence[Bar]) -> Mapping[str, Any]:
     for bar in sorted(bars, key=lambda bar: (bar.tid, bar.ts)):
         place = (_WIDTH * each / end for each in (bar.ts - starts[bar.pid], bar.dur))
         text = f"{bar.name}: {seconds(1e-6 * bar.dur)}"
-        found[bar.pid].setdefault(bar.tid, []).append((*place, _KINDS[bar.kind], text))
+        found[bar.pid].setdefault(bar.tid, []).append((*place, _SHOWN[bar.kind], text))
     ticks = [seconds(1e-6 * end * k / 4) for k in range(5)]
     return {"rows": {"measured": found[0], "predicted": found[1]}, "ticks": ["0", *ticks[1:]]}
 

@@ -6,13 +6,12 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from autovaruna.commands.printing import add_json, show, show_json
 from autovaruna.planner.deployment import Deployment, load
 from autovaruna.planner.infeasible import ranks_text, readable
-from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.planner.table import seconds
 
 EXAMPLE = "autovaruna show deployment.json"
@@ -47,23 +46,13 @@ def table_of(deployment: Deployment) -> Table:
     title = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size:.3g} samples, {plan.schedule}"
     title += f": predicted {seconds(plan.predicted_seconds)} a step"
     title += "" if plan.is_measured else ", from a roofline, nothing was measured"
-    table = Table(
-        title=title, caption=f"Valid for graph {valid_for.graph}, {valid_for.num_ranks} ranks, {valid_for.device}"
-    )
-    for name in _COLUMNS:
-        table.add_column(name, overflow="fold")
+    caption = f"Valid for graph {valid_for.graph}, {valid_for.num_ranks} ranks, {valid_for.device}"
+    table = Table(*(Column(name, overflow="fold") for name in _COLUMNS), title=title, caption=caption)
     for number, (stage, cut) in enumerate(zip(plan.stages, ("(the first block)", *deployment.cuts), strict=True)):
-        table.add_row(*(Text(cell) for cell in (str(number), cut, *_cells(plan, stage))))
+        cells = (
+            *(str(number), cut, ranks_text(stage.ranks), readable(stage.parameter_bytes)),
+            *(seconds(stage.forward_seconds), seconds(stage.backward_seconds), readable(plan.bytes_of(stage))),
+            *("yes" if stage.needs_recompute else "no", str(stage.in_flight)),
+        )
+        table.add_row(*map(Text, cells))
     return table
-
-
-def _cells(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
-    return (
-        ranks_text(stage.ranks),
-        readable(stage.parameter_bytes),
-        seconds(stage.forward_seconds),
-        seconds(stage.backward_seconds),
-        readable(plan.bytes_of(stage)),
-        "yes" if stage.needs_recompute else "no",
-        str(stage.in_flight),
-    )

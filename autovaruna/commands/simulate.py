@@ -20,20 +20,16 @@ EXAMPLE = "autovaruna simulate --trace hosts.csv --plan deployment.json"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument(
-        "target", nargs="?", metavar="MODULE:FUNCTION", help="plan this model for each number of hosts, as plan does"
-    )
-    parser.add_argument("--trace", required=True, metavar="FILE", help="CSV: seconds,hosts or seconds,hosts,event")
-    parser.add_argument("--plan", nargs="+", metavar="FILE", help="deployments, one for each number of hosts")
-    parser.add_argument(
-        *_spellings("--step-seconds"), metavar="1=S,2=S", help="seconds of a step by number of hosts, in place of plans"
-    )
-    parser.add_argument(
-        *_spellings("--profile-folder"), metavar="DIR", help="plan from what a Varuna Profiler wrote; with --batch-size"
-    )
-    parser.add_argument(
-        *_spellings("--ranks-per-host"), type=int, default=1, metavar="N", help="ranks on each host (1)"
-    )
+    add = parser.add_argument
+    text = "plan this model for each number of hosts, as plan does"
+    add("target", nargs="?", metavar="MODULE:FUNCTION", help=text)
+    add("--trace", required=True, metavar="FILE", help="CSV: seconds,hosts or seconds,hosts,event")
+    add("--plan", nargs="+", metavar="FILE", help="deployments, one for each number of hosts")
+    text = "seconds of a step by number of hosts, in place of plans"
+    add(*_spellings("--step-seconds"), metavar="1=S,2=S", help=text)
+    text = "plan from what a Varuna Profiler wrote; with --batch-size"
+    add(*_spellings("--profile-folder"), metavar="DIR", help=text)
+    add(*_spellings("--ranks-per-host"), type=int, default=1, metavar="N", help="ranks on each host (1)")
     add_json(parser)
     costs = parser.add_argument_group("costs of faults")
     for cost in fields(FaultCosts):
@@ -58,7 +54,10 @@ def run(options: argparse.Namespace) -> None:
         show_json(_record(result, step_seconds, costs))
         return
     show(_report(options.trace, trace, result))
-    show(_plans_used(trace, step_seconds))
+    listed = ", ".join(f"{number}: {seconds(value)}" for number, value in sorted(step_seconds.items()))
+    without = sorted({change.hosts for change in trace[:-1]} - {0, *step_seconds})
+    none = f"; no plan for {', '.join(map(str, without))}: the best for fewer runs, or none" if without else ""
+    show(f"a step by number of hosts: {listed}{none}")
 
 
 def _costs(options: argparse.Namespace) -> FaultCosts:
@@ -122,9 +121,8 @@ def _of_profile_folder(options: argparse.Namespace, hosts: set[int]) -> dict[int
 
     def step(number: int) -> float:
         ranks, own = number * options.ranks_per_host, options.ranks_per_host
-        return AutoConfig(
-            ranks, options.batch_size, options.profile_folder, own, memory, cutpoints="prefer"
-        ).best.seconds
+        config = AutoConfig(ranks, options.batch_size, options.profile_folder, own, memory, cutpoints="prefer")
+        return config.best.seconds
 
     return _of_all(hosts, step)
 
@@ -154,10 +152,10 @@ def _of_all(hosts: Iterable[int], step: Callable[[int], float]) -> dict[int, flo
 
 def _record(result: Throughput, step_seconds: Mapping[int, float], costs: FaultCosts) -> dict[str, object]:
     return {
-        "share_of_ideal": result.share(result.done_steps),
-        "lost_to_restarts": result.share(result.restart_steps),
-        "lost_to_lost_steps": result.share(result.lost_steps),
-        "lost_to_smaller_plans": result.share(result.smaller_steps),
+        "share_of_ideal": result.of_ideal(result.done_steps),
+        "lost_to_restarts": result.of_ideal(result.restart_steps),
+        "lost_to_lost_steps": result.of_ideal(result.lost_steps),
+        "lost_to_smaller_plans": result.of_ideal(result.smaller_steps),
         **asdict(result),
         "step_seconds": dict(step_seconds),
         "costs": asdict(costs),
@@ -166,13 +164,9 @@ def _record(result: Throughput, step_seconds: Mapping[int, float], costs: FaultC
 
 def _report(path: str, trace: list[Change], result: Throughput) -> str:
     counts = [change.hosts for change in trace[:-1]]
-    changes = {
-        "host losses": result.num_losses,
-        "notices": result.num_notices,
-        "additions": result.num_additions,
-        "kills": result.num_kills,
-    }
-    told = ", ".join(f"{count} {name}" for name, count in changes.items() if count) or "no change"
+    changes = {"host losses": result.num_losses, "notices": result.num_notices}
+    changes |= {"additions": result.num_additions, "kills": result.num_kills}
+    happened = ", ".join(f"{count} {name}" for name, count in changes.items() if count) or "no change"
     rows = (
         ("share of the ideal", result.done_steps, f"{result.done_steps:,.0f} of {result.ideal_steps:,.0f} steps"),
         ("lost to restarts", result.restart_steps, f"{result.num_restarts} restarts"),
@@ -182,16 +176,9 @@ def _report(path: str, trace: list[Change], result: Throughput) -> str:
     away = 1.0 - result.ideal_steps / result.all_hosts_steps
     return "\n".join(
         [
-            f"{path}: {result.seconds / 3600:.4g} h, {min(counts)} to {max(counts)} hosts, {told}",
-            *(f"{name:<22}{result.share(steps):8.2%}   {what}" for name, steps, what in rows),
+            f"{path}: {result.seconds / 3600:.4g} h, {min(counts)} to {max(counts)} hosts, {happened}",
+            *(f"{name:<22}{result.of_ideal(steps):8.2%}   {what}" for name, steps, what in rows),
             f"The ideal is what the hosts that are there would do without faults; hosts that are away cost {away:.1%} "
             f"of what {max(counts)} would do.",
         ]
     )
-
-
-def _plans_used(trace: list[Change], step_seconds: Mapping[int, float]) -> str:
-    listed = ", ".join(f"{number}: {seconds(value)}" for number, value in sorted(step_seconds.items()))
-    without = sorted({change.hosts for change in trace[:-1]} - {0, *step_seconds})
-    none = f"; no plan for {', '.join(map(str, without))}: the best for fewer runs, or none" if without else ""
-    return f"a step by number of hosts: {listed}{none}"

@@ -24,7 +24,7 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.session.device import find_device
+from autovaruna.session.model import find_device
 
 _EXPECTED = (
     "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"
@@ -64,10 +64,7 @@ class _WithoutRandomNumbers(TorchFunctionMode):
 def load_target(
     name: str, settings: Settings, device: torch.device | None = None, *, has_weights: bool = True
 ) -> Target:
-    """Builds and traces the model that the function `name` returns; InputError if it does not, or fails.
-
-    Without `has_weights` the model gets no random weights, which take long to draw and a plan does not need.
-    """
+    """Builds and traces the model that a function returns, with random weights if it `has_weights`; else InputError."""
     with nullcontext() if has_weights else _WithoutRandomNumbers():
         function = _find(name)
         with _running(f"{name} failed"):
@@ -121,7 +118,7 @@ def _running(failure: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise InputError(f"{failure}: {_said(error)}. {_EXPECTED}.") from error
+        raise InputError(f"{failure}: {_text_of(error)}. {_EXPECTED}.") from error
 
 
 def _returned(name: str, value: Any) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
@@ -138,15 +135,12 @@ def _kinds(parts: Sequence[Any]) -> str:
     return "(" + ", ".join(type(part).__name__ for part in parts) + ")"
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """Returns what an error of the user's code says, and the last line of that code, not of a library's."""
     text = (str(error).strip() or "no message").splitlines()[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    known = [frame for frame in frames if "importlib" not in frame.filename and __file__ != frame.filename]
-    users = [frame for frame in known if not _is_of_library(frame.filename)] or known
-    where = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+    files = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    known = [each for each in files if "importlib" not in each[0] and __file__ != each[0]]
+    libraries = ("<", *(f"{path}/" for path in _LIBRARIES))
+    users = [each for each in known if not each[0].startswith(libraries)] or known
+    where = f" at {users[-1][0]}:{users[-1][1]}" if users else ""
     return f"{type(error).__name__}: {text}{where}"
-
-
-def _is_of_library(file: str) -> bool:
-    return file.startswith("<") or any(Path(file).is_relative_to(path) for path in _LIBRARIES)

@@ -11,20 +11,12 @@ from typing import Annotated
 import msgspec
 from rich.table import Table
 
-from autovaruna.commands.printing import COLOURS, checked_plot, draw_bars, show
+from autovaruna.commands.printing import KINDS, checked_plot, draw_bars, show
 from autovaruna.config.files import Amount, Whole, at_home, parse, read_record
 from autovaruna.errors import ConfigError
 
 EXAMPLE = "autovaruna trace events.trace.json --plot step.png"
 _PROCESSES = ("measured", "predicted")
-_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "a": "all-reduce, loss", "w": "wait for a message"}
-_COLOURS = {
-    "forward": COLOURS["forward"],
-    "recompute": COLOURS["recompute"],
-    "backward": COLOURS["backward"],
-    "all-reduce, loss": COLOURS["all-reduce"],
-    "wait for a message": "#e8e8e8",
-}
 
 
 class _Arguments(msgspec.Struct):
@@ -49,12 +41,10 @@ class Bar(msgspec.Struct):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("file", type=at_home, metavar="FILE", help="the trace (setting trace_events_file)")
-    step_help = "the step to draw (default: the last one with predicted rows)"
-    parser.add_argument("--step", type=int, default=0, metavar="n", help=step_help)
-    parser.add_argument(
-        "--plot", type=at_home, default="", metavar="FILE", help="draw a step into this file (png, pdf, svg)"
-    )
+    add = parser.add_argument
+    add("file", type=at_home, metavar="FILE", help="the trace (setting trace_events_file)")
+    add("--step", type=int, default=0, metavar="n", help="the step to draw (default: the last one with predicted rows)")
+    add("--plot", type=at_home, default="", metavar="FILE", help="draw a step into this file (png, pdf, svg)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -73,10 +63,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_bars(path: Path) -> list[Bar]:
-    """Reads the instructions of a trace, which may have been cut off while it was written.
-
-    Raises ConfigError if it cannot be read, or a line but the last is not of such a trace.
-    """
+    """Reads the instructions of a trace, whose last line may be cut off; ConfigError if it is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[1:]
     except (OSError, ValueError) as error:
@@ -104,9 +91,9 @@ def summary(bars: list[Bar]) -> Table:
     table = Table("rank", "what", "times a step", *(f"{name} ms" for name in _PROCESSES), caption=caption)
     num_steps = len({bar.args.step for bar in bars})
     for rank, kind in sorted({(rank, kind) for rank, kind, _ in seconds}):
-        found = [seconds.get((rank, kind, process), []) for process in (0, 1)]
-        cells = (f"{1e3 * median(each):.3f}" if each else "" for each in found)
-        table.add_row(str(rank), _NAMES.get(kind, kind), f"{len(found[0]) / num_steps:.1f}", *cells)
+        both = [seconds.get((rank, kind, process), []) for process in (0, 1)]
+        cells = (f"{1e3 * median(each):.3f}" if each else "" for each in both)
+        table.add_row(str(rank), KINDS.get(kind, kind), f"{len(both[0]) / num_steps:.1f}", *cells)
     return table
 
 
@@ -116,5 +103,5 @@ def draw(bars: list[Bar], path: str) -> None:
     rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for bar in sorted(bars, key=lambda bar: (bar.tid, bar.pid)):
         row = rows.setdefault(f"rank {bar.tid} {_PROCESSES[bar.pid]}", defaultdict(list))
-        row[_NAMES.get(bar.kind, bar.kind)].append((1e-6 * (bar.ts - start), 1e-6 * bar.dur))
-    draw_bars(rows, _COLOURS, path)
+        row[KINDS.get(bar.kind, bar.kind)].append((1e-6 * (bar.ts - start), 1e-6 * bar.dur))
+    draw_bars(rows, path)

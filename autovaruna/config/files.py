@@ -47,6 +47,15 @@ def copy_synced(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
+def system_bytes(file: str, name: str) -> float | None:
+    """Returns a number of bytes that a file of the system has in kB, as /proc/meminfo; None: it does not say."""
+    try:
+        lines = Path(file).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+
+
 def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = True) -> None:
     """Writes a text, and makes the folder if need be: the file is the old one or the new one, never half of it.
 
@@ -168,10 +177,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_record(content: Any, kind: type[Record]) -> Record:
-    """Returns the record (a dataclass or a `msgspec.Struct`) that parsed JSON holds.
-
-    Raises ValueError if something is missing, unknown or of another kind; it names the key, what was got and expected.
-    """
+    """Returns the record (dataclass or Struct) that parsed JSON holds; else ValueError, with key, got, expected."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
@@ -186,10 +192,7 @@ def write_record(path: str | os.PathLike[str], record: Any, *, is_synced: bool =
 
 
 def load_record(path: str | os.PathLike[str], kind: type[Record]) -> Record:
-    """Reads what `write_record` has written.
-
-    Raises OSError if the file cannot be read, ValueError if it is no JSON, not what was written, or not such a record.
-    """
+    """Reads what `write_record` has written; OSError if it cannot be read, ValueError if it is not such a record."""
     try:
         content = parse(Path(at_home(path)).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -271,7 +271,7 @@ def meanings() -> dict[str, str]:
     return {each.name: found[each.name] for each in declarations()}
 
 
-def known_names() -> dict[str, tuple[Field[Any], SettingKind]]:
+def named_settings() -> dict[str, tuple[Field[Any], SettingKind]]:
     """Returns, for each name and alias, the declaration and the kind of its value."""
     known: dict[str, tuple[Field[Any], SettingKind]] = {}
     for each in declarations():
@@ -331,7 +331,7 @@ def log_settings(settings: Settings) -> None:
 
 def _read(entry: _GivenValue) -> tuple[str, object]:
     """Returns the standard name and the value of an entry."""
-    known = known_names()
+    known = named_settings()
     if entry.name not in known:
         raise ConfigError(f"{entry.place}: there is no such setting{did_you_mean(entry.name, known)}; {_LIST} has all")
     declaration, kind = known[entry.name]

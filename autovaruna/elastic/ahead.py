@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from autovaruna.config.files import parse, read_record, write_whole
-from autovaruna.elastic.progress import deployment_name
+from autovaruna.elastic.job_folder import deployment_name
 from autovaruna.errors import AutoVarunaError, DeploymentError
 from autovaruna.planner.deployment import Fingerprint, deployment_of, differences, host_counts, load, save
 from autovaruna.planner.problem import Problem
@@ -32,16 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan was made from, and what it is valid for; `folder` is where deployments are saved.
-
-    `sharing` says whether replicas share the optimizer's state, `shares_memory` whether ranks share that of their host.
-    """
+    """What a plan was made from, and what it is valid for."""
 
     problem: Problem
     fingerprint: Fingerprint
-    sharing: bool | Literal["auto"]
-    folder: str
-    shares_memory: bool
+    sharing: bool | Literal["auto"]  # whether replicas share the optimizer's state
+    folder: str  # where deployments are saved
+    shares_memory: bool  # whether ranks share that of their host
 
     def write(self, path: Path) -> None:
         """Writes it to a file; raises OSError if that cannot be."""

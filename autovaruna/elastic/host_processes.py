@@ -24,10 +24,7 @@ def processes_with(words: bytes) -> list[int]:
 
 
 def end_all(words: bytes) -> int:
-    """Kills the processes whose variables or command line hold some words; returns how many there were.
-
-    They have gone when it returns, but for such as the system cannot end.
-    """
+    """Kills the processes whose variables or command line hold some words, and waits; returns how many there were."""
     num_ended = 0
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (left := list(filter(is_alive, processes_with(words)))) and time.monotonic() < deadline:

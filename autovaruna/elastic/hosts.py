@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autovaruna.elastic.host_list import is_this_machine, list_hosts
 from autovaruna.elastic.job import Probe
 from autovaruna.elastic.link import Link, answers, ping_all
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import MorphingOptions, is_this_machine, list_hosts
-from autovaruna.elastic.slow_hosts import LEFT_OUT_SECONDS, SlowHosts
+from autovaruna.elastic.options import MorphingOptions
+from autovaruna.elastic.slow_ranks import LEFT_OUT_SECONDS, SlowRanks
 from autovaruna.elastic.watch import JobWatch
 from autovaruna.errors import ConfigError
 
@@ -31,15 +32,7 @@ _FAILED_SECONDS = 10.0  # how long a host is left out that has failed, doubled e
 
 
 class Hosts:
-    """The hosts of a job; `settings` is the first line to each keeper, `own_file` is removed on this machine.
-
-    Attributes:
-        listed: ranks of each host in the machine list.
-        links: the keepers, by host.
-        noticed: hosts that are to be left, with when they go, on the monotonic clock, seconds.
-        lost: hosts of the run that do not answer any more.
-        slow: those that are left out because they are slow.
-    """
+    """The hosts of a job; `settings` is the first line to each keeper, `own_file` is removed on this machine."""
 
     def __init__(
         self,
@@ -49,11 +42,11 @@ class Hosts:
         own_file: Path,
         log: EventLog,
     ) -> None:
-        self.listed = dict(listed)
+        self.listed = dict(listed)  # ranks of each host in the machine list
         self.links: dict[str, Link] = {}
-        self.noticed: dict[str, float] = {}
-        self.lost: set[str] = set()
-        self.slow = SlowHosts(log, options.slow_factor)
+        self.noticed: dict[str, float] = {}  # hosts that are to be left, with when they go, on the monotonic clock
+        self.lost: set[str] = set()  # hosts of the run that do not answer any more
+        self.slow = SlowRanks(log, options.slow_factor)
         self._options = options
         self._settings = settings
         self._own_file = own_file
@@ -65,7 +58,7 @@ class Hosts:
         self._begun: list[Link] = []
         self._machine_time = _time_of(options.machine_list)
         self._times_of_notices: dict[str, int] = {}
-        self._last_look = 0.0
+        self._last_poll = 0.0
         self._is_over = threading.Event()
         self._reading: Future[dict[str, int]] | None = None
         self._fault_of_list = ""
@@ -124,15 +117,15 @@ class Hosts:
         """Returns the keepers that answer, by host."""
         return {host: link for host, link in self.links.items() if link.is_up and not link.is_silent}
 
-    def look_around(self) -> None:
+    def poll_hosts(self) -> None:
         """Reads the machine list if it has changed, and tries hosts again whose keepers have gone. Never waits."""
         now = time.monotonic()
         if self._reading is not None and self._reading.done():
             self._apply_list(self._reading)
             self._reading = None
-        if now - self._last_look < BEAT_SECONDS:
+        if now - self._last_poll < BEAT_SECONDS:
             return
-        self._last_look = now
+        self._last_poll = now
         self._read_list()
         for host in self.listed:
             link = self.links.get(host)
@@ -151,16 +144,19 @@ class Hosts:
 
     def find_unfit(self, hosts: Iterable[str]) -> list[str]:
         """Tries each host by itself; returns those on which mpirun can start nothing."""
-        probes = {host: Probe(host, self._options.start_seconds / 3) for host in hosts}
+        probes = {host: self._probe(host) for host in hosts}
         while any(probe.worked is None for probe in probes.values()):
             time.sleep(LOOK_SECONDS)
         return [host for host, probe in probes.items() if not probe.worked]
+
+    def _probe(self, host: str) -> Probe:
+        return Probe(host, self._options.start_seconds / 3)
 
     def _try_left_out(self, now: float) -> None:
         """Tries hosts whose time is over; those on which mpirun can start something are used again."""
         for host, until in list(self._left_out.items()):
             if host not in self._probes and now > until:
-                self._probes[host] = Probe(host, self._options.start_seconds / 3)
+                self._probes[host] = self._probe(host)
             elif host in self._probes and (worked := self._probes[host].worked) is not None:
                 del self._probes[host]
                 if worked:
@@ -173,11 +169,9 @@ class Hosts:
         changed = _time_of(self._options.machine_list)
         if self._reading is not None or (self._options.discover_hosts is None and changed == self._machine_time):
             return
-        self._machine_time = changed
-        options = self._options
-        self._reading = _in_thread(
-            partial(list_hosts, options.machine_list, options.gpus_per_node, options.discover_hosts)
-        )
+        self._machine_time, options = changed, self._options
+        act = partial(list_hosts, options.machine_list, options.gpus_per_node, options.discover_hosts)
+        self._reading = _in_thread(act)
 
     def _apply_list(self, reading: Future[dict[str, int]]) -> None:
         try:
@@ -232,13 +226,10 @@ class Hosts:
     # those of a run
 
     def begin(self, hosts: Iterable[str], number: int) -> None:
-        """Begins a run on keepers; each is told which keeper gets copies of its ranks' parts."""
-        links = [self.links[host] for host in hosts]
-        asked = {}
-        for link in links:
+        """Begins a run on keepers, each of which copies its ranks' parts to the next one."""
+        links, asked = [self.links[host] for host in hosts], {}
+        for link, buddy in zip(links, [*links[1:], *links[:1]], strict=True):
             link.known = {}
-        for place, link in enumerate(links):
-            buddy = links[(place + 1) % len(links)]
             to = None if buddy is link else [buddy.address, buddy.port]
             asked[link.host] = link.ask("begin", number=number, buddy=to)
         answers(asked, END_SECONDS)
@@ -269,8 +260,8 @@ class Hosts:
                 self._open(host)
             else:
                 watch.record(host, link.report)
-                link.known = watch.known_work(host)
-        self.slow.record(watch)
+                link.known = watch.last_calls(host)
+        self.slow.record(watch.pop_changes())
 
     def ask_reports(self, hosts: Iterable[str], watch: JobWatch) -> list[str]:
         """Asks keepers for reports now, and hands them on; returns the hosts that do not answer."""
@@ -294,10 +285,7 @@ class Hosts:
                 link.cut()
 
     def release(self, hosts: Iterable[str]) -> None:
-        """Ends the keepers of hosts that are not in the list any more; the job is on others, which have its state.
-
-        This machine's stays, for it would end what is the job's here: mpirun, and the file by which notices come.
-        """
+        """Ends the keepers of hosts that are not in the list any more, but this machine's, which would end mpirun."""
         for host in self.links.keys() - self.listed.keys() - set(hosts):
             if not is_this_machine(host):
                 self.links.pop(host).quit()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -17,17 +16,19 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from autovaruna.elastic import rank_script, stub
-from autovaruna.elastic.allocation import slurm_nodes
+from autovaruna.elastic.host_list import slurm_nodes
+from autovaruna.elastic.job_folder import VARIABLE as PLACE
+from autovaruna.elastic.job_folder import JobPlace
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import VARIABLE as PLACE
-from autovaruna.elastic.progress import JobPlace
 from autovaruna.elastic.rank_script import STARTED
+from autovaruna.elastic.standby import SOCKET
 from autovaruna.errors import ConfigError
 
 Grid = Sequence[Sequence[int]]
@@ -36,53 +37,32 @@ _SILENT_SECONDS = 2.0  # how long the output of an mpirun that has ended may be 
 _TAG = re.compile(r"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 _END = re.compile(rf"(?:{_TAG.pattern})?{stub.ENDED}(?P<rank>\d+) (?P<status>-?\d+)")
 _START = re.compile(rf"{_END.pattern}|{_TAG.pattern}")
-
-
 _PASSED_ON = (
-    "AUTOVARUNA_",
-    "CUDA",
-    "LD_LIBRARY_PATH",
-    "MKL_",
-    "NCCL",
-    "OMP_",
-    "PATH",
-    "PYTHON",
-    "TORCH",
-    "VARUNA_",
-    "VIRTUAL_ENV",
+    *("AUTOVARUNA_", "VARUNA_", "CUDA", "NCCL", "MKL_", "OMP_", "TORCH"),
+    *("PATH", "PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
 )
+"""How variables begin that ranks get, beside those of the job."""
 _GRACE_SECONDS = 30.0
 _KEEP_ALIVE = {"time": "3", "intvl": "2", "probes": "3"}
 """How mpirun's daemons find that a host has lost its power: seconds of silence, seconds between probes, and probes."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it asks whoever is that to say so
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but has lost its connection to another one
 
 
 class JobOutput:
-    """Follows the streams of an mpirun; calls `on_start` for each rank that runs, and `on_end` for each that ends.
-
-    Attributes:
-        started: the ranks that have run.
-        ended: the status of each rank that has ended, negative for a signal, in the order of their ends.
-    """
+    """Follows the streams of an mpirun; calls `on_start` for each rank that runs, and `on_end` for each that ends."""
 
     def __init__(
         self, on_start: Callable[[], None], on_end: Callable[[int, int], None] = lambda rank, status: None
     ) -> None:
         self.started: set[int] = set()
-        self.ended: dict[int, int] = {}
+        self.ended: dict[int, int] = {}  # the status of each rank that has ended, negative for a signal, in their order
         self._num_read = dict[int, int]()
         self._num_passed_on = dict[int, int]()
         self._on_start = on_start
         self._on_end = on_end
         self._threads: list[threading.Thread] = []
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a rank has run."""
-        return bool(self.started)
 
     def follow(self, stream: IO[bytes], target: IO[str]) -> None:
         """Starts to pass the lines of a stream on."""
@@ -160,9 +140,8 @@ def show(target: IO[str] | None, text: str) -> None:
 class MpiJob:
     """One mpirun of a script on `options.hosts`; ConfigError if mpirun is missing.
 
-    Without a `grid` the script finds the ranks of each stage; without a `place` there is no manager, without the socket
-    of a `standby` process Python is started. `on_end` hears of each rank that ends, from a thread: rank and status,
-    negative for a signal.
+    Without a `grid` the script finds the ranks of each stage; without a `place` there is no manager. `on_end` hears of
+    each rank that ends, from a thread.
     """
 
     def __init__(
@@ -170,7 +149,6 @@ class MpiJob:
         options: LaunchOptions,
         grid: Grid | None,
         place: JobPlace | None = None,
-        standby: str = "",
         on_end: Callable[[int, int], None] = lambda rank, status: None,
     ) -> None:
         self.options = options
@@ -179,7 +157,6 @@ class MpiJob:
         self.mpirun = find_mpirun()
         self.output = JobOutput(self._deliver, on_end)
         self._place = place
-        self._standby = standby
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[signal.Signals] = []
         self._num_ends = 0
@@ -211,7 +188,8 @@ class MpiJob:
         found["PYTHONPATH"] = python_path(found)
         if self._place is not None:
             found[PLACE] = json.dumps(asdict(self._place))
-            found[stub.SOCKET] = self._standby
+            if self.options.morphing is not None and self.options.morphing.has_standby:
+                found[stub.SOCKET] = str(Path(self._place.folder, SOCKET))
         for name, seconds in _KEEP_ALIVE.items():
             found.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{name}", seconds)
         found |= AS_ROOT | _beside_allocation(self.options.hosts)
@@ -261,7 +239,7 @@ class MpiJob:
 
     def _words_of_end(self, status: int, rank: int, fault: int, missing: list[int]) -> str:
         """Says why the job has not ended well, as far as its ranks have not; empty: they have, or a manager says it."""
-        if not self.output.has_started and status > 0:
+        if not self.output.started and status > 0:
             return (
                 f"no rank has started (mpirun's status is {status}, its own words are above). Expected machines that "
                 f"can be reached without a password: {', '.join(self.options.hosts)}; each with {sys.executable} and "
@@ -269,7 +247,7 @@ class MpiJob:
             )
         if fault < 0:
             return f"rank {rank} was ended by {signal.Signals(-fault).name}; the other ranks were ended after it"
-        if missing and self._place is None and self.output.has_started and fault in (0, LOST_OTHERS):
+        if missing and self._place is None and self.output.started and fault in (0, LOST_OTHERS):
             return (
                 f"ranks {', '.join(map(str, missing[:8]))} never said that they ended: their host was lost, or mpirun "
                 "was killed. The job has not finished"
@@ -307,7 +285,7 @@ class MpiJob:
         meant = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         is_end = meant in rank_script.STAND_INS
         self._num_ends += is_end
-        if is_end and (self._process is None or self._num_ends > 1 or not self.output.has_started):
+        if is_end and (self._process is None or self._num_ends > 1 or not self.output.started):
             self._end()
         elif not self._are_all_started:
             self._early.append(meant)
@@ -382,7 +360,7 @@ def _mpirun(
             stdout=output,
             stderr=output,
             start_new_session=True,  # a terminal's signals come through here alone
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(stub.end_with_parent, signal.SIGTERM),
         )
     except OSError as error:
         raise ConfigError(f"{mpirun} cannot be started: {error.strerror}") from error
@@ -405,10 +383,7 @@ def _remove_folder(process: int) -> None:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handles signals to this process within the context; under nohup, SIGHUP stays ignored.
-
-    Elsewhere than in the main thread, which alone gets signals, it does nothing.
-    """
+    """Handles signals to this process, in its main thread, within the context; under nohup, SIGHUP stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -426,12 +401,6 @@ def python_path(variables: Mapping[str, str]) -> str:
     """Returns where processes on other hosts look for modules: where these variables say, and this package."""
     package = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
-
-
-def _end_with_parent() -> None:
-    """Has this process, which becomes mpirun, get SIGTERM when the launcher is killed."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def find_mpirun() -> str:

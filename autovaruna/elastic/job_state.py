@@ -14,9 +14,9 @@ from typing import Any
 
 from autovaruna.checkpoint.remote_file import Pointer
 from autovaruna.config.files import read_record
+from autovaruna.elastic.job_folder import PINNED, RankPart, small_files
 from autovaruna.elastic.link import Link, answers
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.rank_part import PINNED, RankPart, small_files
 
 _INVENTORY_SECONDS = 60.0
 _HOLD_SECONDS = 10.0
@@ -61,10 +61,7 @@ def find_state(links: Sequence[Link], within: str = "") -> State | None:
 
 
 def hand_out(state: State, hosts: Collection[str], links: Mapping[str, Link]) -> dict[str, str]:
-    """Has each host of the next run link its own files of a state, and write pointers to those of other hosts.
-
-    Returns the hosts that cannot, with why; their keepers answer.
-    """
+    """Has each host link its files of a state, and point to those of others; returns those that cannot, with why."""
     texts = small_files([held[0].part for _, held in sorted(state.held.items())])
     asked: dict[str, Future[Any]] = {}
     for host in hosts:

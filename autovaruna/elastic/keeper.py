@@ -1,11 +1,10 @@
 """Is the keeper of a host: a process outside of mpirun that outlives ranks, holds their snapshots, and serves them.
 
-The manager starts it, over ssh on other hosts, and speaks with it over its standard streams: a line of JSON a request,
-and one an answer. The first line is the job's settings and its token, so that neither shows in any list of processes.
-Keepers, and new ranks, read each other's snapshots over connections that only those can open who know the token.
-
-A keeper whose manager does not speak to it any more ends the ranks of its host, and holds what they have written for
-`keep_seconds`: the same manager, or the next one of this job, starts another keeper meanwhile, which takes over.
+The manager starts it, over ssh on other hosts, and speaks with it over its standard streams, in lines of JSON. The
+first is the job's settings and its token, so that neither shows in any list of processes. Keepers, and new ranks, read
+each other's snapshots over connections that only those can open who know the token. A keeper whose manager is silent
+ends the ranks of its host, and holds what they have written for `keep_seconds`: a manager of this job that starts
+another keeper meanwhile has that one take over.
 """
 
 from __future__ import annotations
@@ -25,31 +24,28 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from autovaruna.checkpoint.remote_file import TOKEN, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
 from autovaruna.elastic.host_processes import acquire_lock, end_all, is_alive, memory_kills, processes_with, state_of
-from autovaruna.elastic.progress import (
+from autovaruna.elastic.job_folder import (
     AHEAD,
-    FULL,
-    Progress,
-    attempt_folder,
-    folders_in,
-    read_predicted,
-    read_work,
-    record_full,
-)
-from autovaruna.elastic.rank_part import (
     COPIED,
+    FULL,
     HOLD,
     LEAVE,
     PINNED,
     RECORD,
+    Progress,
     RankPart,
+    attempt_folder,
     clear_slot,
+    folders_in,
     read_part,
+    read_predicted,
+    read_work,
+    record_full,
     slots_of,
     write_record,
 )
@@ -107,26 +103,21 @@ class Keeper:
         if buddy is not None:
             threading.Thread(target=self._copy_on, args=(attempt,), daemon=True).start()
 
-    def ping(self, known: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
-        """Returns how far the ranks of this host are: of each what it reports, its state, and since when it is gone.
-
-        By rank, `known` is the last call whose seconds of work are known; what the plan predicts is then known as well.
-        """
-        found = {}
+    def ping(self, known: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Returns how far the ranks of this host are, with their work in calls after those that are `known`."""
+        ranks = {}
         predicted: dict[str, float] = {}
         for folder in self._rank_folders():
-            progress = Progress.read(folder)
-            if progress is not None:
-                rank = _number_of(folder)
-                gone = time.monotonic() - self._gone.get(folder.name, time.monotonic())
-                work = [each for each in read_work(folder) if each[0] > known.get(str(rank), -1)]
-                more = {"state": state_of(progress.process), "gone_seconds": gone, "work": work}
-                found[str(rank)] = {**asdict(progress), **more}
-                predicted = predicted or (read_predicted(folder) if not known else {})
+            if (progress := Progress.read(folder)) is not None:
+                rank, now = str(_number_of(folder)), time.monotonic()
+                work = [each for each in read_work(folder) if each[0] > (known or {}).get(rank, -1)]
+                more = {"state": state_of(progress.process), "gone_seconds": now - self._gone.get(folder.name, now)}
+                ranks[rank] = {**asdict(progress), **more, "work": work}
+                predicted = predicted or ({} if known else read_predicted(folder))
         attempt = self._attempt
         return {
             "attempt": None if attempt is None else attempt.number,
-            "ranks": found,
+            "ranks": ranks,
             "predicted": predicted,
             "newest": _newest_of(self._held_steps().values()),
             "copied": self._copied,
@@ -163,7 +154,7 @@ class Keeper:
     def end(self, number: int, namespace: str) -> int:
         """Kills the processes of an attempt on this host, and removes what Open MPI leaves; returns how many they were.
 
-        `namespace` is what Open MPI calls the job; empty: it did not come so far.
+        `namespace` is what Open MPI calls the job; empty: it has not started it.
         """
         ranks = [progress.process for folder in self._rank_folders() if (progress := Progress.read(folder))]
         self._attempt = None
@@ -179,13 +170,13 @@ class Keeper:
     def inventory(self, within: str = "") -> list[dict[str, Any]]:
         """Returns the intact parts on this host: of its own ranks, and copies of others'."""
         with ThreadPoolExecutor(8) as pool:
-            return [each for each in pool.map(self._found, self._slots(within)) if each is not None]
+            return [each for each in pool.map(self._entry, self._slots(within)) if each is not None]
 
     def _slots(self, within: str) -> list[Path]:
         attempts = folders_in(self.folder / within, "attempt-")
         return [slot for attempt in attempts for rank in folders_in(attempt, "") for slot in slots_of(rank)]
 
-    def _found(self, slot: Path) -> dict[str, Any] | None:
+    def _entry(self, slot: Path) -> dict[str, Any] | None:
         part = read_part(slot)
         if part is None or not part.is_intact(slot):
             return None
@@ -193,11 +184,7 @@ class Keeper:
         return {"attempt": attempt, "place": place, "part": asdict(part)}
 
     def restore(self, texts: Mapping[str, str], own: Mapping[str, str], others: Mapping[str, Any]) -> None:
-        """Puts a state together for the next ranks.
-
-        All by name: `texts` are small files, `own` tells where files of this host are in its folder, `others` has what
-        is in a `Pointer`.
-        """
+        """Puts a state together for the next ranks: texts by name, where files of this host are, and `Pointer`s."""
         place = self.folder / "restore"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(mode=0o700)
@@ -290,14 +277,14 @@ class Keeper:
         write_whole(attempt_folder(self.folder, attempt.number) / COPIED, str(step), is_synced=False)
 
     def _held_steps(self) -> dict[Path, Sequence[int]]:
-        """Returns the steps in the places of each rank of this host, by its folder; -1: nothing whole."""
+        """Returns the steps in the slots of each rank of this host, by its folder; -1: nothing whole."""
         ranks = {folder: Progress.read(folder) for folder in self._rank_folders()}
         return {folder: () if progress is None else progress.snapshots for folder, progress in ranks.items()}
 
     def _receive_part(self, connection: Connection, request: Mapping[str, Any]) -> None:
         part = read_record(request["part"], RankPart)
         folder = attempt_folder(self.folder, int(request["attempt"])) / f"copy-{part.rank:05d}"
-        slot = self._place_of_copy(folder)
+        slot = self._slot_of_copy(folder)
         clear_slot(slot, part.files)
         for name, record in part.files.items():
             if name != os.path.basename(name):
@@ -312,8 +299,8 @@ class Keeper:
         self._copies[folder] = slot
         connection.send_bytes(b"taken")
 
-    def _place_of_copy(self, folder: Path) -> Path:
-        """Returns the place of a rank's copies that has the older one."""
+    def _slot_of_copy(self, folder: Path) -> Path:
+        """Returns the slot of a rank's copies that has the older one."""
         slots = slots_of(folder)
         if folder in self._copies:
             return slots[1 - slots.index(self._copies[folder])]
@@ -416,7 +403,7 @@ class StandardStreams:
         os._exit(1)
 
 
-def _take_over(lock: Path) -> int | None:
+def _acquire(lock: Path) -> int | None:
     """Acquires a lock, also from a keeper whose manager has not spoken to it for a while: that one is killed."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (file := acquire_lock(lock)) is None and time.monotonic() < deadline:
@@ -452,7 +439,7 @@ def main() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         sys.exit(f"keeper: {folder} is somebody else's")
-    lock = _take_over(folder / LOCK)
+    lock = _acquire(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
     with open(folder / TOKEN, "r+b" if (folder / TOKEN).exists() else "wb") as file:

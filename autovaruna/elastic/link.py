@@ -15,9 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from autovaruna.elastic.allocation import slurm_nodes
+from autovaruna.elastic.host_list import is_this_machine, slurm_nodes
 from autovaruna.elastic.job import python_path
-from autovaruna.elastic.options import is_this_machine
 
 _CONNECT_SECONDS = 3
 _PING_SECONDS = 0.5
@@ -27,26 +26,18 @@ _MOST_MISSED = 6  # answers that may be missed: a pause of the manager's own, ho
 
 
 class Link:
-    """The keeper of a host, from when it is started to when it is gone; `settings` are its first line.
-
-    Attributes:
-        attempt: the newest run of the job that the keeper has found on its host; 0: none.
-        port: where other keepers and ranks find the keeper.
-        words: what the keeper or ssh wrote last, to say why it is gone.
-        began: when it was started, on the monotonic clock, seconds.
-        report: what the keeper last said of its ranks.
-        known: of each rank the last call whose seconds of work the manager has, which reports leave out.
-    """
+    """The keeper of a host, from when it is started to when it is gone; `settings` are its first line."""
 
     def __init__(self, host: str, settings: dict[str, Any]) -> None:
         self.host = host
-        self.attempt = self.port = 0
-        self.words = ""
+        self.attempt = 0  # the newest run of the job that the keeper has found on its host; 0: none
+        self.port = 0  # where other keepers and ranks find the keeper
+        self.words = ""  # what the keeper or ssh wrote last, to say why it is gone
         self.began = time.monotonic()
+        self.report: dict[str, Any] = {}  # the last one, of its ranks
+        self.known: dict[int, int] = {}  # of each rank the last call whose seconds of work reports leave out
         self._num_missed = 0
-        self.report: dict[str, Any] = {}
-        self.known: dict[int, int] = {}
-        self._is_asked = False
+        self._is_pinged = False
         self._name = ""
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
@@ -140,17 +131,17 @@ class Link:
         """Asks for a report, which comes later; a keeper that is silent is cut off, so that nobody waits for it."""
         if not self.is_up:
             return
-        if self._is_asked or self._lock.locked():  # a request that nobody reads holds it
+        if self._is_pinged or self._lock.locked():  # a request that nobody reads holds it
             self._num_missed += 1
             if self.is_silent:
                 self.cut()
             return
-        self._is_asked = True
+        self._is_pinged = True
         self.ask("ping", known=self.known).add_done_callback(self._record)
 
     def _record(self, answer: Future[dict[str, Any]]) -> None:
         if answer.exception() is None:
-            self.report, self._num_missed, self._is_asked = answer.result(), 0, False
+            self.report, self._num_missed, self._is_pinged = answer.result(), 0, False
 
     def _receive(self, found: dict[str, Any]) -> None:
         if "port" in found:

@@ -23,12 +23,12 @@ from typing import Any
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import Grid, MpiJob, handling, show
+from autovaruna.elastic.job_folder import JobPlace, deployment_name
 from autovaruna.elastic.job_state import Checkpoints, State, find_state, hand_out
-from autovaruna.elastic.notices import EventLog, Notices, take_over
+from autovaruna.elastic.notices import EventLog, new_address_file, pop_dead_manager, receiving_notices
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import HELD, SAVED, JobPlace, deployment_name
+from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
-from autovaruna.elastic.standby import SOCKET
 from autovaruna.elastic.watch import JobWatch
 
 DEFAULT_DEPLOYMENT = "deployment.json"
@@ -51,15 +51,14 @@ class Manager:
         self._morphing = morphing = options.morphing
         self._choose = choose
         self._log = EventLog(morphing.events)
-        known = take_over(job := _name_of(options))
+        known = pop_dead_manager(job := _name_of(options))
         token = known.token if known else secrets.token_hex(32)
-        self._folder = Path(
-            morphing.memory, known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
-        )
-        self._notices = Notices(lambda host, seconds: self._hosts.notice(host, seconds), token, job, self._folder.name)
+        folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
+        self._folder = Path(morphing.memory, folder)
+        self._address = new_address_file(), token, job
         settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
         settings["keep_seconds"] = morphing.keep_seconds
-        self._hosts = Hosts(options.hosts, morphing, settings, self._notices.path, self._log)
+        self._hosts = Hosts(options.hosts, morphing, settings, self._address[0], self._log)
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
         self._watch = JobWatch(0)
@@ -72,13 +71,15 @@ class Manager:
 
     def run(self) -> int:
         """Runs the job to its end and returns its status."""
-        with handling(self._hear), self._notices:
+        path, token, job = self._address
+        notices = receiving_notices(path, self._hosts.notice, token, job, self._folder.name)
+        with handling(self._record_signal), notices:
             has_hosts = False
             try:
                 while True:
                     try:
                         if not has_hosts:
-                            self._hosts.start(self._end_if_asked)
+                            self._hosts.start(self._raise_if_signalled)
                             attempts = (link.attempt for link in self._hosts.up().values())
                             self._watch, has_hosts = JobWatch(max(attempts, default=0)), True
                         outcome = self._run_once()
@@ -105,16 +106,24 @@ class Manager:
         options, grid = self._choose(replace(self._options, hosts=names))
         deployment = self._deployment(names)
         is_old = self._hosts.slow.begin(names)
-        options = replace(options, variables={**_variables_of_plan(deployment, is_old), **options.variables})
+        variables = {"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {}
+        if deployment not in ("", DEFAULT_DEPLOYMENT):
+            variables[_DEPLOYMENT] = deployment
+        options = replace(options, variables={**variables, **options.variables})
         if state is not None:
             options = replace(options, resume_step=state.step)
         factors = self._hosts.slow.factors()
         self._watch = JobWatch(self._watch.attempt + 1, self._watch.longest_seconds, factors)
-        step = None if state is None else state.step
-        number, checkpoints = self._watch.attempt, self._morphing.checkpoints
-        place = JobPlace(str(self._folder), number, len(names), step, checkpoints, deployment, factors)
-        standby = str(self._folder / SOCKET) if self._morphing.has_standby else ""
-        self._run = run = JobRun(self._hosts, options, grid, place, standby, self._watch, self._log, self._held)
+        place = JobPlace(
+            folder=str(self._folder),
+            attempt=self._watch.attempt,
+            num_hosts=len(names),
+            step=None if state is None else state.step,
+            checkpoints=self._morphing.checkpoints,
+            deployment=deployment,
+            factors=factors,
+        )
+        self._run = run = JobRun(self._hosts, options, grid, place, self._watch, self._log, self._held)
         self._record_start(names, state, run.job.num_ranks)
         outcome = run.follow(self._began, seconds, self._checkpoints, self._signals)
         self._held = run.held
@@ -125,11 +134,11 @@ class Manager:
         """Returns the hosts to run on, once there are enough, and some seconds have passed."""
         has_logged, least, until = False, self._morphing.min_ranks, time.monotonic() + seconds
         while (there := sum((names := self._hosts.usable()).values())) < least or time.monotonic() < until:
-            self._end_if_asked()
+            self._raise_if_signalled()
             if there < least and not has_logged and time.monotonic() - self._began > BEAT_SECONDS:
                 has_logged = True
                 self._log.record("waiting", f"{there} ranks of at least {least}: waiting for hosts")
-            self._hosts.look_around()
+            self._hosts.poll_hosts()
             time.sleep(LOOK_SECONDS)
         return names
 
@@ -158,8 +167,8 @@ class Manager:
                 has_logged, seconds = True, self._morphing.state_wait_seconds
                 what = "going back" if is_over else f"waiting for {', '.join(missing)}, {seconds:g} s at most"
                 self._log.record("waiting", f"step {self._held[0]} is not whole on the hosts that answer: {what}")
-            self._end_if_asked()
-            self._hosts.look_around()
+            self._raise_if_signalled()
+            self._hosts.poll_hosts()
             time.sleep(BEAT_SECONDS)
 
     def _deployment(self, names: Mapping[str, int]) -> str:
@@ -179,7 +188,7 @@ class Manager:
 
     # signals
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         """Records a signal; a second one that asks to end ends the job at once."""
         heard, now = signal.Signals(number), time.monotonic()
         is_later = bool(self._signals) and now - self._first_signal > BEAT_SECONDS  # a scheduler may send several
@@ -193,7 +202,7 @@ class Manager:
         if self._run is None:
             raise _EndedBySignal
 
-    def _end_if_asked(self) -> None:
+    def _raise_if_signalled(self) -> None:
         if self._signals:
             raise _EndedBySignal
 
@@ -243,7 +252,7 @@ class Restarts:
     """Says when a job has been started again often enough: `most` times within an hour, or in vain.
 
     In vain are three runs without any that came further where their script failed, or the same rank was killed at the
-    same step. Who was killed once was killed from outside. Where hosts could not start ranks, the job has no fault.
+    same step. Where hosts could not start ranks, the job has no fault.
     """
 
     def __init__(self, most: int) -> None:
@@ -292,12 +301,6 @@ def _name_of(options: LaunchOptions) -> str:
     script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
     words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
-
-
-def _variables_of_plan(deployment: str, is_old: bool) -> dict[str, str]:
-    """Returns the settings that name the plan's file, and have an old plan left aside."""
-    found = {_DEPLOYMENT: deployment} if deployment not in ("", DEFAULT_DEPLOYMENT) else {}
-    return found | ({"AUTOVARUNA_LOAD_DEPLOYMENT": "false"} if is_old else {})
 
 
 def start(options: LaunchOptions, choose: Callable[[LaunchOptions], tuple[LaunchOptions, Grid | None]]) -> int:

@@ -1,7 +1,4 @@
-"""The events that a job reports, and the notices that it gets of hosts that will be taken away.
-
-Notices reach the managers of this user's jobs from every host with the same HOME.
-"""
+"""The events that a job reports, and the notices that it gets, on hosts with one HOME, of hosts that will go."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from autovaruna.config.files import at_home, read_record, write_whole
@@ -67,40 +63,37 @@ class Address:
             return True
 
 
-class Notices:
-    """Listens for notices while the context lasts; `path` is a file that tells how the manager of a `job` is reached.
+def new_address_file() -> Path:
+    """Returns the path of a file that tells how a manager is reached."""
+    return Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
+
+
+@contextmanager
+def receiving_notices(
+    path: Path, record: Callable[[str, float], str], token: str, job: str, folder: str
+) -> Iterator[None]:
+    """Receives notices within the context, by an address in a file; it stays if the manager is killed.
 
     `record` gets a host and after how many seconds it goes, and returns a complaint, empty if there is none.
     """
 
-    def __init__(self, record: Callable[[str, float], str], token: str, job: str, folder: str) -> None:
-        self._record = record
-        self._known = token, os.getpid(), job, folder
-        self.path = Path(at_home(_FOLDER), f"{secrets.token_hex(8)}.json")
-
-    def __enter__(self) -> None:
-        server = Server(self._known[0].encode(), self._answer)
-        address = Address(socket.gethostname(), server.port, *self._known)
-        before = os.umask(0o077)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_whole(self.path, json.dumps(vars(address)), is_synced=False)
-        except OSError:  # without a HOME that can be written to, there are no notices from elsewhere
-            return
-        finally:
-            os.umask(before)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def _answer(self, connection: Connection, request: Mapping[str, Any]) -> None:
-        fault = self._record(str(request["host"]), float(request["seconds"]))
+    def answer(connection: Connection, request: Mapping[str, Any]) -> None:
+        fault = record(str(request["host"]), float(request["seconds"]))
         connection.send_bytes(json.dumps({"fault": fault}).encode())
 
+    address = Address(socket.gethostname(), Server(token.encode(), answer).port, token, os.getpid(), job, folder)
+    before = os.umask(0o077)
+    with suppress(OSError):  # without a HOME that can be written to, there are no notices from elsewhere
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, json.dumps(vars(address)), is_synced=False)
+    os.umask(before)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
-def take_over(job: str) -> Address | None:
+
+def pop_dead_manager(job: str) -> Address | None:
     """Returns the address of a killed manager of the same job, once; None: there was none."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         with suppress(OSError, ValueError):
@@ -135,13 +128,13 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
         except (OSError, EOFError, ValueError):
             if address.is_dead:
                 path.unlink(missing_ok=True)
-    num_told = faults.count("")
-    if not num_told:
+    num_notified = faults.count("")
+    if not num_notified:
         raise ConfigError(
             f"no job was told that {host} goes: {'; '.join(faults) or 'none of this user runs'}. Expected a host in "
             "the machine list of a job that `autovaruna run` looks after"
         )
-    return num_told
+    return num_notified
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

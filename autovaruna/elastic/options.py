@@ -1,4 +1,4 @@
-"""Reads the command line of the launcher: the hosts, the script, and how both are run."""
+"""Reads the command line of the launcher, and the variables that it names."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import argparse
 import os
 import re
 import shlex
-import socket
-import subprocess
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from autovaruna.config.files import at_home, check_writable
-from autovaruna.elastic.allocation import allocated_lines
+from autovaruna.elastic.host_list import list_hosts, read_lines
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
-_DISCOVER_SECONDS = 30.0
-_RANKS_PER_HOST = 4
-_MOST_CHARACTERS = 131_071  # of a line: the system takes no longer variables
 _ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
-_HOST = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 
 
 @dataclass(frozen=True)
@@ -114,14 +106,14 @@ def options_in(given: argparse.Namespace) -> LaunchOptions:
 
 
 def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
-    found = {name: getattr(given, name) for name in MorphingOptions.__dataclass_fields__}
-    found["min_ranks"] = max(given.min_ranks, given.nstages or 1)
-    found["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
+    values = {name: getattr(given, name) for name in MorphingOptions.__dataclass_fields__}
+    values["min_ranks"] = max(given.min_ranks, given.nstages or 1)
+    values["checkpoints"] = given.checkpoints and os.path.abspath(given.checkpoints)
     if given.checkpoints:
         check_writable("--checkpoints", Path(given.checkpoints, "step"))
     if given.events:
         check_writable("--events", given.events)
-    return MorphingOptions(**found)
+    return MorphingOptions(**values)
 
 
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
@@ -159,100 +151,12 @@ def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> No
     add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
 
 
-def list_hosts(path: str | None, num_slots: int | None, command: str | None) -> dict[str, int]:
-    """Returns the ranks of each machine that a file lists, a command prints, or the allocation has; else ConfigError.
-
-    One that is listed twice has twice as many, by whatever names and addresses.
-    """
-    if path is None and command is None and (lines := allocated_lines(num_slots)):
-        return dict(Counter(lines))  # a scheduler has one name for a host
-    num_slots = num_slots or _RANKS_PER_HOST
-    if path is None and command is None:
-        return {"localhost": num_slots}
-    if path is not None and command is None:
-        lines = _lines_of(path, "--machine_list", "a machine a line")
-        return _machines_in(lines, f"--machine_list {path}", num_slots)
-    assert command is not None
-    try:
-        found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=_DISCOVER_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"--discover_hosts {command!r} takes longer than {_DISCOVER_SECONDS:.0f} s") from None
-    if found.returncode:
-        raise ConfigError(
-            f"--discover_hosts {command!r} ended with status {found.returncode}: {found.stderr.strip()[-300:]}; "
-            "expected a machine a line"
-        )
-    return _machines_in(found.stdout.splitlines(), f"--discover_hosts {command!r}", num_slots)
-
-
-def _machines_in(lines: Sequence[str], source: str, num_slots: int) -> dict[str, int]:
-    names = [line.partition("#")[0].strip() for line in lines]
-    machines: dict[str, int] = {}
-    for name in filter(None, names):
-        if not _HOST.fullmatch(name) or name.count(":") == 1:
-            raise ConfigError(
-                f"{source} holds {name!r:.80}; expected one name or address a line, of letters, digits "
-                "and the characters . _ - %, and : in an IPv6 address. A host has other numbers of ranks if it is "
-                "listed several times"
-            )
-        if is_this_machine(name):  # mpirun would take two of its names for two machines, and then refuse them
-            name = next(filter(is_this_machine, machines), "localhost" if ":" in name else name)
-        elif len(machines) and name not in machines:
-            name = next((known for known in machines if _is_one(known, name)), name)
-        machines[name] = machines.get(name, 0) + num_slots
-    if not machines:
-        raise ConfigError(f"{source} lists no machine; expected one a line, as localhost")
-    return machines
-
-
-def is_this_machine(name: str) -> bool:
-    """Says whether a name or address is that of the machine that this runs on, whatever machine that is."""
-    name, own = name.rpartition("@")[2], socket.gethostname()
-    of_slurm = os.environ.get("SLURMD_NODENAME", own)  # in a job; a node may have another name than its machine
-    if name in ("localhost", "::1", own, own.partition(".")[0], of_slurm) or name.startswith("127."):
-        return True
-    return name.count(".") == 3 and _has_address(name)
-
-
-def _has_address(address: str) -> bool:
-    """Says whether an address is one of this machine's: nobody can listen at another's."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
-            tried.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
-def _is_one(first: str, second: str) -> bool:
-    """Says whether two names or addresses are of one machine; what cannot be looked up is another one."""
-    found = []
-    for name in (first, second):
-        with suppress(OSError, UnicodeError):
-            entries = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)
-            found.append({entry[4][0] for entry in entries})
-    return len(found) == 2 and not found[0].isdisjoint(found[1])
-
-
-def _lines_of(file: str, option: str, expected: str) -> list[str]:
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{option} {file} cannot be read: {why}; expected {expected}") from None
-    for number, line in enumerate(lines, 1):
-        if len(line) > _MOST_CHARACTERS or "\0" in line:
-            fault = "a zero byte" if "\0" in line else f"{len(line)} characters; at most {_MOST_CHARACTERS} can be"
-            raise ConfigError(f"{option} {file}, line {number} has {fault}. Expected {expected}")
-    return lines
-
-
 def read_variables(path: str | None) -> dict[str, str]:
     """Returns the variables of an environment file; raises ConfigError if it has a line that is no ``NAME=value``."""
     if path is None and not Path(DEFAULT_ENV_FILE).is_file():
         return {}
     file = path or DEFAULT_ENV_FILE
-    lines = _lines_of(file, "--env_file", "lines NAME=value")
+    lines = read_lines(file, "--env_file", "lines NAME=value")
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         try:

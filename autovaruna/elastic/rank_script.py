@@ -18,24 +18,25 @@ from typing import Any
 VARIABLE = "VARUNA_LAUNCH"
 """Holds what all ranks get, as JSON: the script and its arguments too, so that nothing reads them but the script."""
 STARTED = "\x1estarted"  # tells the launcher that a rank runs; it shows no such line
-_SAVED = 75  # as in progress.py, which is imported later
+SAVED = 75  # what a rank, or the job, ends with that can be started again from what it has saved (EX_TEMPFAIL)
+HELD = 76  # what a rank ends with whose state is in memory of its host, and nowhere else yet
 STAND_INS = {signal.SIGTERM: signal.SIGVTALRM, signal.SIGINT: signal.SIGURG}
 """What mpirun forwards in place of what it would end the job for."""
 
 
 def options_of(launch: Mapping[str, Any], rank: int, local_rank: int) -> dict[str, str]:
-    """Returns the launcher's options of one rank, by name, out of what it was started with; None: still to be found."""
+    """Returns the launcher's options of one rank, by name, out of what it was started with."""
     grid: list[list[int]] | None = launch["grid"]
     found: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "chunk_size": launch["chunk_size"] or 0}
     found["stage_to_rank_map"] = "auto" if grid is None else ";".join(",".join(map(str, ranks)) for ranks in grid)
     if launch["batch_size"] is not None:
-        found["batch_size"] = _share(launch["batch_size"], grid, rank)
+        found["batch_size"] = _samples_of(launch["batch_size"], grid, rank)
     if launch["resume_step"] is not None:
         found["resume_step"] = launch["resume_step"]
     return {name: str(value) for name, value in found.items()}
 
 
-def _share(batch_size: int, grid: Sequence[Sequence[int]] | None, rank: int) -> int:
+def _samples_of(batch_size: int, grid: Sequence[Sequence[int]] | None, rank: int) -> int:
     """Returns the samples of a rank's replica; the first replicas have one more where the batch does not divide."""
     if grid is None:
         return batch_size
@@ -43,7 +44,7 @@ def _share(batch_size: int, grid: Sequence[Sequence[int]] | None, rank: int) -> 
     return batch_size // len(grid[0]) + (replica < batch_size % len(grid[0]))
 
 
-def known_to(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> list[str]:
+def options_for(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> list[str]:
     """Returns the options that a parser has, spelled as it spells them."""
     names = parser._option_string_actions
     spelled = {name: (f"--{name}", f"--{name.replace('_', '-')}") for name in options}
@@ -52,16 +53,13 @@ def known_to(parser: argparse.ArgumentParser, options: Mapping[str, str]) -> lis
 
 
 def give_options(options: Mapping[str, str]) -> None:
-    """Lets every parser of the script that reads the command line find the launcher's options there.
-
-    The parser of a subcommand gets them, too, in front of what is left for it.
-    """
+    """Puts the launcher's options in front of what each parser of the script, also of a subcommand, reads."""
     parse: Any = argparse.ArgumentParser.parse_known_args
     reading: list[argparse.ArgumentParser] = []
 
     def parse_with_options(self: argparse.ArgumentParser, args: Any = None, *more: Any, **named: Any) -> Any:
         if args is None or reading:
-            args = [*known_to(self, options), *(sys.argv[1:] if args is None else args)]
+            args = [*options_for(self, options), *(sys.argv[1:] if args is None else args)]
             reading.append(self)
         try:
             return parse(self, args, *more, **named)
@@ -79,10 +77,10 @@ def _turn_back(number: int, frame: object) -> None:
 
 def _end_early(number: int, frame: object) -> None:
     """Ends a rank that has made no step as one that may be started again, unless it hears signals by itself."""
-    signals = sys.modules.get("autovaruna.interception.signals")
-    if signals is None or not (signals.has_heard() or signals.has_trained):
-        sys.exit(_SAVED)
-    if not signals.has_heard():
+    ending = sys.modules.get("autovaruna.interception.ending")
+    if ending is None or not (ending.has_signal() or ending.has_trained):
+        sys.exit(SAVED)
+    if not ending.has_signal():
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

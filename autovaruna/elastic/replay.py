@@ -22,15 +22,11 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Change:
-    """A row of a trace: from a moment on, so many hosts are there.
-
-    `event` is ``kill``: a rank or the job is killed, hosts stay; ``notice``: the hosts that leave have said so in time;
-    or empty: hosts that leave are lost.
-    """
+    """A row of a trace: from a moment on, so many hosts are there."""
 
     seconds: float
     hosts: int
-    event: str = ""
+    event: str = ""  # `KILL`: of a rank or the job; `NOTICE`: hosts that leave have said so; empty: they are lost
 
 
 def _cost(default: Number, meaning: str) -> Number:
@@ -52,32 +48,22 @@ class FaultCosts:
 
 @dataclass
 class Throughput:
-    """What a trace left of a job's throughput, in steps of the global batch; `ideal_steps` is the sum of the next four.
-
-    Attributes:
-        ideal_steps: What the hosts that were there would have done without faults.
-        done_steps: What was done and kept.
-        restart_steps: What would have been done while the job was restarted.
-        lost_steps: What was done and then lost, a step under way included.
-        smaller_steps: What is missing while a plan ran that is for fewer hosts than were there, or none.
-        all_hosts_steps: What would have been done if all hosts had always been there.
-        num_restarts: Restarts, those included that another fault ended.
-    """
+    """What a trace left of a job's throughput, in steps of the global batch."""
 
     seconds: float = 0.0
-    ideal_steps: float = 0.0
-    done_steps: float = 0.0
-    restart_steps: float = 0.0
-    lost_steps: float = 0.0
-    smaller_steps: float = 0.0
-    all_hosts_steps: float = 0.0
-    num_restarts: int = 0
+    ideal_steps: float = 0.0  # what hosts that were there would have done without faults: the sum of the next four
+    done_steps: float = 0.0  # what was done and kept
+    restart_steps: float = 0.0  # what would have been done while the job was restarted
+    lost_steps: float = 0.0  # what was done and then lost, a step under way included
+    smaller_steps: float = 0.0  # what is missing while a plan ran that is for fewer hosts than were there, or none
+    all_hosts_steps: float = 0.0  # what would have been done if all hosts had always been there
+    num_restarts: int = 0  # those included that another fault ended
     num_kills: int = 0
     num_losses: int = 0
     num_notices: int = 0
     num_additions: int = 0
 
-    def share(self, steps: float) -> float:
+    def of_ideal(self, steps: float) -> float:
         """Returns a number of steps as a share of the ideal."""
         return steps / self.ideal_steps if self.ideal_steps else 0.0
 
@@ -156,7 +142,7 @@ def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: Fa
     The job runs on the hosts of the first row when the trace begins. A host that is lost is one that it uses. Where two
     hosts are lost before the job runs again, or the last one is, it goes on from disk.
     """
-    job = _Job(Rates(step_seconds), costs or FaultCosts(), trace[0])
+    job = _Job(Rates(step_seconds), costs or FaultCosts(), trace[0].seconds, trace[0].hosts)
     most = max(change.hosts for change in trace)
     for change in trace[1:]:
         job.run_to(change.seconds)
@@ -189,29 +175,21 @@ class Rates:
 
 @dataclass
 class _Job:
-    """A job between the rows of a trace.
-
-    Attributes:
-        steps: Steps that it has, the part of one that is under way included.
-        rate: Steps a second of its plan, 0 while it stands still; `next_rate` is that after the restart.
-        running_at: When the restart that is under way ends.
-        switch_at: When it stops to change to a better plan.
-        is_safe: Whether each part is in the memory of two hosts, as it is once the job runs.
-    """
+    """A job between the rows of a trace."""
 
     rates: Rates
     costs: FaultCosts
-    first: Change
-    steps: float = 0.0
-    running_at: float = _NEVER
-    switch_at: float = _NEVER
-    next_rate: float = 0.0
-    is_safe: bool = True
+    now: float
+    hosts: int
+    steps: float = 0.0  # that it has, the part of one that is under way included
+    running_at: float = _NEVER  # when the restart that is under way ends
+    switch_at: float = _NEVER  # when it stops to change to a better plan
+    next_rate: float = 0.0  # after the restart
+    is_safe: bool = True  # whether each part is in the memory of two hosts, as it is once the job runs
     result: Throughput = field(default_factory=Throughput)
 
     def __post_init__(self) -> None:
-        self.now, self.hosts = self.first.seconds, self.first.hosts
-        self.rate = self.rates.best(self.hosts)
+        self.rate = self.rates.best(self.hosts)  # steps a second of its plan, 0 while it stands still
 
     def run_to(self, end: float) -> None:
         while (moment := min(self.running_at, self.switch_at)) < end:
@@ -227,7 +205,9 @@ class _Job:
         gone, self.hosts = self.hosts - change.hosts, change.hosts
         if change.event == KILL:
             self.result.num_kills += 1
-            self._be_killed()
+            if self.rate > 0 or self.running_at < _NEVER:
+                self.result.lost_steps += self._go_back(1)
+                self._restart(self.costs.kill_seconds)
         elif gone > 0 and change.event == NOTICE:
             self.result.num_notices += 1
             self._hand_over()
@@ -237,11 +217,6 @@ class _Job:
         elif gone < 0:
             self.result.num_additions += 1
             self._grow(was_empty=self.hosts + gone == 0)
-
-    def _be_killed(self) -> None:
-        if self._is_there:
-            self.result.lost_steps += self._go_back(1)
-            self._restart(self.costs.kill_seconds)
 
     def _hand_over(self) -> None:
         """Leaves hosts after the last step that ends before they go; the rest of the time is lost to the restart."""
@@ -260,10 +235,6 @@ class _Job:
             self._plan_switch()
         elif self.running_at == _NEVER:
             self._restart(self.costs.cold_seconds if was_empty else self.costs.change_seconds)
-
-    @property
-    def _is_there(self) -> bool:
-        return self.rate > 0 or self.running_at < _NEVER
 
     def _restart(self, seconds: float) -> None:
         """Stands still for some seconds, then runs on the hosts that are there; waits where they are too few."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from autovaruna.elastic.hosts import BEAT_SECONDS, END_SECONDS, LOOK_SECONDS, Hosts
 from autovaruna.elastic.job import LOST_OTHERS, Grid, MpiJob
+from autovaruna.elastic.job_folder import JobPlace
 from autovaruna.elastic.job_state import Checkpoints
 from autovaruna.elastic.link import answers
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import LaunchOptions
-from autovaruna.elastic.progress import HELD, SAVED, JobPlace
+from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.watch import JobWatch
 
 _LEAVE_SECONDS = 120.0
@@ -28,25 +29,15 @@ _OUTLIVED_SECONDS = 5.0
 
 @dataclass
 class Outcome:
-    """How a run of the job has ended, and whose fault that was: a rank's (`error`), that of hosts, or nobody's.
-
-    Attributes:
-        why: in words.
-        status: what the whole job ends with; None: it goes on.
-        error: what a rank has ended with, as the job does if that comes again and again; 0: it was no rank's doing.
-        killed: the rank that a signal has ended, for whatever reason, and its step; None: none.
-        lost: hosts that do not answer any more.
-        unfit: hosts on which no rank can be started.
-        began: when it was noticed, on the monotonic clock, seconds.
-    """
+    """How a run of the job has ended, and whose fault that was: a rank's (`error`), that of hosts, or nobody's."""
 
     why: str
-    status: int | None = None
-    error: int = 0
-    killed: tuple[int, int] | None = None
-    lost: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
-    began: float = field(default_factory=time.monotonic)
+    status: int | None = None  # what the whole job ends with; None: it goes on
+    error: int = 0  # what a rank has ended with, as the job does if that comes again and again; 0: no rank's doing
+    killed: tuple[int, int] | None = None  # the rank that a signal has ended, for whatever reason, and its step
+    lost: tuple[str, ...] = ()  # hosts that do not answer any more
+    unfit: tuple[str, ...] = ()  # hosts on which no rank can be started
+    began: float = field(default_factory=time.monotonic)  # when it was noticed
 
 
 class JobRun:
@@ -62,7 +53,6 @@ class JobRun:
         options: LaunchOptions,
         grid: Grid | None,
         place: JobPlace,
-        standby: str,
         watch: JobWatch,
         log: EventLog,
         held: tuple[int, int],
@@ -81,7 +71,7 @@ class JobRun:
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         hosts.lost.clear()
         hosts.begin(self._own, self._number)
-        self.job = MpiJob(options, grid, place, standby, lambda rank, status: self._ended.put((rank, status)))
+        self.job = MpiJob(options, grid, place, lambda rank, status: self._ended.put((rank, status)))
         self.job.start()
         assert options.morphing is not None
         self._start_seconds = options.morphing.start_seconds
@@ -90,16 +80,12 @@ class JobRun:
     def follow(
         self, since: float, seconds: dict[str, float], checkpoints: Checkpoints, signals: list[signal.Signals]
     ) -> Outcome:
-        """Returns how the run ends, as soon as that is known.
-
-        `since` is when the run before ended, on the monotonic clock, `seconds` what the start has taken so far, by
-        phase. States are written to `checkpoints` from time to time. `signals` are those of now and later.
-        """
+        """Returns how the run ends; `since` is when the one before ended, `seconds` what the start took, by phase."""
         hosts, started = self._hosts, time.monotonic()
         has_stepped, kept = False, -1  # the run of which hosts keep what they have, beside this one
         leaving: Outcome | None = None
         while True:
-            hosts.look_around()
+            hosts.poll_hosts()
             hosts.poll_reports(self._own, self.watch)
             hosts.begin_anew(self._own, self._number)
             if (outcome := self._fault(leaving)) is not None:
@@ -120,7 +106,7 @@ class JobRun:
             if leaving is None and (leaving := self._reason_to_leave()) is not None:
                 self._deadline = time.monotonic() + self._patience()
                 hosts.ask_reports(self._own, self.watch)
-                is_script_asked = self._asked is not None and self.job.output.has_started and not self.watch.is_kept
+                is_script_asked = self._asked is not None and self.job.output.started and not self.watch.is_kept
                 if not self.watch.can_leave and not is_script_asked:
                     return leaving
                 if self._asked is None:
@@ -150,10 +136,10 @@ class JobRun:
                 self._last_end = time.monotonic()
                 continue
             lost = self._hosts.ask_reports(self._own, self.watch)
-            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.hosts_asked_to_end
+            is_struck = status in (-signal.SIGKILL, LOST_OTHERS) and not self.watch.signalled_hosts
             if self._asked is not None and (leaving is not None or not is_struck):
-                return self._as_asked(status)
-            if leaving is not None or (status in (SAVED, HELD) and self.watch.hosts_asked_to_end):
+                return self._by_signal(status)
+            if leaving is not None or (status in (SAVED, HELD) and self.watch.signalled_hosts):
                 return leaving or self._left_by_itself()
             return self._or_lost(lost, self._by_rank(rank, status))
         if status_of_all is None and self.job.has_finished and time.monotonic() > self._last_end + _OUTLIVED_SECONDS:
@@ -171,21 +157,21 @@ class JobRun:
     def _by_mpirun(self, status: int, leaving: Outcome | None) -> Outcome:
         """Returns the outcome where mpirun has ended, and no rank has said that it failed."""
         lost = self._hosts.ask_reports(self._own, self.watch)
-        if status == 0 and (self._asked is not None or not self.watch.hosts_asked_to_end):
+        if status == 0 and (self._asked is not None or not self.watch.signalled_hosts):
             return Outcome("the job has finished", 0)
-        if leaving is not None or self.watch.hosts_asked_to_end:
+        if leaving is not None or self.watch.signalled_hosts:
             return leaving or self._left_by_itself()
         if self.job.output.ended and status != 128 + signal.SIGKILL:
             return self._or_lost(lost, self._by_script(_words_of_early(self.job.output.ended), status or 1))
         why = f"mpirun ended with status {status} before every rank had finished"
-        if self.job.output.has_started or status == 128 + signal.SIGKILL or lost:
+        if self.job.output.started or status == 128 + signal.SIGKILL or lost:
             return self._or_lost(lost, Outcome(why))
         return self._not_started(why, status or 1)
 
     def _not_started(self, why: str, status: int) -> Outcome:
         """Returns the outcome where ranks could not be started: the fault of the hosts that others differ from."""
         unfit = self.job.unstarted_hosts
-        if not self.job.output.has_started:  # mpirun starts none before it has reached all hosts
+        if not self.job.output.started:  # mpirun starts none before it has reached all hosts
             self.job.kill()
             unfit = set(self._hosts.find_unfit(self._own))
         if set() < unfit < set(self._own):
@@ -222,7 +208,7 @@ class JobRun:
         return Outcome(why, None if goes_on else status, error=status)
 
     def _or_lost(self, lost: Sequence[str], outcome: Outcome) -> Outcome:
-        """Returns the outcome, or that hosts were lost, if any does not answer: what ranks said follows from it."""
+        """Returns the outcome, or that hosts were lost, if any does not answer: what ranks did follows from it."""
         if not lost:
             return outcome
         self._hosts.cut(lost)
@@ -230,7 +216,7 @@ class JobRun:
 
     def _left_by_itself(self) -> Outcome:
         """Returns the outcome where ranks were asked to end by signals that came past the manager."""
-        hosts = self.watch.hosts_asked_to_end
+        hosts = self.watch.signalled_hosts
         self._hosts.leave_if_others_suffice(hosts)
         return Outcome(f"a signal asked ranks on {', '.join(hosts)} to end")
 
@@ -244,13 +230,14 @@ class JobRun:
         self._deadline = time.monotonic() + self._patience()
         self.job.pass_on(self._asked)
 
-    def _as_asked(self, status: int) -> Outcome:
+    def _by_signal(self, status: int) -> Outcome:
         """Returns the outcome where ranks end for a signal that has come, with the status that the script has chosen.
 
         Where it has not, its state is in memory of hosts, if anywhere.
         """
         assert self._asked is not None
-        self.job.wait() if not self.job.is_running else None
+        if not self.job.is_running:
+            self.job.wait()
         every = {status, *self.job.output.ended.values()}
         status = next((each for each in (HELD, SAVED) if each in every), status)
         is_unsaved = status < 0 or status == LOST_OTHERS or (status == SAVED and not self.watch.num_steps_here)
@@ -259,8 +246,8 @@ class JobRun:
 
     def _reason_to_leave(self) -> Outcome | None:
         """Returns why the run should end at the next border, and the job go on elsewhere; None: it should not."""
-        if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.hosts_asked_to_end):
-            return self._as_asked(-self._asked)
+        if self._asked == signal.SIGTERM or (self._asked is not None and self.watch.signalled_hosts):
+            return self._by_signal(-self._asked)
         why = self._unwanted_host() or (self._better_hosts() if self.watch.holds_any else "")
         return Outcome(why) if why else None
 
@@ -290,9 +277,8 @@ class JobRun:
         usable = hosts.usable()
         if new := [host for host in usable if host not in self._own and hosts.links[host].is_ready]:
             return f"host {', '.join(new)} is there"
-        if other := [host for host, count in self._own.items() if usable.get(host, count) != count]:
-            return f"host {', '.join(other)} has other numbers of ranks"
-        return ""
+        other = [host for host, count in self._own.items() if usable.get(host, count) != count]
+        return f"host {', '.join(other)} has other numbers of ranks" if other else ""
 
     def _patience(self) -> float:
         """Returns how long ranks may take to come to a border, seconds."""

@@ -1,9 +1,8 @@
 """Keeps a rank's part of the newest states in memory of its host, for the ranks that come after it.
 
 A snapshot is a checkpoint whose files lie in memory. It is taken where the optimizer has stepped and the next call
-begins, on all ranks at the same step. A rank has two places for its part and writes to the one with the older step.
-That is all ranks', and of several hosts also their copies on other hosts', once the ranks agree to take the next one.
-So whenever the job ends, some step is whole.
+begins, on all ranks at the same step. A rank writes to the older of its two slots, once every rank has the newer one,
+and every host a copy of another's. So whenever the job ends, some step is whole.
 """
 
 from __future__ import annotations
@@ -20,15 +19,24 @@ from typing import Any, Protocol
 
 from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.state import Content, ModelInTraining, compose, config_files
-from autovaruna.elastic.progress import JobPlace, Reporter, folders_in, record_full
-from autovaruna.elastic.rank_part import COPIED, HOLD, LEAVE, RankPart, clear_slot, slots_of, write_record
+from autovaruna.elastic.job_folder import (
+    COPIED,
+    HOLD,
+    LEAVE,
+    JobPlace,
+    RankPart,
+    Reporter,
+    clear_slot,
+    folders_in,
+    record_full,
+    slots_of,
+    write_record,
+)
 from autovaruna.errors import CheckpointError
 
-_SHARE = 0.01  # of a step's seconds that snapshots may take
-_FIRST_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them
-_NUM_TIMED = 8
-"""Of the last snapshots, and of the last steps, the fastest counts: others have waited for what has nothing to do with
-them."""
+_TIME_SHARE = 0.01  # of a step's seconds that snapshots may take
+_FIRST_TIME_SHARE = 0.5  # the same while their files are made, which takes longer than to overwrite them
+_NUM_TIMED = 8  # the fastest of the last snapshots, and of the last steps, counts: others have waited
 _LEAVING_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -61,7 +69,7 @@ class Snapshots:
         self._before: tuple[int, float] | None = None
 
     def begin_border(self, num_steps: int) -> None:
-        """Notes that the optimizer has stepped: how long steps take is measured from one such border to the next."""
+        """Records that the optimizer has stepped: how long steps take is measured from one such border to the next."""
         now = time.perf_counter()
         if self._before is not None and num_steps > self._before[0]:
             self._step_seconds.append((now - self._before[1]) / (num_steps - self._before[0]))
@@ -79,8 +87,8 @@ class Snapshots:
     def _has_room(self) -> bool:
         """Whether the host has memory for new files of all its ranks where a checkpoint is written from the old."""
         old = [path.stat() for path in self._slots[self._next].glob("*")]
-        num_bytes, room = sum(each.st_size for each in old if each.st_nlink > 1), os.statvfs(self._folder)
-        return room.f_bavail * room.f_frsize >= num_bytes * len(folders_in(self._folder.parent, "rank-"))
+        num_bytes, free = sum(each.st_size for each in old if each.st_nlink > 1), os.statvfs(self._folder)
+        return free.f_bavail * free.f_frsize >= num_bytes * len(folders_in(self._folder.parent, "rank-"))
 
     @property
     def _is_copied(self) -> bool:
@@ -96,11 +104,8 @@ class Snapshots:
         """Whether the manager wants the job to end at the next border."""
         return (Path(self._place.folder) / LEAVE).exists()
 
-    def take(self, subject: ModelInTraining, content: Content) -> None:
-        """Writes this rank's part of the state; collective in that all ranks do it at the same step.
-
-        Where memory is short, a warning says so, and there are no more snapshots: the job goes on all the same.
-        """
+    def write(self, subject: ModelInTraining, content: Content) -> None:
+        """Writes this rank's part, at the same step as all ranks; where memory is short, it is the last one."""
         begin = time.perf_counter()
         try:
             self._write(subject, content)
@@ -115,7 +120,7 @@ class Snapshots:
         seconds = time.perf_counter() - begin
         self._seconds.append(seconds)
         if self._step_seconds:
-            share = _SHARE if len(self._seconds) > len(self._slots) else _FIRST_SHARE
+            share = _TIME_SHARE if len(self._seconds) > len(self._slots) else _FIRST_TIME_SHARE
             self._period = max(1, math.ceil(min(self._seconds) / (share * min(self._step_seconds))))
         if self._before is not None:
             self._before = self._before[0], self._before[1] + seconds
@@ -128,8 +133,8 @@ class Snapshots:
         files = {name: write_file(slot / name, chunks_of(rows), False, False) for name, rows in part.files.items()}
         world = subject.world
         if self._texts is None:
-            found = config_files(subject.model) if world.rank == 0 else {}
-            self._texts = {name: data.decode() for name, data in found.items()}
+            configuration = config_files(subject.model) if world.rank == 0 else {}
+            self._texts = {name: data.decode() for name, data in configuration.items()}
         written = files, part.weights, part.num_weight_bytes, part.documents
         write_record(slot, RankPart(*written, content.step, world.rank, world.num_ranks, self._texts))
 

@@ -30,12 +30,10 @@ import autovaruna
 from autovaruna.elastic import rank_script
 from autovaruna.elastic.host_processes import acquire_lock
 
-LOCK, SOCKET = "keeper.lock", "standby"
-"""Files of a job's folder: held by its keeper, and listened at by its standby process."""
+LOCK, SOCKET = "keeper.lock", "standby"  # files of a job's folder: its keeper's, and its standby process's
 _FIRST_DELAY_SECONDS = 0.5
 _NOT_IMPORTED = ("__main__", "run_varuna")
-_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Has torch count GPUs without the driver, which a process that is forked afterwards could not use."""
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # counts GPUs without the driver, which no fork could use afterwards
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20  # how long the process outlives the host's keeper, for a new one to come
 _LENGTH_BYTES = 8
@@ -176,9 +174,9 @@ class StandbyProcess:
         self._process: subprocess.Popen[bytes] | None = None
         if not _is_listening(folder / SOCKET):
             self._start()
-        threading.Thread(target=self._look_after, daemon=True).start()
+        threading.Thread(target=self._supervise, daemon=True).start()
 
-    def _look_after(self) -> None:
+    def _supervise(self) -> None:
         delay = _FIRST_DELAY_SECONDS
         while True:
             time.sleep(delay)
@@ -211,8 +209,8 @@ def _is_listening(path: Path) -> bool:
 class QuickEnd:
     """Ends this process, with `status`, once all else at its end is done, without taking the interpreter apart.
 
-    That takes a forked process with torch as long as a start. Made before anything else asks to be called at the end,
-    it comes last. With no status the process ends as Python does.
+    That takes as long as a start. Made before anything else asks to be called at the end, it comes last. With no status
+    the process ends as Python does.
     """
 
     def __init__(self) -> None:

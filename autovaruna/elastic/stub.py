@@ -72,7 +72,7 @@ def _started() -> int:
     process = os.fork()
     if process == 0:
         os.setpgid(0, 0)  # mpirun signals the whole group: each signal would come twice
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != stub:
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -80,6 +80,11 @@ def _started() -> int:
         os.execv(sys.executable, [sys.executable, script])
     _pass_on(process)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def end_with_parent(number: int) -> None:
+    """Has this process get a signal when the one that has started it ends."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, number)
 
 
 def _pass_on(process: int) -> None:

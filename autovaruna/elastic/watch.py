@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autovaruna.elastic.speeds import Place, Recovered, Slow, Speeds
+from autovaruna.elastic.slow_ranks import Place, Recovered, Slow, Speeds
 
 _LEAST_SECONDS = 20.0
 _TIMES_LONGEST = 20.0
@@ -40,21 +40,16 @@ class _ReportedRank:
 
 
 class JobWatch:
-    """The ranks of one run, the attempt.
+    """The ranks of one run, the attempt; `factors` are how many times as long as it should each takes by its plan.
 
-    Attributes:
-        longest_seconds: the longest that ranks went without a call, in this run and earlier ones.
-        changes: ranks that have become slow, or as fast as before, which whoever takes them removes.
-
-    Args:
-        factors: by rank, how many times as long as it should it takes by what the plan knows; empty: none is slow.
+    `longest_seconds` is the longest that ranks went without a call, in this run and earlier ones.
     """
 
     def __init__(self, attempt: int, longest_seconds: float = 0.0, factors: Sequence[float] = ()) -> None:
         self.attempt = attempt
         self._planned_for = {rank: factor for rank, factor in enumerate(factors) if factor > 1.0}
         self.longest_seconds = longest_seconds
-        self.changes: list[Slow | Recovered] = []
+        self._changes: list[Slow | Recovered] = []
         self._speeds: Speeds | None = None
         self._is_compared = False
         self._ranks: dict[int, _ReportedRank] = {}
@@ -80,7 +75,7 @@ class JobWatch:
             self._num_calls, self._last_change = num_calls, now
 
     def _compare(self, ranks: Iterable[int]) -> None:
-        """Tells the comparison of speeds what ranks have computed since it was last told of them."""
+        """Compares speeds by what ranks have computed since they were last compared."""
         predicted = next((state["predicted"] for state in self._states.values() if state["predicted"]), None)
         if self._speeds is None:
             if predicted is None or len(self._ranks) < len(predicted):
@@ -92,14 +87,18 @@ class JobWatch:
             for call, seconds in seen.report["work"]:
                 if call > seen.last_call:
                     seen.last_call = call
-                    self.changes += self._speeds.report(rank, call, seconds) if self._is_compared else []
+                    self._changes += self._speeds.report(rank, call, seconds) if self._is_compared else []
 
-    def known_work(self, host: str) -> dict[int, int]:
+    def last_calls(self, host: str) -> dict[int, int]:
         """Returns the last call of each rank of a host of which it is known what was computed; none at first."""
         return {rank: seen.last_call for rank, seen in self._ranks.items() if seen.host == host and seen.last_call >= 0}
 
-    def place_of(self, rank: int) -> Place:
-        """Returns the host of a rank, and its number there."""
+    def pop_changes(self) -> list[tuple[Place, Slow | Recovered]]:
+        """Returns the ranks that have become slow, or as fast as before, since the last time, and where they are."""
+        changes, self._changes = self._changes, []
+        return [(self._place_of(change.rank), change) for change in changes]
+
+    def _place_of(self, rank: int) -> Place:
         host = self._ranks[rank].host
         return host, sorted(other for other, seen in self._ranks.items() if seen.host == host).index(rank)
 
@@ -123,9 +122,9 @@ class JobWatch:
         return min((seen.report["calls"] for seen in self._ranks.values()), default=0)
 
     @property
-    def hosts_asked_to_end(self) -> list[str]:
+    def signalled_hosts(self) -> list[str]:
         """The hosts with ranks that a signal has asked to end."""
-        return sorted({seen.host for seen in self._ranks.values() if seen.report["is_asked_to_end"]})
+        return sorted({seen.host for seen in self._ranks.values() if seen.report["is_signalled"]})
 
     @property
     def holds_any(self) -> bool:
@@ -157,14 +156,10 @@ class JobWatch:
     def hang(self) -> Hang | None:
         """Returns which ranks hang; None: none does."""
         now = time.monotonic()
-        stopped = {
-            rank: seen
-            for rank, seen in self._ranks.items()
-            if seen.stopped_since is not None and now - seen.stopped_since > _STOPPED_SECONDS
-        }
-        if stopped:
-            since = min(seen.stopped_since or now for seen in stopped.values())
-            return Hang(f"{_named(stopped)} stopped by a signal", now - since, is_from_outside=True)
+        since = {rank: seen.stopped_since or now for rank, seen in self._ranks.items()}
+        if stopped := {rank: seen for rank, seen in self._ranks.items() if now - since[rank] > _STOPPED_SECONDS}:
+            words = f"{_named(stopped)} stopped by a signal"
+            return Hang(words, now - min(map(since.__getitem__, stopped)), is_from_outside=True)
         silent = now - self._last_change
         if self.num_steps_here < 2 or silent < max(_LEAST_SECONDS, _TIMES_LONGEST * self.longest_seconds):
             return None

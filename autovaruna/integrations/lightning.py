@@ -73,10 +73,7 @@ class AutoVarunaEnvironment(ClusterEnvironment):
 
 
 class MetricsMonitor(pl.Callback):
-    """Hands ``model.metrics`` to the loggers of a Trainer with `AutoVarunaStrategy`, as often as it logs.
-
-    Names begin with ``autovaruna/``, and with the name of the child where several are trained.
-    """
+    """Hands ``model.metrics`` to the loggers of a Trainer, as ``autovaruna/NAME`` or ``autovaruna/CHILD/NAME``."""
 
     _last_step = 0
 

@@ -1,7 +1,4 @@
-"""Defines `init_process_group`: the ranks of any launcher as the default group of torch.distributed.
-
-Samplers, metrics and trackers that ask torch.distributed for rank and size then see what AutoVaruna sees.
-"""
+"""Defines `init_process_group`: the ranks of any launcher as the default group of torch.distributed."""
 
 from __future__ import annotations
 

@@ -40,10 +40,7 @@ def all_of(*pieces: Undo) -> Undo:
 
 
 class Installed:
-    """What has been installed for one model, to be undone when the model is gone.
-
-    It holds nothing of the model, for it outlives it.
-    """
+    """What has been installed for one model, and holds nothing of it, to be undone when the model is gone."""
 
     def __init__(self) -> None:
         self._pieces: list[Undo] = []
@@ -73,7 +70,7 @@ class ProcessPiece:
         self._num_users = 0
         self._undo: Undo | None = None
 
-    def use(self) -> Undo:
+    def acquire(self) -> Undo:
         """Makes the change, unless it is there; returns what its user calls, once, when it needs it no more."""
         with self._lock:
             self._num_users += 1

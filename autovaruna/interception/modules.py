@@ -38,7 +38,7 @@ class DirectCalls:
         for path, module in model.named_modules():
             if any(True for _ in module.parameters()):  # a loss has none: its gradients go to what it is given
                 _owners[module] = ref(self), path
-        self.stop = FORWARD_HOOK.use()
+        self.stop = FORWARD_HOOK.acquire()
 
     def pop(self) -> str:
         """Returns the outermost module that a backward has gone through since the last time; empty: through none."""

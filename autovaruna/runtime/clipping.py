@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autovaruna._torch import foreach_mul_, foreach_norm
 from autovaruna.errors import RankError
-from autovaruna.interception.clipping import join_norms
+from autovaruna.interception.gradients import join_norms
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.runtime.exchange import ALIKE
 from autovaruna.runtime.metrics import Metrics

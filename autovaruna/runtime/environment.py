@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from autovaruna.errors import ConfigError
-from autovaruna.interception.exits import Ending
+from autovaruna.interception.ending import Ending
 from autovaruna.runtime.launcher import (
     OF_OPEN_MPI,
     OF_TORCHRUN,

@@ -15,8 +15,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
+from autovaruna.interception.gradients import UNSCALERS, Overflows, enabled_scalers, num_seen
 from autovaruna.interception.optimizer_proxy import cut_groups
-from autovaruna.interception.scaler import UNSCALERS, Unscaled, enabled_scalers, num_seen
 from autovaruna.runtime.optimizer import OWN_PART
 from autovaruna.runtime.world import World
 
@@ -85,7 +85,7 @@ class LossScale:
         self._known = ref(found[0]) if len(found) == 1 else None
         self._is_ambiguous = len(found) > 1
 
-    def unscale(self, scaler: GradScaler, plain: Callable[[], Unscaled], found: Tensor) -> Unscaled:
+    def unscale(self, scaler: GradScaler, plain: Callable[[], Overflows], found: Tensor) -> Overflows:
         """Unscales this rank's gradients and returns what overflowed on any rank. Collective.
 
         Raises:
@@ -98,7 +98,7 @@ class LossScale:
                 "optimizer, scaler=scaler)."
             )
         self._known = ref(scaler)
-        own: Unscaled = {}
+        own: Overflows = {}
         error: Exception | None = None
         is_over = False
         assert self._optimizer is not None

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import chain
-from math import prod
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
 from autovaruna.runtime.world import World, differences
-from autovaruna.session.script_actions import Digest
+from autovaruna.session.run import Digest
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
@@ -30,8 +28,8 @@ _NUM_WHOLE_CALLS = 2  # calls of which all numbers are
 _OF_ONE_RANK = {"memory_limit_bytes", "memory_margin", "device", "deployment_file", "profile_cache", "dump_graph"}
 _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_settings", "seed"}
 """Settings that may differ between ranks; all others must be the same."""
-_HEAD, _UNKNOWN = struct.Struct("<IHHB"), (1 << 16) - 1
-"""The size of a mini-batch, the number of digests, the letters that say what its totals are, the number of metrics."""
+_COMPLEX = struct.Struct("<dd")
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda value: msgspec.msgpack.Ext(0, _COMPLEX.pack(value.real, value.imag)))
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
 Totals = list[Any]
 """Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
@@ -43,15 +41,9 @@ wants the norm of gradients."""
 class Report(NamedTuple):
     """What a rank reports of its call, in one exchange."""
 
-    key: str
-    actions: Digest  # of what its script has done since the start
+    alike: tuple[str, str]  # the same on all ranks: the key of the call, and what the script has done since the start
     flags: int
     numbers: BatchNumbers
-
-    @property
-    def alike(self) -> tuple[str, str]:
-        """What is to be the same on all ranks."""
-        return self.key, repr(self.actions)
 
 
 class BatchNumbers(NamedTuple):
@@ -63,33 +55,14 @@ class BatchNumbers(NamedTuple):
     metrics: tuple[float, ...] = ()  # what others are to show of it
 
     def to_bytes(self) -> bytes:
-        arrays = [np.asarray(total) for total in self.totals or ()]
-        words = ";".join(each.dtype.char + ",".join(map(str, each.shape)) for each in arrays).encode()
-        num_letters = _UNKNOWN if self.totals is None else len(words)
-        head = _HEAD.pack(self.batch_size, len(self.inputs), num_letters, len(self.metrics))
-        plain = array("q", self.inputs).tobytes(), array("d", self.metrics).tobytes()
-        return b"".join((head, words, *plain, *(each.tobytes() for each in arrays)))
+        return _ENCODER.encode(self)
 
-    @classmethod
-    def of_bytes(cls, data: bytes) -> BatchNumbers:
-        batch_size, num_inputs, num_letters, num_metrics = _HEAD.unpack_from(data)
-        start = _HEAD.size + num_letters % _UNKNOWN
-        middle = start + 8 * num_inputs
-        place = middle + 8 * num_metrics
-        inputs, metrics = array("q", data[start:middle]), array("d", data[middle:place])
-        totals = []
-        for dtype, shape in _layout(data[_HEAD.size : start]):
-            count = prod(shape)
-            totals.append(np.frombuffer(data, dtype, count, place).reshape(shape).tolist())
-            place += count * dtype.itemsize
-        return cls(batch_size, tuple(inputs), None if num_letters == _UNKNOWN else totals, tuple(metrics))
+    @staticmethod
+    def of_bytes(data: bytes) -> BatchNumbers:
+        def read_complex(_: int, content: memoryview) -> complex:
+            return complex(*_COMPLEX.unpack(content))
 
-
-@lru_cache(maxsize=64)
-def _layout(words: bytes) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-    """Returns dtype and shape of each total: of ``l;d3,4`` a whole number and a matrix."""
-    each = words.decode().split(";") if words else []
-    return [(np.dtype(text[0]), tuple(map(int, filter(None, text[1:].split(","))))) for text in each]
+        return msgspec.msgpack.decode(data, type=BatchNumbers, ext_hook=read_complex)
 
 
 @dataclass(frozen=True)
@@ -98,11 +71,14 @@ class SharedCall:
 
     call: CallSpec
     tensors: Sequence[Tensor]
-    sizes: tuple[int, ...]
     number: int
     groups: tuple[tuple[int, ...], ...]  # the ranks that pass the same mini-batch
-    totals: tuple[Totals | None, ...]  # those of each rank's mini-batch; None: not known yet
-    digests: tuple[tuple[int, ...], ...]  # of each rank's tensors, as `SameInputs` makes them
+    numbers: Sequence[BatchNumbers]  # of each rank's mini-batch
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each rank's mini-batch."""
+        return tuple([each.batch_size for each in self.numbers])
 
     @property
     def global_batch_size(self) -> int:
@@ -149,28 +125,21 @@ def compare_settings(settings: Settings, world: World, *, has_plan: bool) -> Non
         raise RankError(f"The ranks have different settings: {differing}. Expected the same ones on every rank.")
 
 
-def share_call(
-    call: CallSpec,
-    tensors: Sequence[Tensor],
-    alike: Sequence[tuple[str, str]],
-    numbers: Sequence[BatchNumbers],
-    actions: Callable[[], Mapping[str, str]],
-    *,
-    number: int,
-    groups: tuple[tuple[int, ...], ...],
-    world: World,
-) -> SharedCall:
-    """Joins the calls of all ranks to one. Collective if they do not fit together: a RankError says how they differ.
+def check_alike(
+    shared: SharedCall, alike: Sequence[tuple[str, str]], actions: Callable[[], Mapping[str, str]], world: World
+) -> None:
+    """Raises RankError, which says how, if the calls of ranks do not fit together. Collective then.
 
-    `alike` is what reports have of that, by rank, or that of one if no two differ; `groups` pass the same mini-batch;
-    `actions` returns in words what this rank's script has done since the start.
+    `alike` is what reports have of that, by rank, or that of one if no two differ; `actions` returns in words what this
+    rank's script has done since the start.
     """
+    call, sizes, groups = shared.call, shared.sizes, shared.groups
     if len({done for _, done in alike}) > 1:
         strays = differences(world.gather_objects(actions(), "comparing what the ranks did"))
         raise RankError(
-            f"The ranks did different things before call {number + 1} of the model: {strays}. Every rank must make the "
-            "same calls with the same options, and go backward from the same loss; their copies of the weights would "
-            "differ."
+            f"The ranks did different things before call {shared.number + 1} of the model: {strays}. Every rank must "
+            "make the same calls with the same options, and go backward from the same loss; their copies of the "
+            "weights would differ."
         )
     if len({key for key, _ in alike}) > 1:
         differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
@@ -181,7 +150,6 @@ def share_call(
             f"The ranks call the model with inputs that do not fit together: {differing}. Expected the same names, "
             f"dtypes, constants, modes and shapes on every rank, but for the size of the batch.{advice}"
         )
-    sizes = tuple([each.batch_size for each in numbers])
     if not any(sizes):
         raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks in groups:
@@ -192,15 +160,6 @@ def share_call(
                 f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
                 "them; pass inputs='per_rank' if each rank has samples of its own."
             )
-    return SharedCall(
-        call=call,
-        tensors=tensors,
-        sizes=sizes,
-        number=number,
-        groups=groups,
-        totals=tuple([each.totals for each in numbers]),
-        digests=tuple([each.inputs for each in numbers]),
-    )
 
 
 def _words(call: CallSpec) -> dict[str, str]:
@@ -229,10 +188,7 @@ def _flags(letters: str) -> str:
 
 
 class SameInputs:
-    """Whether ranks pass the same mini-batch where they are to, and others where they are to, in a few of their calls.
-
-    With other samples on a rank of a group, a step would join the inputs of some samples with the labels of others.
-    """
+    """Whether ranks pass the same mini-batch where they are to, and others where they are to, in a few calls."""
 
     def __init__(self, groups: tuple[tuple[int, ...], ...]) -> None:
         self.groups = groups
@@ -251,11 +207,8 @@ class SameInputs:
         return len(self.groups) > 1 and len(self._trained) < _NUM_WHOLE_CALLS and torch.is_grad_enabled()
 
     def compare(self, shared: SharedCall, *, warns: bool) -> None:
-        """Raises RankError if a mini-batch that ranks share differs between them.
-
-        If it `warns`, it does so, once, where it is the same on ranks that do not share it.
-        """
-        inputs, digests = shared.call.inputs, shared.digests
+        """Raises RankError if a mini-batch that ranks share differs; if it `warns`, of one that they do not share."""
+        inputs, digests = shared.call.inputs, [each.inputs for each in shared.numbers]
         if not any(digests):
             return
         for ranks in self.groups:

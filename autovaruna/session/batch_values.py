@@ -80,10 +80,7 @@ class BatchValues:
         batch: GlobalBatch,
         lengths: tuple[int, ...],
     ) -> ValuesOfBatch:
-        """Returns what micro-batches are given, by the totals and sizes that each rank has reported of its mini-batch.
-
-        `tensors` are this rank's; those that are no batch are the same on all ranks.
-        """
+        """Returns what micro-batches are given, by totals and sizes of the mini-batches that ranks have reported."""
         parts = [(totals, size) for totals, size in zip(reported, sizes, strict=True) if size]
         counts = [size for _, size in parts]
         made: dict[str, Any] = {

@@ -132,9 +132,7 @@ def _typical(links: list[LinkCost]) -> LinkCost:
 def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> LinkCost:
     """Measures sums over all ranks, as gradients of `sizes` bytes each are summed. Collective.
 
-    Small gradients travel together and are copied for it, large ones lie where they are. The first 32 MiB are summed,
-    and all again where they are less than 4 MiB. Returns the latency for each rank that takes part, and the bytes that
-    each rank of a ring sends in a second.
+    Returns the latency for each rank that takes part, and the bytes that each rank of a ring sends in a second.
     """
     if world.num_ranks == 1:
         return LinkCost(0.0, math.inf)
@@ -159,7 +157,7 @@ def measure_sums(world: World, sizes: Sequence[int], device: torch.device) -> Li
 
 
 def sample_of_gradients(sizes: Sequence[int]) -> Iterator[int]:
-    """Yields the numbers of elements of a step's first gradients, repeated where they are few."""
+    """Yields the numbers of elements of a step's first gradients, 4 to 32 MiB: repeated where they are less."""
     total = num_tensors = 0
     for size in cycle([size for size in sizes if size] or [LEAST_SUM_BYTES]):
         is_enough = num_tensors >= len(sizes) and total >= LEAST_SUM_BYTES

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from autovaruna.checkpoint.state import Content, ModelInTraining, generator_states
-from autovaruna.elastic.progress import HELD, JobPlace, Reporter, job_place
+from autovaruna.elastic.job_folder import JobPlace, Reporter, job_place
+from autovaruna.elastic.rank_script import HELD
 from autovaruna.elastic.snapshot import HasPosition, Snapshots
 from autovaruna.errors import ConfigError
+from autovaruna.interception.ending import has_signal
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
-from autovaruna.interception.signals import has_heard
 from autovaruna.planner.records import Plan, predicted_seconds
 from autovaruna.runtime.world import World
 
@@ -36,7 +37,7 @@ def report_end(world: World) -> None:
     """Reports to the manager, if there is one, that the script ends because it was asked to, and has not finished."""
     if (place := job_place()) is not None:
         reporter = _reporter(place, world.rank)
-        reporter.progress.is_asked_to_end = True
+        reporter.progress.is_signalled = True
         reporter.write()
 
 
@@ -52,11 +53,9 @@ class ManagerLink:
         self._content: Callable[[int], Content] = Content
         self._generators: Mapping[str, Tensor] | None = None
         self._takes_snapshot = self._is_leaving = False
-        self._first_step = 0
 
     def keep_state(
         self,
-        step: int,
         optimizer: OptimizerProxy | None,
         *,
         scaler: Any = None,
@@ -64,11 +63,10 @@ class ManagerLink:
         sampler: HasPosition | None = None,
         extra: Callable[[], Any] | None = None,
     ) -> None:
-        """Takes snapshots from now on; the run's state has the number `step` now, the rest is as for ``resume``.
+        """Takes snapshots from now on; arguments are as for ``resume``.
 
         At the optimizer's steps, generators are where the next step's draws begin.
         """
-        self._first_step = step
         if self._snapshots is None:
             self._snapshots = Snapshots(self.place, self._world.rank, self._reporter)
             if optimizer is not None:
@@ -95,33 +93,30 @@ class ManagerLink:
     @property
     def is_to_leave(self) -> bool:
         """Whether this rank is to leave the job."""
-        return self._snapshots is not None and (has_heard() or self._snapshots.is_to_leave)
+        return self._snapshots is not None and (has_signal() or self._snapshots.is_to_leave)
 
     def agree(self, are_ready: bool, is_any_to_leave: bool) -> None:
         """Decides what is due at the next border: whether all ranks can take a snapshot, and any is to leave."""
         self._takes_snapshot = are_ready
         self._is_leaving |= is_any_to_leave
 
-    def begin_call(self, num_steps: int, work_seconds: float, plan: Plan | None) -> None:
-        """Tells the host's keeper that a call begins, after so many steps and seconds of computing here."""
+    def begin_call(self, step: int, work_seconds: float, plan: Plan | None) -> None:
+        """Reports that a call begins, with the number of the state and the seconds of computing here so far."""
         if plan is not None and self._world.rank == 0:
             self._reporter.predict(partial(predicted_seconds, plan))
-        self._reporter.begin_call(self._first_step + num_steps, has_heard(), work_seconds)
+        self._reporter.begin_call(step, has_signal(), work_seconds)
 
     def end_call(self) -> None:
-        """Tells the host's keeper that the script goes on."""
+        """Reports that the script goes on."""
         self._num_batches += torch.is_grad_enabled()
         self._reporter.end_call()
 
     def at_border(self, subject: Callable[[], ModelInTraining], num_steps: int, step: int) -> None:
-        """Takes a snapshot, if all ranks have agreed to; the optimizer has stepped. Collective.
-
-        `step` is the number that the script gives the state after `num_steps` steps of the optimizer.
-        """
+        """Takes the snapshot of a `step`, if all ranks have agreed to; the optimizer has stepped. Collective."""
         if self._snapshots is not None:
             self._snapshots.begin_border(num_steps)
             if self._takes_snapshot or self._is_leaving:
-                self._snapshots.take(subject(), self._content(step))
+                self._snapshots.write(subject(), self._content(step))
 
     def end_if_agreed(self, step: int) -> None:
         """Ends this rank, if all ranks have agreed to, once others have its snapshot of a step. Collective."""

@@ -1,8 +1,7 @@
 """Measures, in the first call, what a plan is made from: the parts of the model, the machine and the optimizer.
 
-All ranks measure together, each part on two of them, some time apart: what else runs on a machine slows what is
-measured, now one rank, now another, for seconds at a time. Parts that take longer than the budget even if each runs
-once are measured once: what disturbs for seconds disturbs a small share of them.
+All ranks measure together, each part on two of them, some time apart: what else runs on a machine slows now one rank,
+now another. Parts that take longer than the budget even if each runs once are measured once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
-from autovaruna.elastic.progress import job_place
+from autovaruna.elastic.job_folder import job_place
 from autovaruna.errors import PlanError
 from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.records import Graph
@@ -83,32 +82,36 @@ class SpeedWatch:
 
         Speed 1 is that of short samples on the typical rank. A manager has seen many steps, and less is noise to it.
         """
-        found, place = lasting([[_typical(look) / pace.mean for pace in look] for look in self._samples]), job_place()
-        if place is None or len(place.factors) != len(found):
-            return found
-        return tuple(min(speed, 1.0 / factor) for speed, factor in zip(found, place.factors, strict=True))
+        speeds, place = self._persistent("mean"), job_place()
+        if place is None or len(place.factors) != len(speeds):
+            return speeds
+        return tuple(min(speed, 1.0 / factor) for speed, factor in zip(speeds, place.factors, strict=True))
 
     def speeds_of_samples(self) -> tuple[float, ...]:
         """Returns the speed of each rank for work so short that other programs seldom interrupt it."""
-        return lasting([[_typical(look) / pace.typical for pace in look] for look in self._samples])
+        return self._persistent("typical")
+
+    def _persistent(self, kind: str) -> tuple[float, ...]:
+        """Returns the speeds by one number of each `Pace`, relative to the typical rank's."""
+        samples = []
+        for paces in self._samples:
+            typical = sorted(pace.typical for pace in paces)[len(paces) // 2]
+            samples.append([typical / getattr(pace, kind) for pace in paces])
+        return persistent_speeds(samples)
 
 
-def lasting(looks: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Returns the speeds of ranks by what was seen at each look.
+def persistent_speeds(samples: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Returns the speeds of ranks by those in each sample.
 
-    A rank differs from the typical one, and that one from speed 1, if it does so at every look, in the same direction
+    A rank differs from the typical one, and that one from speed 1, if it does so in every sample, in the same direction
     and by more than noise: other programs that take turns on its core are gone when the model trains.
     """
-    middles = [sorted(look)[len(look) // 2] for look in looks]
-    to_middle = [[speed / middle for speed in look] for look, middle in zip(looks, middles, strict=True)]
-    return tuple(_lasting(middles) * _lasting(speeds) for speeds in zip(*to_middle, strict=True))
+    middles = [sorted(speeds)[len(speeds) // 2] for speeds in samples]
+    to_middle = [[speed / middle for speed in speeds] for speeds, middle in zip(samples, middles, strict=True)]
+    return tuple(_persistent(middles) * _persistent(speeds) for speeds in zip(*to_middle, strict=True))
 
 
-def _typical(look: Sequence[Pace]) -> float:
-    return sorted(pace.typical for pace in look)[len(look) // 2]
-
-
-def _lasting(speeds: Sequence[float]) -> float:
+def _persistent(speeds: Sequence[float]) -> float:
     is_slower = all(speed <= 1 / _NOISE for speed in speeds)
     is_faster = all(speed >= _NOISE for speed in speeds)
     return median(speeds) if is_slower or is_faster else 1.0
@@ -140,17 +143,13 @@ class MeasuredModel:
         known: Collection[Key],
         *,
         splits: bool = False,
-        advance: Callable[[int, int], None] | None = None,
+        advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[Key, PartCost]:
-        """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, alike on all ranks. Collective.
+        """Returns costs of parts that are not `known`, in seconds of a rank of speed 1, the same on all. Collective."""
 
-        `advance` hears of the parts measured so far on this rank, and of their number.
-        """
-
-        def own_share(turn: Turn) -> dict[Key, PartCost]:
+        def measure_own(turn: Turn) -> dict[Key, PartCost]:
             def report(done: int, total: int) -> None:
-                if advance:
-                    advance(turn.place * total + done, turn.num_turns * total)
+                advance(turn.place * total + done, turn.num_turns * total)
 
             return measure(
                 self.traced,
@@ -166,25 +165,22 @@ class MeasuredModel:
                 on_progress=report,
             )
 
-        found = measure_together(self.watch, self.settings.profile_iterations, own_share)
-        logger.debug("measured %d parts of a model of %d blocks", len(found), len(self.traced.graph.blocks))
-        return found
+        costs = measure_together(self.watch, self.settings.profile_iterations, measure_own)
+        logger.debug("measured %d parts of a model of %d blocks", len(costs), len(self.traced.graph.blocks))
+        return costs
 
 
 def measure_together(
-    watch: SpeedWatch, iterations: int, own_share: Callable[[Turn], dict[Key, PartCost]]
+    watch: SpeedWatch, iterations: int, measure_own: Callable[[Turn], dict[Key, PartCost]]
 ) -> dict[Key, PartCost]:
-    """Measures on all ranks, by turns as far as the budget goes, and joins the results. Collective.
-
-    `iterations` are samples of each part, over all turns; `own_share` measures this rank's share of a turn.
-    """
+    """Measures `iterations` samples of each part, by turns as far as the budget goes, on all ranks. Collective."""
     world, found, started = watch.world, [], perf_counter()
     num_turns = min(MOST_TURNS, iterations)
     for place in range(num_turns):
         watch.sample()
         share = (world.rank + place) % world.num_ranks, world.num_ranks  # the parts that the next rank had
         turn = Turn(share, -(-iterations // num_turns), BUDGET_SECONDS / num_turns, place, num_turns)
-        found.append(gather_on_all(world, partial(own_share, turn), "measuring"))
+        found.append(gather_on_all(world, partial(measure_own, turn), "measuring"))
         if world.broadcast_object(perf_counter() - started > BUDGET_SECONDS, 0, "measuring"):
             break
     watch.sample()
@@ -201,7 +197,7 @@ def measure_together(
 
 
 def needs_gradient(traced: TracedModel) -> bool:
-    """Whether a step goes backward."""
+    """Says whether a step goes backward."""
     return torch.is_grad_enabled() and traced.needs_gradient
 
 
@@ -269,14 +265,15 @@ def measured_problem(
 def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> Profile:
     """Measures parts that no rank's cache has; if it `splits`, their weight gradients apart as well. Collective."""
     world, settings, device = subject.watch.world, subject.settings, subject.watch.device
-    cache = cache_of(settings, device, world.hosts.count(world.hosts[world.rank]), splits=splits)
+    host = world.hosts[world.rank]
+    cache = cache_of(settings, device, world.hosts.count(host), splits=splits)
+    if world.hosts.index(host) != world.rank:
+        cache = None  # the first rank of a host reads and writes it
     lasting = lasting_parts(subject.traced, sizes)
-    is_first_of_host = world.hosts.index(world.hosts[world.rank]) == world.rank
-
     here: dict[Key, PartCost] = {}
 
     def read() -> bytes:
-        here.update(cache.read(lasting) if cache and is_first_of_host else {})
+        here.update(cache.read(lasting) if cache else {})
         return np.packbits([key in here for key in lasting]).tobytes()
 
     what = "reading saved measurements"
@@ -288,7 +285,7 @@ def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> 
     known = merge(world.gather_objects(mine, what))
     with progress_bar("measuring", settings.progress and world.rank == 0) as advance:
         fresh = subject.measure(sizes, known, splits=splits, advance=advance)
-    if cache and is_first_of_host:
+    if cache:
         cache.write({key: fresh[key] for key in lasting if key in fresh})
     return to_profile(subject.traced, merge([known, fresh]), device)
 
@@ -298,8 +295,8 @@ def describe_cluster(
 ) -> Cluster:
     """Measures links, as tensors will go, and speeds. Collective.
 
-    A memory limit that the user sets is for what the model brings: what a process holds beside it comes on top. That
-    was `resident_before` the model was traced (None: not known); a mini-batch takes `batch_bytes` on the device.
+    A process held `resident_before` the model was traced (None: not known), which comes on top of a memory limit that
+    the user sets; a mini-batch takes `batch_bytes` on the device.
     """
     world, device = watch.world, watch.device
     open_to_measure(settings.channel, world, device)
@@ -348,10 +345,7 @@ def optimizer_factor(optimizer: torch.optim.Optimizer | None, settings: Settings
 
 
 def optimizer_cost(optimizer: torch.optim.Optimizer | None, world: World, device: torch.device) -> OptimizerCost:
-    """Measures what a step of the optimizer takes, on all ranks at once. Collective.
-
-    One whose state the user has declared, because it cannot be tried out, counts as taking no time.
-    """
+    """Measures a step of the optimizer, on all ranks; nothing for one that cannot be tried out. Collective."""
     mine = OptimizerCost()
     if optimizer is not None:
         try:

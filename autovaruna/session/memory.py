@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autovaruna.config.files import system_bytes
 from autovaruna.config.settings import Settings
 from autovaruna.runtime.world import World
 
@@ -47,10 +48,7 @@ def host_memory() -> float:
 
 
 def resident_bytes(device: torch.device) -> float | None:
-    """Returns what this process holds of the memory where it computes; None if the system does not say.
-
-    On the CPU that is the resident set without what the heap could give back.
-    """
+    """Returns what this process holds where it computes, less what the heap could give back; None: not known."""
     if device.type == "cuda":
         gc.collect()
         return float(torch.cuda.memory_allocated(device))
@@ -66,7 +64,7 @@ def _resident_set() -> float | None:
 
 
 class HeldMemory:
-    """Says what a process holds of the memory where it computes, less what it held when there was but the model."""
+    """What a process holds of the memory where it computes, less what it held when there was but the model."""
 
     def __init__(self, device: torch.device, model: nn.Module, resident: float | None = None) -> None:
         own = [*model.parameters(), *model.buffers()]
@@ -85,29 +83,18 @@ class HeldMemory:
 def process_bytes_of(
     world: World, device: torch.device, resident_before: float | None, batch_bytes: float
 ) -> tuple[float, ...]:
-    """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces of a GPU. Collective.
-
-    On the CPU, samples go to other ranks through shared memory, which counts for both ranks; pages of it that the
-    timing of links has touched are used again.
-    """
+    """Returns what each rank holds beside its stages: its mini-batch, code and graphs, workspaces. Collective."""
     now = resident_bytes(device)
     growth = None if now is None or resident_before is None else max(now - resident_before, 0.0)
     mine = batch_bytes
     if device.type == "cuda":
         mine += growth or 0.0
     else:
-        on_its_way = max(batch_bytes - _shared_bytes(), 0.0) if world.num_ranks > 1 else 0.0
+        shared = system_bytes("/proc/self/status", "RssShmem") or 0.0
+        # samples go to other ranks through shared memory, of which the timing of links has touched pages
+        on_its_way = max(batch_bytes - shared, 0.0) if world.num_ranks > 1 else 0.0
         mine += (_PROCESS_BYTES if growth is None else growth) + on_its_way + _LATER_BYTES
     return tuple(number for (number,) in world.gather_numbers((mine,), "measuring what processes hold"))
-
-
-def _shared_bytes() -> float:
-    """Returns the resident bytes of memory that processes share; 0 if the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0.0
-    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:")), 0.0)
 
 
 def fragmentation(device: torch.device) -> float:
@@ -122,10 +109,10 @@ def fragmentation(device: torch.device) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what tensors free: a step asks for the same memory as the one before it.
+    """Lets the C library keep what tensors free, unless the user has set that.
 
     Giving it back and getting it again takes up to a sixth of a step. Small pieces join their free neighbours at once:
-    those that wait to be used again keep tensors out of the holes beside them. What the user has set counts.
+    those that wait to be used again keep tensors out of the holes beside them.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     is_set = any(name.startswith("MALLOC_") for name in os.environ) or any(name in tunables for name in _TUNABLES)

@@ -1,45 +1,51 @@
-"""Defines `WrappedModel`: a user's model as this rank has it, whole until it is split; refuses what would break it."""
+"""A user's model and optimizer as this rank has them, on its device; refuses what would break them."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Collection
+from functools import partial
 from itertools import chain
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from autovaruna._torch import parameter_table
-from autovaruna.errors import InputError
+from autovaruna._torch import convert_tensors, parameter_table
+from autovaruna.config.settings import Settings
+from autovaruna.errors import ConfigError, InputError, RankError
 from autovaruna.graph.guards import Guards
+from autovaruna.interception.gradients import SCALERS
+from autovaruna.interception.modules import DirectCalls
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.runtime.engine import Engine
+from autovaruna.runtime.environment import is_alone, local_rank_in
+from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer, step_over_own_part
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
-from autovaruna.session.device import bring_to_own_device
+from autovaruna.runtime.world import on_all
 from autovaruna.session.run import Run
 
+logger = logging.getLogger(__name__)
+_FIRST = torch.device("cuda", 0)
 _PARALLEL = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 class WrappedModel:
-    """A model with its state and guards.
+    """A model with its state and guards."""
 
-    Attributes:
-        state: parameters and buffers by name.
-        borrowed: copies of them that the script was given, in which it may write.
-        guards: what traces depend on besides tensors.
-        engine: runs this rank's part; None: the model is whole yet.
-    """
+    state: OwnedState  # parameters and buffers by name
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, run: Run) -> None:
         self.module = module
         self._optimizer, self._run = optimizer, run
-        self.bring_to_device()
+        self.move_to_device()
         self.read_state()
         self.parameter_names = [self.state.first_name[name] for name, _ in module.named_parameters()]
         self._first_parameters = [(ref(each), name) for name, each in self.state.parameters().items()]
-        self.borrowed = StateCopies()
-        self.guards = Guards(module)
-        self.engine: Engine | None = None
+        self.borrowed = StateCopies()  # of parameters and buffers, which the script was given and may write in
+        self.guards = Guards(module)  # what traces depend on besides tensors
+        self.engine: Engine | None = None  # runs this rank's part; None: the model is whole yet
 
     @property
     def placement(self) -> Placement:
@@ -65,15 +71,15 @@ class WrappedModel:
         """Finds parameters and buffers as they are now; before the split only."""
         self.state = OwnedState(self.module)
 
-    def bring_to_device(self) -> None:
+    def move_to_device(self) -> None:
         """Moves model and optimizer, wherever a script has put them, to where this rank computes; before the split."""
-        self.device = bring_to_own_device(self.module, self._optimizer, self._run.settings)
+        self.device = move_to_own_device(self.module, self._optimizer, self._run.settings)
 
     def check_parameters(self) -> None:
         """Finds other parameters before the split; refuses them later, and always what other libraries spread."""
         if self.engine is None:
             _refuse_parallel_wrappers(self.module)
-            self.bring_to_device()
+            self.move_to_device()
             if self.guards.replaced():
                 self.read_state()
             return
@@ -97,6 +103,99 @@ class WrappedModel:
                     f"{changed.device}. Move or cast it before the first call; for lower precision from then on, use "
                     "torch.autocast around the call."
                 )
+
+
+class OptimizerPart:
+    """The optimizer, if there is one, of which this rank steps over its part."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, model: WrappedModel, run: Run) -> None:
+        self.cut: CutOptimizer | None = None  # this rank has the state of its own parameters
+        self.proxy: OptimizerProxy | None = None  # what is due before and after its steps
+        self._model, self._run = model, run
+        if optimizer is None:
+            return
+        cut = CutOptimizer(optimizer, model.names_by_id())
+        if not is_alone():
+            cut.check()
+        proxy = self._watch(cut)
+        run.installed.add(SCALERS.acquire())
+        proxy.before.append(model.borrowed.write_back)
+        if not is_alone():
+            self._direct_calls = DirectCalls(model.module)
+            run.installed.add(self._direct_calls.stop)
+            proxy.before.append(self._refuse_own_gradients)
+
+    def _watch(self, cut: CutOptimizer) -> OptimizerProxy:
+        self.cut, self.proxy = cut, OptimizerProxy(cut.optimizer, OWN_PART)
+        self._run.installed.add_method(self.proxy.remove)
+        metrics = self._run.metrics
+        self._run.actions.watch(self.proxy, cut.optimizer, cut.names)
+        metrics.follow_optimizer(cut.optimizer)
+        self.proxy.before.append(metrics.begin_optimizer)
+        self.proxy.after.append(metrics.end_optimizer)
+        return self.proxy
+
+    @property
+    def raw(self) -> torch.optim.Optimizer | None:
+        """The optimizer as the script made it."""
+        return None if self.cut is None else self.cut.optimizer
+
+    def follow_groups(self) -> CutOptimizer | None:
+        """Returns the optimizer, with the groups of parameters that a script has made after wrapping."""
+        if self.cut is not None and self.cut.has_changed:
+            self.cut.follow(self._model.names_by_id(), self._model.state.parameters())
+        return self.cut
+
+    def step_over_part(self, placement: Placement, device: torch.device) -> None:
+        """Has the optimizer step over this rank's part, if it will have but a part and may. Collective."""
+        assert self.cut is not None and self.proxy is not None
+        if placement.divides(chain(*self.cut.names)):
+            is_shared, num_ranks = bool(placement.owners), self._run.world.num_ranks
+            act = partial(step_over_own_part, self.proxy, self.cut.optimizer, num_ranks, device, is_shared=is_shared)
+            on_all(self._run.world, act, f"trying the optimizer{self._run.of_model}")
+
+    def adopt(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        """Adopts an optimizer that was made from ``parameters()`` of this rank after the split. Collective."""
+        cut = self._joined(optimizer)
+        self._watch(cut)
+        self.step_over_part(self._model.placement, device)
+
+    def _joined(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:
+        """Returns an optimizer with the groups of all ranks. Collective."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(f"Got a {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer.")
+        model, world = self._model, self._run.world
+        names = {id(parameter): name for name, parameter in model.state.parameters().items() if not parameter.is_meta}
+        error: Exception | None = None
+        try:
+            cut = CutOptimizer(optimizer, names)
+            cut.check()
+        except InputError:
+            error = InputError(
+                "The optimizer has parameters that this rank does not hold. Expected one that was made after wrapping, "
+                "from parameters() of the wrapped model."
+            )
+        world.agree(error, "registering the optimizer")
+        of_ranks = world.gather_objects(cut.names, "registering the optimizer")
+        if len({len(groups) for groups in of_ranks}) > 1:
+            raise RankError(
+                f"The ranks' optimizers have {[len(groups) for groups in of_ranks]} groups of parameters. Expected as "
+                "many on every rank; a group may be empty."
+            )
+        order = {name: place for place, name in enumerate(model.parameter_names)}
+        cut.adopt([sorted(set().union(*groups), key=order.__getitem__) for groups in zip(*of_ranks, strict=True)])
+        return cut
+
+    def _refuse_own_gradients(self) -> None:
+        """Refuses a step by gradients of this rank's samples alone: the script has gone backward beside the wrapper."""
+        path = self._direct_calls.pop()
+        if path and self._run.settings.inputs != "replicated" and self._run.world.num_ranks > 1:
+            raise InputError(
+                f"The script has called {path} beside the wrapper and gone backward through it: got gradients of this "
+                "rank's samples alone, with which the copies of the weights would drift apart. Expected calls of the "
+                "wrapped model, model(...), or of a method of it, model.method(...), whose gradients are summed; "
+                "compute in there what the loss needs, and call modules for a log in torch.no_grad()."
+            )
 
 
 def is_parallel(wrapper: type) -> bool:
@@ -123,3 +222,64 @@ def _refuse_parallel_wrappers(model: nn.Module) -> None:
     for path, module in model.named_modules():
         kinds = {type(each).__name__ for each in parameter_table(module).values()} & {"DTensor"}
         refuse_parallel_wrapper(type(module), path or "The model", kinds)
+
+
+def find_device(model: nn.Module, settings: Settings) -> torch.device:
+    """Returns where this rank computes: where the setting says or the model is, or a GPU for one on ``meta``."""
+    if settings.device != "auto":
+        return _named(settings.device)
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if not tensor.is_meta))
+    is_on_meta = bool(tensors) and not devices
+    if devices == [_FIRST] or (is_on_meta and torch.cuda.is_available()):
+        return _own_gpu()
+    return devices[0] if devices else torch.device("cpu")
+
+
+def move_to_own_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings) -> torch.device:
+    """Moves a model's tensors, the same objects, and its optimizer's state to where this rank computes."""
+    device = find_device(model, settings)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    before = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta} - {device}
+    if not before or (settings.device == "auto" and before != {_FIRST}):
+        return device
+
+    def moves(value: object) -> bool:
+        """Whether a part of an optimizer's state goes along; counts of steps on the CPU are to stay there."""
+        return isinstance(value, Tensor) and value.device in before and (value.is_cuda or value.dim() > 0)
+
+    logger.info("the model goes from %s to %s, where this rank computes", ", ".join(map(str, before)), device)
+    convert_tensors(model, lambda each: each if each.is_meta else each.to(device))
+    for state in optimizer.state.values() if optimizer is not None else ():
+        state.update({name: each.to(device) for name, each in state.items() if moves(each)})
+    return device
+
+
+def on_own_gpu(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns inputs on the GPU of this rank; those that a script has put on another one are copied."""
+    if device.type != "cuda":
+        return tensors
+    return [each.to(device) if each.is_cuda and each.device != device else each for each in tensors]
+
+
+def _own_gpu() -> torch.device:
+    """Returns the current GPU if the script has chosen one, else the one with this rank's number on its host."""
+    current, number = torch.cuda.current_device(), local_rank_in(os.environ)
+    if current == 0 and number is not None:
+        return torch.device("cuda", number % torch.cuda.device_count())
+    return torch.device("cuda", current)
+
+
+def _named(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            torch.cuda.init()
+            return _own_gpu()
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device is {name!r}, which cannot be used here: {str(error).splitlines()[0]}. Expected auto, cpu, cuda, "
+            "or cuda:0 and so on."
+        ) from error

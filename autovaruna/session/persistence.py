@@ -1,7 +1,4 @@
-"""Saves and loads the state of a wrapped model, in memory and in checkpoints.
-
-What is loaded before the plan is known waits for it.
-"""
+"""Saves and loads the state of a wrapped model, in memory and in checkpoints; before the split it waits for it."""
 
 from __future__ import annotations
 
@@ -13,17 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from autovaruna.checkpoint.folder import together
-from autovaruna.checkpoint.host_memory import available_bytes
 from autovaruna.checkpoint.load import CheckpointInfo, Loading, load_all
-from autovaruna.checkpoint.save import SaveOptions, Saver
+from autovaruna.checkpoint.save import SaveOptions, Saver, available_bytes
 from autovaruna.checkpoint.source import CheckpointSource
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
-from autovaruna.session.device import find_device
-from autovaruna.session.model import WrappedModel
-from autovaruna.session.optimizer_part import OptimizerPart
+from autovaruna.session.model import OptimizerPart, WrappedModel, find_device
 from autovaruna.session.run import Run
 
 logger = logging.getLogger(__name__)
@@ -100,7 +94,7 @@ class Persistence:
             self._locks.close()
             if self.pending is not None:
                 self._locks = locks.pop_all()
-        run.stopping.number_from(info.step or 0, run.num_steps)
+        run.set_step(info.step or 0)
         if self._model.engine is not None and self.seed is not None:
             self._model.engine.seed = self.seed
         return info

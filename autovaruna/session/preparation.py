@@ -22,7 +22,7 @@ from rich.console import Console
 from autovaruna.config.files import at_home
 from autovaruna.config.settings import Settings, Sharing, replicas_of
 from autovaruna.elastic.ahead import Request
-from autovaruna.elastic.progress import AHEAD, job_place
+from autovaruna.elastic.job_folder import AHEAD, job_place
 from autovaruna.errors import (
     AutoVarunaError,
     ConfigError,
@@ -150,10 +150,7 @@ def _complaint_of_size(plan: Plan, settings: Settings, num_samples: int) -> str:
 
 
 def settings_with(settings: Settings, given: GivenPlan | None) -> Settings:
-    """Returns settings with the number of micro-batches of a plan that is given.
-
-    Raises InputError if it is neither a plan nor a function that makes one.
-    """
+    """Returns settings with the number of micro-batches of a plan that is given; InputError if it is none."""
     if isinstance(given, Plan):
         return replace(settings, num_micro_batches=settings.num_micro_batches or given.num_micro_batches)
     if given is None or callable(given):

@@ -1,8 +1,4 @@
-"""Checks, in a few later steps, that a forward still is what was traced: a guard may miss what it depends on.
-
-A forward runs on fake tensors, which takes as long as a few steps; where it calls something else of torch, it is traced
-anew.
-"""
+"""Checks, on fake tensors in a few later steps, that a forward still is what was traced: guards may miss something."""
 
 from __future__ import annotations
 

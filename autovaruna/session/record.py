@@ -59,7 +59,7 @@ class RunRecord:
         if self._num_written >= _NUM_FIRST_STEPS and now - self._written < _SECONDS_BETWEEN:
             return
         self._num_written, self._written = self._num_written + 1, now
-        step = self._run.stopping.step_after(self._run.num_steps)
+        step = self._run.step
         self._write("step", f"step {step}", step=step, **self._run.metrics.to_dict())
 
     def record_account(self, number: int, seconds: float, predicted: float, lost: Sequence[LostTime]) -> None:

@@ -20,7 +20,7 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.traced import TracedModel
-from autovaruna.interception.signals import record_training
+from autovaruna.interception.ending import record_training
 from autovaruna.log import long_call, phase
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
@@ -40,16 +40,14 @@ from autovaruna.session.agreement import (
     SameInputs,
     SharedCall,
     Totals,
+    check_alike,
     compare_settings,
     input_groups,
-    share_call,
 )
 from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
-from autovaruna.session.device import on_own_gpu
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.session.model import WrappedModel
-from autovaruna.session.optimizer_part import OptimizerPart
+from autovaruna.session.model import OptimizerPart, WrappedModel, on_own_gpu
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import GivenPlan, Preparation
@@ -63,22 +61,17 @@ _SEED_OF_COPY = 1_000_003
 
 
 class Copies:
-    """A wrapped model and its deep copies, which are all split in the same way at the same time.
-
-    So averages of weights, teachers and target networks stay alike in what each rank holds of them.
-    """
+    """A wrapped model and its deep copies (averages of weights, teachers), which are all split alike, at one time."""
 
     def __init__(self, given_plan: GivenPlan | None = None) -> None:
         self.given_plan = given_plan
         self.preparation: Preparation | None = None  # their common plan; None before the first call of any
-        self.num_made = 0
         self._members: list[ref[Session]] = []
 
     def add(self, session: Session) -> int:
         """Adds a model; returns its number."""
         self._members.append(ref(session))
-        self.num_made += 1
-        return self.num_made - 1
+        return len(self._members) - 1
 
     def members(self) -> list[Session]:
         """Returns those that are still there, the first one first."""
@@ -95,10 +88,7 @@ class Copies:
 
 
 class Session:
-    """The calls of one wrapped model, which is whole on every rank until its first one, or that of one of its copies.
-
-    `scaler` is the loop's GradScaler; None: the program's own, if there is one.
-    """
+    """The calls of one wrapped model, whole on every rank until the first call of it, or of one of its copies."""
 
     def __init__(
         self,
@@ -107,7 +97,7 @@ class Session:
         run: Run,
         persistence: Persistence,
         *,
-        scaler: torch.amp.GradScaler | None,
+        scaler: torch.amp.GradScaler | None,  # None: the program's own, if there is one
         copies: Copies,
     ) -> None:
         self.copies = copies
@@ -149,7 +139,7 @@ class Session:
             yield
             return
         plan = engine.plan if engine else None
-        manager.begin_call(self._run.num_steps, self._run.metrics.work_seconds, plan)
+        manager.begin_call(self._run.step, self._run.metrics.work_seconds, plan)
         yield
         manager.end_call()
 
@@ -185,13 +175,10 @@ class Session:
         return returned
 
     def at_border(self) -> None:
-        """Does what is due between two steps: a snapshot for the manager, or the end of the run after a signal.
-
-        Collective, if it is due.
-        """
+        """Does what is due between two steps: a snapshot, or the end of the run. Collective, if it is due."""
         run, manager, num_steps = self._run, self._run.manager, self._run.num_steps
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
-        step = run.stopping.step_after(num_steps)
+        step = run.step
         if has_stepped:
             record_training()
         if manager is not None:
@@ -200,11 +187,11 @@ class Session:
             if has_stepped:
                 manager.at_border(self._only_subject, num_steps, step)
         if folder := run.settings.save_on_signal:
-            self._save_if_asked(folder, has_stepped, step)
+            self._save_on_signal(folder, has_stepped, step)
         if manager is not None and has_stepped:
             manager.end_if_agreed(step)
 
-    def _save_if_asked(self, folder: str, has_stepped: bool, step: int) -> None:
+    def _save_on_signal(self, folder: str, has_stepped: bool, step: int) -> None:
         """Saves the state and ends this rank, if a signal has come to any. Collective."""
         run, stopping = self._run, self._run.stopping
         if run.of_model or run.world.num_models > 1:
@@ -276,8 +263,9 @@ class Session:
         if self._drop_unread_attributes(call, {key for key, _ in alike}):
             return self._agree(args, kwargs, method)
         try:
-            groups, number = self._same_inputs.groups, run.num_calls
-            return share_call(call, tensors, alike, numbers, self._words, number=number, groups=groups, world=world)
+            shared = SharedCall(call, tensors, run.num_calls, self._same_inputs.groups, numbers)
+            check_alike(shared, alike, self._words, world)
+            return shared
         except RankError:  # on every rank; parameters() gives a caller those of this rank alone to freeze
             if model.engine is None or not model.state.follow_frozen(model.placement, world):
                 raise
@@ -292,12 +280,9 @@ class Session:
         inputs = self._same_inputs.digests(call, run.num_calls, tensors)
         wants_norm, metrics = run.metrics.report()
         flags |= NORM_WANTED * wants_norm
-        return Report(
-            key=call.key(),
-            actions=(*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising),
-            flags=flags,
-            numbers=BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics),
-        )
+        actions = (*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising)
+        numbers = BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics)
+        return Report((call.key(), repr(actions)), flags, numbers)
 
     def _words(self) -> dict[str, str]:
         """Returns what this rank's script has done since the start, in words."""
@@ -305,10 +290,7 @@ class Session:
         return {**self._run.actions.words(), **engine, "no_sync()": "off" if self._run.is_synchronising else "on"}
 
     def _drop_unread_attributes(self, call: CallSpec, keys: Collection[str]) -> bool:
-        """Leaves attributes that the script has set, and no trace reads, out of keys; says whether there were any.
-
-        It looks where a call is new. Collective then.
-        """
+        """Leaves attributes that no trace reads out of keys of new calls; says whether there were any. Collective."""
         world, guards, traces = self._run.world, self._model.guards, self.traces
         if self._model.engine is None or traces is None or (len(keys) == 1 and traces.knows(call)):
             return False
@@ -331,7 +313,7 @@ class Session:
 
     def _recheck_trace(self, call: CallSpec) -> None:
         """Makes sure, in a few calls, that the forward is what was traced."""
-        traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.known(call)
+        traced = None if self.traces is None or not torch.is_grad_enabled() else self.traces.find(call)
         if traced is not None and self._recheck.recheck(traced):
             self._model.guards.settle()
 
@@ -352,7 +334,7 @@ class Session:
 
     def _own_totals(self, call: CallSpec, tensors: Sequence[Tensor]) -> Totals | None:
         """Returns the totals of this rank's mini-batch; None: the graph is not known yet."""
-        traced = None if self.traces is None else self.traces.known(call)
+        traced = None if self.traces is None else self.traces.find(call)
         if traced is None:
             return None
         lengths = traced.lengths_of(call) or ()
@@ -365,7 +347,7 @@ class Session:
         if not traced.totals:
             return {}
         values = self._values_in(traced)
-        reported: Sequence[Totals | None] = shared.totals
+        reported: Sequence[Totals | None] = [each.totals for each in shared.numbers]
         if None in reported:  # on every rank
             own = partial(values.of_samples, shared.tensors, shared.call.batch_size, lengths)
             reported = gather_on_all(self._run.world, own, f"counting over the batch{self._run.of_model}")
@@ -381,15 +363,9 @@ class Session:
 
     # trace, measure, plan
 
+    @long_call()
     def _start(self, shared: SharedCall) -> Engine:
-        with long_call():
-            return self._plan_and_split(shared)
-
-    def _plan_and_split(self, shared: SharedCall) -> Engine:
-        """Plans, and gives each rank its part of the model and of its copies. Collective.
-
-        With an optimizer, the plan is one for training, even if the first call only evaluates.
-        """
+        """Plans, for training if there is an optimizer, and gives ranks their parts of model and copies. Collective."""
         model, run = self._model, self._run
         world, settings = run.world, run.settings
         self.copies.compare(world)
@@ -405,7 +381,7 @@ class Session:
             optimizer.check()
         keep_freed_memory()
         resident = resident_bytes(model.device)
-        model.bring_to_device()
+        model.move_to_device()
         self.traces = Traces(model.module, settings, world, model.device)
         traced = self.traces.first(shared)
         model.read_state()
@@ -417,14 +393,14 @@ class Session:
         self.copies.preparation = preparation
         with phase(logger, "splitting the model"):
             for each in self.copies.members():
-                each._take_part()
+                each._split()
         give_back_freed_memory()
         assert model.engine is not None
         return model.engine
 
     # split
 
-    def _take_part(self) -> None:
+    def _split(self) -> None:
         """Gives each rank its part, and what a checkpoint holds of it. Collective."""
         model, preparation = self._model, self.preparation
         names = self._persistence.pending_names()
@@ -443,7 +419,7 @@ class Session:
         register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
             register_split(model.state, placement, world)
-            run.installed.add(LATER_OPTIMIZERS.use())
+            run.installed.add(LATER_OPTIMIZERS.acquire())
         self.traces = self.traces or Traces(model.module, settings, world, device)
         run.metrics.follow(
             *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), preparation.held_memory),

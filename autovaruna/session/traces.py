@@ -55,7 +55,7 @@ class Traces:
         self.latest: TracedModel | None = None
         self.num_traced = 0
 
-    def known(self, call: CallSpec) -> TracedModel | None:
+    def find(self, call: CallSpec) -> TracedModel | None:
         """Returns the graph of a call; None: it is not known yet, or depends on the micro-batches."""
         return self._known.get(self._serving(call, 0))
 
@@ -113,10 +113,7 @@ class Traces:
         return self._tracing(known.call, sizes.batch_size, sizes.symbol is not None, free)()
 
     def first(self, shared: SharedCall) -> TracedModel:
-        """Returns the graph of the call that is to be planned, whose micro-batches are not known yet. Collective.
-
-        Losses that are sums, or no means at all, are refused before anything is measured.
-        """
+        """Returns the graph of the call that is to be planned, if its losses can be parted. Collective."""
         if self._settings.num_micro_batches != 1:
             self._refuse_synchronised_norms()
         traced = self._find(shared, -(-max(shared.sizes) // self._expected_parts(shared)))
@@ -126,10 +123,7 @@ class Traces:
         return traced
 
     def of(self, shared: SharedCall, batch: GlobalBatch) -> TracedModel:
-        """Returns the graph of a call. Collective if it is not known yet.
-
-        Micro-batches that the graph cannot serve are refused, and losses that would be averaged and cannot be.
-        """
+        """Returns the graph of a call, if it can serve the micro-batches. Collective if it is not known yet."""
         sizes = batch.sizes
         if not self._settings.dynamic_batch and len(sizes) > 1:
             raise InputError(
@@ -163,18 +157,13 @@ class Traces:
                 )
 
     def _refuse_other_losses(self, traced: TracedModel) -> None:
-        """Refuses a loss that is not the mean, or sum, of its micro-batches' losses; checks each graph once."""
-        mark = traced.key, frozenset[int](), True
-        if mark not in self._checked:
-            self._check_parts(traced, self._settings.batch_statistics == "exact")
-            self._checked.add(mark)
-
-    def _check_parts(self, traced: TracedModel, is_exact: bool = True) -> None:
-        """Makes sure that the losses of micro-batches make up that of the batch, unless the user weighs them."""
-        if not self._settings.micro_batch_weight:
-            refuse_other_losses(traced, self._settings.reduction == "sum", is_exact)
+        """Refuses a loss that is not the mean, or sum, of its micro-batches' losses, unless the user weighs them."""
+        mark, settings = (traced.key, frozenset[int](), True), self._settings
+        if mark not in self._checked and not settings.micro_batch_weight:
+            refuse_other_losses(traced, settings.reduction == "sum", settings.batch_statistics == "exact")
             if reason := self._trial_refusals.get(traced.key):
                 raise InputError(reason)
+        self._checked.add(mark)  # each graph is checked once
 
     def _expected_parts(self, shared: SharedCall) -> int:
         """Returns the micro-batches that a mini-batch will have if the planner keeps to the settings."""
@@ -215,10 +204,7 @@ class Traces:
         return forgotten
 
     def _trace_free(self, shared: SharedCall, micro_batch_size: int) -> TracedModel | None:
-        """Traces a call of which dimensions have varied, so that its graph serves other lengths, too. Collective.
-
-        Returns None if no dimension has varied, or the model cannot be traced so.
-        """
+        """Traces a call for other lengths, too, that have varied; None: none have, or it cannot be. Collective."""
         call, places = shared.call, self._varying(shared.call)
         if not places:
             return None
@@ -276,9 +262,8 @@ class Traces:
 
     def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         self._compare(traced)
-        is_tried = (
-            self._settings.check_parts and self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
-        )
+        is_parted = self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
+        is_tried = self._settings.check_parts and is_parted
         if self._settings.check_trace or is_tried:
             with phase(logger, TRYING):
                 self._check(traced, shared, micro_batch_size, is_tried)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autovaruna.config.settings import replicas_of
 from autovaruna.errors import InputError, PlanError
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
@@ -32,11 +31,6 @@ def grid_of(num_stages: int, num_replicas: int) -> Grid:
     return tuple(tuple(range(stage, num_ranks, num_stages)) for stage in range(num_stages))
 
 
-def map_text(grid: Grid) -> str:
-    """Returns a map as text: ``0,2;1,3`` for two stages of two replicas."""
-    return ";".join(",".join(map(str, ranks)) for ranks in grid)
-
-
 def read_map(stage_to_rank_map: StageMap, num_ranks: int) -> Grid | None:
     """Returns the ranks of each stage; None: the map is to be found.
 
@@ -52,9 +46,9 @@ def read_map(stage_to_rank_map: StageMap, num_ranks: int) -> Grid | None:
             f"stage_to_rank_map is {stage_to_rank_map!r}: expected the ranks of each stage, as "
             "{0: [0, 2], 1: [1, 3]} or '0,2;1,3'; None lets it be found."
         ) from None
-    complaint = _complaint(grid, num_ranks)
-    if complaint:
-        raise InputError(f"stage_to_rank_map is {map_text(grid)!r} for {num_ranks} ranks: {complaint}.")
+    if complaint := _complaint(grid, num_ranks):
+        text = ";".join(",".join(map(str, ranks)) for ranks in grid)
+        raise InputError(f"stage_to_rank_map is {text!r} for {num_ranks} ranks: {complaint}.")
     return grid
 
 
@@ -148,50 +142,8 @@ def choices(problem: Problem, chunk_size: int = 0, uses_all_ranks: bool = False)
 
 
 def _first_ranks(cluster: Cluster, num_ranks: int) -> Cluster:
-    return replace(
-        cluster,
-        hosts=cluster.hosts[:num_ranks],
-        memory_bytes=cluster.memory_bytes[:num_ranks],
-        speeds=cluster.speeds[:num_ranks],
-        own_process_bytes=cluster.own_process_bytes[:num_ranks],
-    )
-
-
-@dataclass(frozen=True)
-class GridPlace:
-    """The place of a rank; where stages have different numbers of ranks, several of one stage may be of one replica."""
-
-    grid: Grid
-    stage: int
-    replica: int  # of the whole model
-    num_replicas: int
-    batch_size: int  # samples of a step, over all replicas
-
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """One rank of each replica."""
-        return self.grid[0][: self.num_replicas]
-
-    @property
-    def samples(self) -> slice:
-        """Which samples of a batch are the replica's."""
-        start = sum(map(self.share_of, range(self.replica)))
-        return slice(start, start + self.share_of(self.replica))
-
-    def share_of(self, replica: int) -> int:
-        """Returns the samples of a replica; the first ones have one more where the batch does not divide."""
-        return self.batch_size // self.num_replicas + (replica < self.batch_size % self.num_replicas)
-
-
-def place_of(rank: int, grid: Grid, batch_size: int) -> GridPlace:
-    """Returns the place of a rank; InputError if there are fewer samples than replicas."""
-    num_replicas = len(replicas_of(grid))
-    if batch_size < num_replicas:
-        raise InputError(
-            f"batch_size is {batch_size} for {num_replicas} replicas; expected at least one sample for each."
-        )
-    stage, index = next((stage, ranks.index(rank)) for stage, ranks in enumerate(grid) if rank in ranks)
-    return GridPlace(grid, stage, index % num_replicas, num_replicas, batch_size)
+    by_rank = ("hosts", "memory_bytes", "speeds", "own_process_bytes")
+    return replace(cluster, **{name: getattr(cluster, name)[:num_ranks] for name in by_rank})
 
 
 def local_rank_of(world: World) -> int:
@@ -201,10 +153,7 @@ def local_rank_of(world: World) -> int:
 
 
 def device_of(device: int | str | torch.device | None, local_rank: int) -> torch.device:
-    """Returns a device; a number means a GPU, or the CPU where there is none; None, as -1, that of `local_rank`.
-
-    Raises InputError if there is no such device.
-    """
+    """Returns a device, by a GPU's number as well; None, as -1: that of `local_rank`; InputError if there is none."""
     device = -1 if device is None else device
     if isinstance(device, int):
         if not torch.cuda.is_available():

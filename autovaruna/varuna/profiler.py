@@ -30,8 +30,8 @@ from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World, gather_on_all, on_all
-from autovaruna.session.device import find_device
 from autovaruna.session.measuring import MeasuredModel, SpeedWatch, describe_cluster, measured_profile, optimizer_factor
+from autovaruna.session.model import find_device
 from autovaruna.session.session import as_in_training
 from autovaruna.varuna.grid import Grid, GridOption, choice_at, choices, device_of, grid_of, local_rank_of
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
@@ -66,11 +66,7 @@ def keys_between(traced: TracedModel, sizes: Sequence[int], wanted: Collection[i
 def find_grid(
     model: nn.Module, sample: Inputs, batch_size: int, chunk_size: int | None, settings: Mapping[str, Any], world: World
 ) -> tuple[Grid, int | None]:
-    """Returns the ranks of each stage and the micro-batch size of the fastest plan; PlanError if none fits. Collective.
-
-    The model is as it will be trained; `sample` has all `batch_size` samples of a step; without a `chunk_size` it is
-    found; `settings` are as for `AutoVaruna`, without the map.
-    """
+    """Returns the fastest plan's ranks of each stage and micro-batch size; PlanError if none fits. Collective."""
     if world.num_ranks == 1:
         return grid_of(1, 1), chunk_size
     known = resolve({**settings, "inputs": "replicated"})

@@ -17,7 +17,7 @@ from autovaruna._torch import foreach_mul_, pytree
 from autovaruna.api import AutoVaruna
 from autovaruna.errors import InputError
 from autovaruna.graph.call import describe
-from autovaruna.interception.signals import script_handler
+from autovaruna.interception.ending import script_handler
 from autovaruna.runtime.world import World, on_all
 from autovaruna.session.session import all_in_mode
 
@@ -121,10 +121,7 @@ class JobSignals:
 
 
 class StepScale:
-    """The scale of the loss: fixed, or halved by an overflow and doubled after many steps without one.
-
-    Its `scaler` holds it, for whoever goes backward or writes a checkpoint.
-    """
+    """The scale of the loss: fixed, or halved by an overflow and doubled after many steps without one."""
 
     def __init__(self, device: torch.device) -> None:
         self.scaler = torch.amp.GradScaler(device.type, growth_interval=GROWTH_INTERVAL)

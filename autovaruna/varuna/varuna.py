@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from autovaruna._torch import parameter_table, parse_to
 from autovaruna.api import AutoVaruna
-from autovaruna.config.settings import whole_number
+from autovaruna.config.settings import replicas_of, whole_number
 from autovaruna.errors import CheckpointError, InputError, OrderError
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import report_end
 from autovaruna.session.session import as_in_training
-from autovaruna.varuna.grid import Grid, GridPlace, StageMap, device_of, local_rank_of, place_of, read_map
+from autovaruna.varuna.grid import Grid, StageMap, device_of, local_rank_of, read_map
 from autovaruna.varuna.profiler import find_grid
 from autovaruna.varuna.step import (
     GetBatch,
@@ -110,6 +110,8 @@ class Varuna(nn.Module):
     """
 
     model: AutoVaruna
+    samples: slice
+    """Which samples of a global batch this rank's replica passes to `step`."""
 
     def __init__(
         self,
@@ -160,23 +162,29 @@ class Varuna(nn.Module):
             with as_in_training(model), self._precision():
                 sample = sample_batch(get_batch_fn, model, self.global_batch_size, self.device)
                 grid, chunk_size = find_grid(model, sample, self.global_batch_size, chunk_size, settings, self.world)
-        self._take_place(place_of(self.rank, grid, self.global_batch_size), chunk_size)
+        self._set_place(grid, chunk_size)
         self.__dict__["model"] = self._wrap(model, grid, get_batch_fn, settings)  # names stay the model's own
 
-    def _take_place(self, place: GridPlace, chunk_size: int | None) -> None:
-        """Notes where this rank is in the grid."""
-        self.place = place
-        self.stage_to_rank_map = {stage: list(ranks) for stage, ranks in enumerate(place.grid)}
-        self.partitions, self.data_depth = len(place.grid), place.num_replicas
-        self.stage, self.rank_within_stage = place.stage, place.replica
-        self.data_parallel = self.data_depth > 1
-        self.batch_size = place.share_of(place.replica)
-        self._chunk_size = chunk_size
+    def _set_place(self, grid: Grid, chunk_size: int | None) -> None:
+        """Sets where this rank is in the grid; a replica may have several ranks of one stage, if others have fewer."""
+        batch_size, num_replicas = self.global_batch_size, len(replicas_of(grid))
+        if batch_size < num_replicas:
+            raise InputError(
+                f"batch_size is {batch_size} for {num_replicas} replicas; expected at least one sample for each."
+            )
+        self.stage_to_rank_map = {stage: list(ranks) for stage, ranks in enumerate(grid)}
+        self.partitions, self.data_depth, self.data_parallel = len(grid), num_replicas, num_replicas > 1
+        self.stage, index = next((stage, each.index(self.rank)) for stage, each in enumerate(grid) if self.rank in each)
+        self.rank_within_stage = index % num_replicas
+        sizes = [len(range(first, batch_size, num_replicas)) for first in range(num_replicas)]  # first ones: one more
+        self.batch_size, start = sizes[self.rank_within_stage], sum(sizes[: self.rank_within_stage])
+        self.samples = slice(start, start + self.batch_size)
+        self._chunk_size, self._leaders = chunk_size, grid[0][:num_replicas]
 
     def _wrap(self, model: nn.Module, grid: Grid, get_batch_fn: GetBatch, settings: dict[str, Any]) -> AutoVaruna:
         """Plans and splits the model over the ranks of the grid."""
         if self._chunk_size:
-            each = math.ceil(self.place.share_of(0) / self._chunk_size)
+            each = math.ceil(self.global_batch_size / (self.data_depth * self._chunk_size))
             settings["num_micro_batches"] = min(self.data_depth * each, self.global_batch_size)
         wrapped = AutoVaruna(model, scaler=self._scaler, **{**settings, "stage_ranks": [list(ranks) for ranks in grid]})
         with as_in_training(model), self._precision():
@@ -195,11 +203,6 @@ class Varuna(nn.Module):
         plan = self.model.plan
         assert plan is not None
         return self._chunk_size or math.ceil(self.global_batch_size / plan.num_micro_batches)
-
-    @property
-    def samples(self) -> slice:
-        """Which samples of a global batch this rank's replica passes to `step`."""
-        return self.place.samples
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
@@ -300,7 +303,7 @@ class Varuna(nn.Module):
         most = whole_number("batch_size", self.global_batch_size if batch_size is None else batch_size)
         batch = on_device(check_inputs(inputs, "evaluate() got"), self.device)
         with self._precision():
-            return mean_loss(self.model, batch, most, self.place.leaders, self.world)
+            return mean_loss(self.model, batch, most, self._leaders, self.world)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this rank."""
@@ -391,11 +394,7 @@ class Varuna(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this rank holds, under the model's own names.
-
-        Where there are none, as in a stage that is only a loss, it yields one without elements: torch makes no
-        optimizer of nothing.
-        """
+        """Yields the parameters of this rank by the model's names; an empty one if there are none, for optimizers."""
         every = self.model.named_parameters(prefix, recurse, remove_duplicate)
         own = [(name, parameter) for name, parameter in every if not parameter.is_meta]
         yield from own or [("no_parameters", self._placeholder)]

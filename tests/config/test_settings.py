@@ -10,7 +10,7 @@ import pytest
 import tomli
 
 import autovaruna
-from autovaruna.config.settings import Settings, declarations, known_names, log_settings, meanings, resolve
+from autovaruna.config.settings import Settings, declarations, log_settings, meanings, named_settings, resolve
 from autovaruna.errors import ConfigError
 from autovaruna.planner.problem import Constraints
 from autovaruna.schedule.registry import POLICIES
@@ -142,9 +142,9 @@ def unfit(kind_text):
     return [object(), 3.5j] + ([] if "text" in kind_text else [f"not {kind_text}"])
 
 
-@pytest.mark.parametrize("name", sorted(known_names()))
+@pytest.mark.parametrize("name", sorted(named_settings()))
 def test_a_wrong_type_is_refused_and_says_what_is_expected(conf, name):
-    _, kind = known_names()[name]
+    _, kind = named_settings()[name]
     for value in unfit(kind.expected):
         if "a path" in kind.expected and isinstance(value, str):
             continue

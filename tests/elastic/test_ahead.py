@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autovaruna.elastic.ahead import Request, plan_ahead
-from autovaruna.elastic.progress import deployment_name
+from autovaruna.elastic.job_folder import deployment_name
 from autovaruna.planner.deployment import Fingerprint, differences, host_counts, load, plan_from
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan

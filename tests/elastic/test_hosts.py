@@ -13,8 +13,7 @@ from autovaruna.elastic import hosts as module
 from autovaruna.elastic.hosts import BEAT_SECONDS, Hosts
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import MorphingOptions
-from autovaruna.elastic.speeds import Slow
-from autovaruna.elastic.watch import JobWatch
+from autovaruna.elastic.slow_ranks import Slow
 from tests.elastic.keepers import TOKEN
 from tests.hosts.emulation import wait_for
 from tests.mpi.launch import find_mpirun
@@ -38,9 +37,9 @@ def job_hosts(folder: Path, options: MorphingOptions) -> Iterator[Hosts]:
 def look(hosts: Hosts) -> set[str]:
     """Returns what can be used once the list has been looked at again."""
     time.sleep(BEAT_SECONDS)
-    hosts.look_around()
+    hosts.poll_hosts()
     time.sleep(0.5)
-    hosts.look_around()
+    hosts.poll_hosts()
     return set(hosts.usable())
 
 
@@ -93,10 +92,7 @@ def test_the_managers_own_machine_keeps_its_keeper_when_it_is_taken_from_the_lis
 def test_a_slow_host_is_better_than_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with job_hosts(tmp_path, MorphingOptions(None, 1)) as hosts:
-        watch = JobWatch(0)
-        watch.record(HOST, {"attempt": 0, "ranks": {"0": {"state": "R", "calls": 0, "work": []}}, "predicted": {}})
-        watch.changes.append(Slow(0, 30, 2.0, "its own past"))
-        hosts.slow.record(watch)
+        hosts.slow.record([((HOST, 0), Slow(0, 30, 2.0, "its own past"))])
         assert hosts.slow.leaves_out(HOST) and set(hosts.usable()) == {HOST} and not hosts.slow.leaves_out(HOST)
 
 

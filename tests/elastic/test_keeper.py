@@ -22,8 +22,8 @@ import pytest
 from autovaruna.checkpoint.remote_file import Pointer, open_bytes
 from autovaruna.checkpoint.save import write_file
 from autovaruna.elastic.host_processes import processes_with
+from autovaruna.elastic.job_folder import RankPart, write_record
 from autovaruna.elastic.link import Link
-from autovaruna.elastic.rank_part import RankPart, write_record
 from autovaruna.elastic.standby import LOCK
 from autovaruna.errors import CheckpointError
 from autovaruna.runtime.token_server import connect

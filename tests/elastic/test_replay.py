@@ -105,7 +105,7 @@ def test_a_failure_every_ten_minutes_leaves_97_percent(fault: str):
             "two losses": [Change(start, 2 if start % 1200 else 3)],
         }[fault]
     result = replay([*rows, Change(86_400, 0)], STEPS, FaultCosts(kill_seconds=6.0, loss_seconds=6.0))
-    assert 0.97 <= result.share(result.done_steps) < 0.995
+    assert 0.97 <= result.of_ideal(result.done_steps) < 0.995
 
 
 def test_a_trace_is_read_with_or_without_names_and_comments(tmp_path: Path):

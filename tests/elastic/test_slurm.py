@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from autovaruna.__main__ import parser_of
-from autovaruna.elastic.allocation import allocated_lines, check_requeue, requeue
+from autovaruna.elastic.host_list import allocated_lines, check_requeue, requeue
 from autovaruna.elastic.job import find_mpirun
 from autovaruna.errors import ConfigError
 from tests.mpi.launch import QUIET, ROOT

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from autovaruna.checkpoint.manifest import read_manifest
+from autovaruna.elastic.job_folder import PINNED, VARIABLE, JobPlace, Reporter
 from autovaruna.elastic.job_state import Checkpoints, find_state, hand_out
 from autovaruna.elastic.link import Link
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.progress import VARIABLE, JobPlace, Reporter
-from autovaruna.elastic.rank_part import PINNED
 from autovaruna.elastic.snapshot import Snapshots
 from tests.elastic.keepers import keeper
 from tests.hosts.emulation import wait_for

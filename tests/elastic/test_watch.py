@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def rank(calls: int, is_inside: bool = True, state: str = "S", gone: float = 0.0, **more: Any) -> dict[str, Any]:
     """Returns what a keeper says of a rank."""
     said = {"calls": calls, "steps": calls, "is_inside": is_inside, "state": state, "gone_seconds": gone}
-    return {**said, "is_asked_to_end": False, "is_kept": True, "work_seconds": 0.0, "work": [], **more}
+    return {**said, "is_signalled": False, "is_kept": True, "work_seconds": 0.0, "work": [], **more}
 
 
 def report(newest: int | None = None, copied: object = None, **ranks: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from autovaruna.elastic.progress import Progress
+from autovaruna.elastic.job_folder import Progress
 from tests.hosts.emulation import Command, Hosts, wait_for
 
 SCRIPT = Path(__file__).with_name("elastic_train.py")

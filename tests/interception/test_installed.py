@@ -65,9 +65,9 @@ def test_a_model_may_be_collected_while_another_one_is_wrapped() -> None:
 
     can_install = False
     piece = ProcessPiece(install)
-    releases.append(piece.use())
+    releases.append(piece.acquire())
     can_install = True
-    release = piece.use()
+    release = piece.acquire()
     assert undone == []
     release()
     assert undone == ["undone"]

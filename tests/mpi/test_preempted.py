@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic.progress import SAVED
+from autovaruna.elastic.rank_script import SAVED
 from tests.mpi.launch import mpirun
 from tests.products import some
 

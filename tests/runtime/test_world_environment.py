@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from autovaruna.interception.exits import status_of
+from autovaruna.interception.ending import status_of
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads, single_world
 from autovaruna.runtime.torch_channel import neighbours

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autovaruna import AutoVaruna, InputError, TraceError, log
 from autovaruna.config.settings import Settings
-from autovaruna.elastic.progress import VARIABLE, JobPlace, job_place
+from autovaruna.elastic.job_folder import VARIABLE, JobPlace, job_place
 from autovaruna.errors import ConfigError
 from autovaruna.graph.module_state import fake_like
 from autovaruna.graph.trace import trace
@@ -30,8 +30,8 @@ from autovaruna.profiler.measure import Key, Pace, PartCost, settle
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
-from autovaruna.session.device import bring_to_own_device, find_device, on_own_gpu
-from autovaruna.session.measuring import SpeedWatch, Turn, lasting, measure_together
+from autovaruna.session.measuring import SpeedWatch, Turn, measure_together, persistent_speeds
+from autovaruna.session.model import find_device, move_to_own_device, on_own_gpu
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.profiler.models import WIDTH, Mlp
@@ -248,7 +248,7 @@ def cost(seconds: float) -> PartCost:
     ids=["slow once", "slow in turn", "noise", "slow", "fast", "all slow"],
 )
 def test_a_rank_differs_if_it_does_at_every_look(looks: list[list[float]], speeds: tuple[float, ...]) -> None:
-    assert lasting(looks) == pytest.approx(speeds)
+    assert persistent_speeds(looks) == pytest.approx(speeds)
 
 
 @pytest.mark.parametrize(
@@ -309,14 +309,14 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
     measured: list[tuple[str, int]] = []
 
     def run(world: World) -> dict[Key, PartCost]:
-        def own_share(turn: Turn) -> dict[Key, PartCost]:
+        def measure_own(turn: Turn) -> dict[Key, PartCost]:
             first, step = turn.share
             mine = PARTS[first::step]
             measured.extend((name, world.rank) for name in mine)
             factor = (3 if world.rank == 1 else 1) * (10 if turn.place else 1)
             return {(name, 4): cost(factor * (1 + PARTS.index(name))) for name in mine}
 
-        return measure_together(SpeedWatch(world, torch.device("cpu")), iterations, own_share)
+        return measure_together(SpeedWatch(world, torch.device("cpu")), iterations, measure_own)
 
     num_turns = min(iterations, measuring.MOST_TURNS)
     for found in run_ranks(num_ranks, run):
@@ -332,11 +332,11 @@ def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.
     places: list[int] = []
 
     def run(world: World) -> dict[Key, PartCost]:
-        def own_share(turn: Turn) -> dict[Key, PartCost]:
+        def measure_own(turn: Turn) -> dict[Key, PartCost]:
             places.append(turn.place)
             return {(PARTS[world.rank], 4): cost(1.0)}
 
-        return measure_together(SpeedWatch(world, torch.device("cpu")), 5, own_share)
+        return measure_together(SpeedWatch(world, torch.device("cpu")), 5, measure_own)
 
     assert all(set(found) == {("a", 4), ("b", 4)} for found in run_ranks(2, run))
     assert places == [0, 0]
@@ -426,7 +426,7 @@ def test_a_model_on_the_first_gpu_goes_to_the_own_one_which_becomes_current(
 ) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "2")
     model = Moved()
-    assert bring_to_own_device(model, None, Settings()) == gpu(2)
+    assert move_to_own_device(model, None, Settings()) == gpu(2)
     assert model.places == [gpu(2)] and four_gpus.current == 2
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
-from autovaruna.elastic.progress import SAVED
+from autovaruna.elastic.rank_script import SAVED
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.transport.base import TensorTransfer
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport

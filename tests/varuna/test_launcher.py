@@ -18,9 +18,10 @@ import pytest
 
 from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
+from autovaruna.elastic.host_list import list_hosts
 from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.options import list_hosts, read_options, read_variables
+from autovaruna.elastic.options import read_options, read_variables
 from autovaruna.errors import ConfigError
 
 
@@ -77,8 +78,8 @@ def test_a_script_gets_the_options_that_it_takes_as_it_spells_them() -> None:
     parser.add_argument("--batch-size")
     parser.add_argument("--local-rank")
     parser.add_argument("--resume_step")
-    assert rank_script.known_to(parser, known) == ["--local-rank=0", "--batch-size=8", "--resume_step=7"]
-    assert rank_script.known_to(argparse.ArgumentParser(), known) == []
+    assert rank_script.options_for(parser, known) == ["--local-rank=0", "--batch-size=8", "--resume_step=7"]
+    assert rank_script.options_for(argparse.ArgumentParser(), known) == []
 
 
 def test_subcommands_get_the_options_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_output_is_that_of_its_rank(written: bytes, shown: str, ended: dict[int,
     output.follow(io.BytesIO(written), target)
     output.wait()
     target.seek(0)
-    assert target.read() == shown and output.ended == ended and not output.has_started
+    assert target.read() == shown and output.ended == ended and not output.started
 
 
 def test_each_rank_that_runs_is_told() -> None:
@@ -143,7 +144,7 @@ def test_each_rank_that_runs_is_told() -> None:
     output = JobOutput(lambda: started.append(1))
     output.follow(io.BytesIO(f"[1,0]<stderr>: {rank_script.STARTED}\n".encode() * 2), shown := io.StringIO())
     output.wait()
-    assert started == [1, 1] and output.has_started and not shown.getvalue()
+    assert started == [1, 1] and output.started and not shown.getvalue()
 
 
 def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError, InputError, OrderError
-from autovaruna.interception import signals
+from autovaruna.interception import ending
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.varuna import CutPoint, Varuna
@@ -316,13 +316,13 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once, the manager's stood in its place, and the run ended without a call of it."""
-    monkeypatch.setattr(signals, "_before", {})
-    monkeypatch.setattr(signals, "_heard", set())
+    monkeypatch.setattr(ending, "_before", {})
+    monkeypatch.setattr(ending, "_signals", set())
     called: list[str] = []
-    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    before = {number: signal.getsignal(number) for number in ending.SIGNALS}
     try:
         signal.signal(signal.SIGUSR1, lambda *_: called.append("handler"))
-        signals._listen()
+        ending._listen()
         alone: Any = SimpleNamespace(gather_objects=lambda own, what: [own])
         requests = JobSignals(alone, lambda: called.append("before"))
         requests.install()
@@ -331,7 +331,7 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert called == ["before", "handler"] and not signals.has_heard()
+    assert called == ["before", "handler"] and not ending.has_signal()
 
 
 def test_a_step_of_many_micro_batches_is_not_cut_off() -> None:

@@ -1,21 +1,75 @@
-"""Has the end of a script, or of one of its threads, be the end of all ranks, and shows errors in few lines.
+"""Records the signals that ask a process to end, and has the end of a script, or of its threads, end all ranks.
 
 A script that comes to its end says goodbye and waits for the others. An error that nobody caught, in any thread, or
-`sys.exit` with a non-zero status, ends all ranks at once.
+`sys.exit` with a non-zero status, ends all ranks at once. Errors are shown in few lines.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
-from types import TracebackType
-from typing import NoReturn, Protocol
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Protocol
 
 from autovaruna.errors import AutoVarunaError, RankError
 from autovaruna.interception.installed import ProcessPiece, Undo, put
 from autovaruna.log import error_text, write_error
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+has_trained = False
+"""Whether this process has made a step: until then a job that is asked to end has nothing to save."""
+_signals: set[signal.Signals] = set()
+_before: dict[int, Any] = {}
+
+
+def has_signal() -> bool:
+    """Says whether a signal has asked this process to end."""
+    return bool(_signals)
+
+
+def record_training() -> None:
+    """Records that this process has made a step."""
+    global has_trained
+    has_trained = True
+
+
+def signal_names() -> str:
+    """Returns the names of the signals that have come, in one text."""
+    return ", ".join(sorted(each.name for each in _signals))
+
+
+def _record(number: int, frame: FrameType | None) -> None:
+    _signals.add(signal.Signals(number))
+    if callable(_before.get(number)):
+        _before[number](number, frame)
+
+
+def script_handler(number: signal.Signals) -> Any:
+    """Returns what the script does with a signal, as `signal.getsignal` does."""
+    handler = signal.getsignal(number)
+    return _before.get(number) if handler is _record else handler
+
+
+def _listen() -> Undo | None:
+    """Records signals from now on, in the main thread: they no longer end this process by themselves."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    _before.update((number, signal.signal(number, _record)) for number in SIGNALS)
+
+    def undo() -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is _record:  # else the script has put a handler of its own there
+                    signal.signal(number, _before.pop(number))
+
+    return undo
+
+
+LISTENING = ProcessPiece(_listen)
 
 
 class Ranks(Protocol):
@@ -71,7 +125,7 @@ class Ending:
             self._ranks.abort(args.exc_value, f"rank {self._ranks.rank} failed{name}")
 
     def on_exit(self, status: object = None, /) -> NoReturn:
-        """Notes the status of `sys.exit`, which Python does not show at the end; using the ranks later undoes that."""
+        """Records the status of `sys.exit`, which Python does not show at the end; to use the ranks later undoes it."""
         if threading.current_thread() is threading.main_thread():
             self._status, self._num_acts = status_of(status), self._ranks.num_acts
         self._exit(status)  # type: ignore[arg-type]

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic import slow_hosts as module
+from autovaruna.elastic import slow_ranks as module
 from autovaruna.elastic.notices import EventLog
-from autovaruna.elastic.slow_hosts import SlowHosts
-from autovaruna.elastic.speeds import Recovered, Slow, Speeds
-from autovaruna.elastic.watch import JobWatch
+from autovaruna.elastic.slow_ranks import Place, Recovered, Slow, SlowRanks, Speeds
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.records import predicted_seconds
 from autovaruna.planner.search import make_plan
@@ -173,78 +171,73 @@ def test_a_rank_that_the_plan_gives_less_may_recover_or_get_slower_still(factor:
 
 
 @pytest.fixture
-def slow_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowHosts]:
+def slow_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowRanks]:
     """Plans may follow each other at once, and what has just become slow."""
     monkeypatch.setattr(module, "_BETWEEN_SECONDS", -1.0)
     monkeypatch.setattr(module, "_LASTING_SECONDS", -1.0)
-    slow_hosts = SlowHosts(EventLog(None), 1.5)
-    slow_hosts.begin(RANKS)
-    yield slow_hosts
+    slow_ranks = SlowRanks(EventLog(None), 1.5)
+    slow_ranks.begin(RANKS)
+    yield slow_ranks
 
 
-def saw(*changes: Slow | Recovered) -> JobWatch:
-    """Returns a watch of two ranks, each on a host of its name, that has seen some changes."""
-    watch = JobWatch(0)
-    for rank in range(2):
-        report = {"state": "R", "calls": 0, "work": []}
-        watch.record(f"h{rank}", {"attempt": 0, "ranks": {str(rank): report}, "predicted": {}})
-    watch.changes += changes
-    return watch
+def changes(*changes: Slow | Recovered) -> list[tuple[Place, Slow | Recovered]]:
+    """Returns changes of ranks, each on a host of its name."""
+    return [((f"h{each.rank}", 0), each) for each in changes]
 
 
-def test_a_plan_is_made_anew_where_other_hosts_are_slow_than_it_knows(slow_hosts: SlowHosts):
-    slow_hosts.record(saw(SLOW))
-    assert slow_hosts.wants_plan and slow_hosts.begin(RANKS) and not slow_hosts.wants_plan
-    assert slow_hosts.factors() == (1.0, 1.0, 1.2, 1.0)
-    slow_hosts.record(saw(WELL))
-    assert slow_hosts.wants_plan and slow_hosts.begin(RANKS) and not slow_hosts.wants_plan
-    assert slow_hosts.factors() == (1.0,) * 4
-    slow_hosts.record(saw(SLOW))
-    slow_hosts.begin(RANKS)
-    slow_hosts.record(saw(SLOW))  # slower still than in the run of that plan
-    assert slow_hosts.wants_plan and slow_hosts.factors() == (1.0, 1.0, pytest.approx(1.44), 1.0)
+def test_a_plan_is_made_anew_where_other_hosts_are_slow_than_it_knows(slow_ranks: SlowRanks):
+    slow_ranks.record(changes(SLOW))
+    assert slow_ranks.wants_plan and slow_ranks.begin(RANKS) and not slow_ranks.wants_plan
+    assert slow_ranks.factors() == (1.0, 1.0, 1.2, 1.0)
+    slow_ranks.record(changes(WELL))
+    assert slow_ranks.wants_plan and slow_ranks.begin(RANKS) and not slow_ranks.wants_plan
+    assert slow_ranks.factors() == (1.0,) * 4
+    slow_ranks.record(changes(SLOW))
+    slow_ranks.begin(RANKS)
+    slow_ranks.record(changes(SLOW))  # slower still than in the run of that plan
+    assert slow_ranks.wants_plan and slow_ranks.factors() == (1.0, 1.0, pytest.approx(1.44), 1.0)
 
 
-def test_each_set_of_hosts_has_its_own_plan(slow_hosts: SlowHosts):
-    slow_hosts.record(saw(SLOW))
-    assert not slow_hosts.begin({"h0": 2}) and not slow_hosts.wants_plan and slow_hosts.factors() == (1.0, 1.0)
+def test_each_set_of_hosts_has_its_own_plan(slow_ranks: SlowRanks):
+    slow_ranks.record(changes(SLOW))
+    assert not slow_ranks.begin({"h0": 2}) and not slow_ranks.wants_plan and slow_ranks.factors() == (1.0, 1.0)
     others = {"h1": 2, "h2": 2}
-    assert slow_hosts.begin(others) and slow_hosts.factors() == (1.2, 1.0, 1.0, 1.0)
-    assert slow_hosts.begin(RANKS) and not slow_hosts.begin(others)  # each of the plans has been made once
-    assert not slow_hosts.begin({"h1": 1}), "one rank alone has all to do"
+    assert slow_ranks.begin(others) and slow_ranks.factors() == (1.2, 1.0, 1.0, 1.0)
+    assert slow_ranks.begin(RANKS) and not slow_ranks.begin(others)  # each of the plans has been made once
+    assert not slow_ranks.begin({"h1": 1}), "one rank alone has all to do"
 
 
 def test_a_rank_that_is_slow_now_and_then_hides_no_other_and_fills_no_screen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "_LASTING_SECONDS", 0.2)
-    slow_hosts = SlowHosts(EventLog(str(tmp_path / "events")), 1.5)
-    slow_hosts.begin(RANKS)
-    slow_hosts.record(saw(SLOW))
+    slow_ranks = SlowRanks(EventLog(str(tmp_path / "events")), 1.5)
+    slow_ranks.begin(RANKS)
+    slow_ranks.record(changes(SLOW))
     for _ in range(6):
-        slow_hosts.record(saw(Slow(0, 30, 1.2, "its own past"), Recovered(0, 31)))
+        slow_ranks.record(changes(Slow(0, 30, 1.2, "its own past"), Recovered(0, 31)))
         time.sleep(0.05)
-    assert slow_hosts.begin(RANKS) and slow_hosts.factors() == (1.0, 1.0, 1.2, 1.0)
+    assert slow_ranks.begin(RANKS) and slow_ranks.factors() == (1.0, 1.0, 1.2, 1.0)
     assert capsys.readouterr().err.count("rank 0") == 2
     assert (tmp_path / "events").read_text().count('"rank": 0') == 6
 
 
 def test_a_host_that_is_slow_for_a_moment_needs_no_plan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_LASTING_SECONDS", 0.2)
-    slow_hosts = SlowHosts(EventLog(None), 1.5)
-    slow_hosts.begin(RANKS)
-    slow_hosts.record(saw(SLOW))
-    assert not slow_hosts.wants_plan
+    slow_ranks = SlowRanks(EventLog(None), 1.5)
+    slow_ranks.begin(RANKS)
+    slow_ranks.record(changes(SLOW))
+    assert not slow_ranks.wants_plan
     time.sleep(0.3)
-    assert slow_hosts.wants_plan
+    assert slow_ranks.wants_plan
 
 
-def test_a_rank_that_recovers_before_a_plan_is_made_needs_none(slow_hosts: SlowHosts):
-    slow_hosts.record(saw(SLOW, WELL))
-    assert not slow_hosts.wants_plan and not slow_hosts.begin(RANKS)
+def test_a_rank_that_recovers_before_a_plan_is_made_needs_none(slow_ranks: SlowRanks):
+    slow_ranks.record(changes(SLOW, WELL))
+    assert not slow_ranks.wants_plan and not slow_ranks.begin(RANKS)
 
 
-def test_a_host_that_is_left_out_needs_no_plan(slow_hosts: SlowHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_host_that_is_left_out_needs_no_plan(slow_ranks: SlowRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # where the names of slow machines are written
-    slow_hosts.record(saw(Slow(1, 30, 2.0, "its own past")))
-    assert slow_hosts.leaves_out("h1") and not slow_hosts.wants_plan
+    slow_ranks.record(changes(Slow(1, 30, 2.0, "its own past")))
+    assert slow_ranks.leaves_out("h1") and not slow_ranks.wants_plan
