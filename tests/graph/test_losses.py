@@ -86,7 +86,7 @@ NO_MEANS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_MEANS)
+@pytest.mark.parametrize("name", some([*NO_MEANS], 8))
 def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
     """The error names the line."""
     case = case_of(name, NO_MEANS[name])
@@ -189,7 +189,7 @@ MEANS = {each.__name__: each for each in (scaled, by_sample, unlisted, guarded, 
 }
 
 
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", some([*MEANS], 4))
 def test_a_mean_is_not(name: str) -> None:
     train_as_plain(case_of(name, MEANS[name]), pipeline(2), 7, 7)
 
@@ -226,7 +226,7 @@ SUMS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", some([*SUMS], 4))
 def test_a_sum_is_added_up_or_refused(name: str) -> None:
     """With the setting that the error names, the numbers are those of the whole batch."""
     case = case_of(name, SUMS[name])
@@ -237,7 +237,7 @@ def test_a_sum_is_added_up_or_refused(name: str) -> None:
 WHOLE_BATCH = {**NO_MEANS, **SUMS}
 
 
-@pytest.mark.parametrize("name", some([*WHOLE_BATCH], 6))
+@pytest.mark.parametrize("name", some([*WHOLE_BATCH], 3))
 def test_with_one_micro_batch_any_loss_is_that_of_plain_pytorch(name: str) -> None:
     train_as_plain(case_of(name, WHOLE_BATCH[name]), pipeline(2, num_micro_batches=1), 6, 6)
 
@@ -261,7 +261,7 @@ NO_SUMS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("name", some([*ADDED], 4))
 def test_what_is_added_up_is_the_loss_of_the_whole_batch(name: str) -> None:
     """Micro-batches get its size, and what is counted in it, wherever that is what plain PyTorch computes with."""
     train_as_plain(case_of(f"added {name}", ADDED[name], whole=True), pipeline(2, settings=SUM), 7, 6)
@@ -293,7 +293,7 @@ if torch.__version__ < "2.12":  # its torch.export fixes a batch size that is an
     del OF_SIZE["a power"]
 
 
-@pytest.mark.parametrize("name", OF_SIZE)
+@pytest.mark.parametrize("name", some([*OF_SIZE], 5))
 def test_the_size_is_that_of_the_whole_batch(name: str) -> None:
     train_as_plain(case_of(f"of size {name}", OF_SIZE[name], whole=True), pipeline(2), 7, 6)
 

@@ -16,6 +16,7 @@ from autovaruna.graph import trial
 from autovaruna.graph.call import describe
 from autovaruna.graph.trial import PartsTrial
 from autovaruna.session import traces
+from tests.products import some
 from tests.reference import sgd
 from tests.session.training import QUIET, Setup, on_ranks, pipeline
 
@@ -139,13 +140,13 @@ def run(way: Way, **settings: Any) -> Any:
     return AutoVaruna(Series(way), plan=plan, **{**QUIET, **settings})(*batch())
 
 
-@pytest.mark.parametrize("name", MEETING)
+@pytest.mark.parametrize("name", some([*MEETING], 7))
 def test_samples_that_meet_are_found(name: str) -> None:
     with pytest.raises(AutoVarunaError, match=r"(mixes the samples|no mean over).* at .*test_trial.py:\d+"):
         run(MEETING[name])
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", some([*ALONE], 5))
 def test_samples_that_go_alone_are_not_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "autovaruna.graph.trial"):
         run(ALONE[name])

@@ -67,7 +67,7 @@ def test_replicas_train_as_plain_pytorch(setup: str, case: Case) -> None:
     hold(case, given, "sgd", has_all_buffers=False)  # statistics of two samples amplify the last bit
 
 
-@pytest.mark.parametrize("case", some(HUGGING_FACE[1:], 3), ids=str)
+@pytest.mark.parametrize("case", some(HUGGING_FACE[1:], 2), ids=str)
 def test_a_hugging_face_model_trains_as_plain_pytorch(case: Case) -> None:
     pytest.importorskip("transformers")
     hold(case, Setup(((0,), (1, 0)), 3), "adamw", has_all_buffers=False)

@@ -323,7 +323,8 @@ def with_own_scaler(hidden: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
         return torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
 
     gc.collect()
-    return step(partial(AutoVaruna, **QUIET, num_micro_batches=2)), step(lambda model, optimizer: model)
+    plan = Setup(num_micro_batches=2).plan
+    return step(partial(AutoVaruna, **QUIET, num_micro_batches=2, plan=plan)), step(lambda model, optimizer: model)
 
 
 def test_a_scaler_that_was_made_before_is_found() -> None:
