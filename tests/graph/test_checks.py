@@ -6,7 +6,6 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
 from typing import Any
 from unittest import TestCase
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna._torch import TorchDispatchMode
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import TraceOptions
@@ -59,34 +57,6 @@ def test_a_broken_trace_is_found_and_where(other: Any, words: str) -> None:
     model = net(nn.ReLU(), nn.Linear(12, 12))
     with pytest.raises(TraceError, match=words):
         look(model, broken(model, torch.ops.aten.relu.default, other))
-
-
-def attending(self: Any, x: Tensor, share: float) -> Tensor:
-    heads = self.inner(x).view(-1, 1, 3, 4)
-    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=share).flatten(1)
-
-
-class FusedKernels(TorchDispatchMode):
-    """Notes whether attention may take those of a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: set[bool] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "softmax" in str(func) or "attention" in str(func):
-            self.noted.add(torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1])
-def test_attention_with_dropout_is_compared_by_its_formula(share: float) -> None:
-    """Each kernel of a GPU draws in its own way; a library gives a mask of ones while it is traced, and none else."""
-    model = Function(partial(attending, share=share), inner=nn.Linear(12, 12))
-    trace = traced(model, X)
-    with FusedKernels() as kernels:
-        look(model, trace)
-    assert kernels.noted == {not share}
 
 
 def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,18 +115,6 @@ def test_it_leaves_nothing_behind() -> None:
     assert torch.equal(generators[0], torch.get_rng_state())
     assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
     assert (len(marking.seen), marking.last) == (0, None)
-
-
-def test_what_rounding_does_is_no_difference() -> None:
-    """The last bits of a sum are all that is left of numbers that cancel out."""
-    model = Function(
-        lambda self, x: (x @ self.weight).sum(1) - (x @ self.weight.flip(1)).sum(1),
-        weight=nn.Parameter(X.T[:, :4].clone()),
-    )
-    trace = broken(model, torch.ops.aten.flip.default, torch.ops.aten.clone.default)
-    for node in trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-        node.args = node.args[:1]
-    look(model, trace)
 
 
 class State:

@@ -210,8 +210,3 @@ def test_no_plan_is_better_by_1_percent_nor_than_the_bound(kind: str, seed: int)
         least = max(seconds_of(plan) * BETTER, plan.bound_seconds * (1 - 1e-9))
     better = EveryDepth(problem, 1_500).better_than(least)
     assert better is None, better
-
-
-@pytest.mark.parametrize(("kind", "seed"), _ONLY_AMONG_MANY)
-def test_what_only_many_plans_show_is_found(kind: str, seed: int) -> None:
-    assert seconds_of(make_plan(any_problem(kind, seed))) * BETTER < _ONLY_AMONG_MANY[kind, seed]

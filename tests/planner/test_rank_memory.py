@@ -80,25 +80,6 @@ def test_it_is_the_most_of_any_moment_and_never_above_what_the_depths_allow(seed
         assert found <= together(peaks)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_with_what_is_deferred_it_is_never_above_what_depths_and_deferral_allow(seed: int) -> None:
-    """Of a few micro-batches those that are deferred are in flight no longer: the two never add up to more."""
-    chance, is_reached = random.Random(seed), False
-    num_stages, count = chance.randint(2, 4), chance.randint(1, 6)
-    pipeline = chain(num_stages, count, depth=lambda n, s: chance.randint(1, count), weight=0.5)
-    for deferred in range(1, count + 1):
-        stages = tuple(replace(stage, deferred=deferred) for stage in pipeline.stages)
-        schedule = simulate(replace(pipeline, stages=stages), POLICIES["zero_bubble"]).schedule
-        for s, stage in enumerate(stages):
-            held = drawn_stage(chance)
-            allowed = held.at(stage.in_flight, count, deferred)
-            assert peak_of_instructions(schedule[s], {s: held}, PROCESS) <= allowed
-            both = held.once + held.each * stage.in_flight + held.each_deferred * deferred
-            assert allowed <= max(both, held.least)
-            is_reached |= allowed < both
-    assert is_reached or count == 1
-
-
 def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
     """Not with all that is in flight: a micro-batch is no longer when it waits for its weight gradients."""
     stages = [StageBytes(5.0, 10.0, 1.0, 5.0, 2.0, 1.0, each_deferred) for each_deferred in (4.0, 24.0)]
@@ -106,14 +87,6 @@ def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
     late = [program[place] for place in (0, 1, 2, 4, 3, 5)]
     held = [peak_of_instructions(each, {0: stage}, 0.0) for each in (program, late) for stage in stages]
     assert held == [25.0, 39.0, 25.0, 53.0]
-
-
-def test_a_rank_without_a_stage_holds_its_process() -> None:
-    problem = make_problem(4, 2, 4, num_stages=1, num_replicas=1)
-    known = replace(problem, cluster=replace(problem.cluster, process_bytes=PROCESS, own_process_bytes=(2.0, 4.0)))
-    plan = make_plan(known)
-    ((used,),) = (stage.ranks for stage in plan.stages)
-    assert plan.rank_bytes()[1 - used] == known.cluster.own_process_bytes[1 - used] < plan.rank_bytes()[used]
 
 
 def test_what_is_shown_of_a_plan_that_fits_by_its_instructions_is_within_the_limit() -> None:

@@ -18,10 +18,7 @@ from autovaruna import AutoVaruna
 from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Mail, MessageKind, Stream
-from autovaruna.runtime.program import Program
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.transport.base import SMALL_BYTES
-from autovaruna.runtime.world import Message, World
 from tests.catalogue import PLAIN
 from tests.ranks import make_worlds
 from tests.reference import sgd
@@ -96,25 +93,6 @@ def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatc
     assert asked == []
 
 
-def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the transport takes as long as calls of Python do; large messages need one, and sums more."""
-    looks: list[Message] = []
-    is_done = Message.is_done
-    monkeypatch.setattr(Message, "is_done", lambda self: (looks.append(self), is_done(self))[1])
-    monkeypatch.setattr(World, "progress", lambda self: pytest.fail("more than a look"))
-    worlds = make_worlds(2)
-    small, large = torch.ones(8), torch.ones(SMALL_BYTES)
-    for tensor, expected in ((small, 0), (large, 1)):
-        pending = worlds[1].receive([torch.empty_like(tensor)], 0, 0)
-        worlds[1].poll()
-        assert len(looks) == expected
-        worlds[0].send([tensor], 1, 0)
-        pending.wait()
-        looks.clear()
-        worlds[1].poll()
-        assert not looks
-
-
 def each_step(
     monkeypatch: pytest.MonkeyPatch, setup: Setup, measure: Callable[[Callable[[], object]], float]
 ) -> list[float]:
@@ -154,17 +132,6 @@ def test_each_of_thousands_of_micro_batches_takes_as_long(monkeypatch: pytest.Mo
     """Ten thousand took 78 s a step, fifty times as long each as one of a hundred."""
     few, many = (min(each_step(monkeypatch, Setup(((0,), (0,)), num), cpu_seconds)) / num for num in (100, 2000))
     assert many <= 2 * few
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_later_steps_of_a_size_work_out_no_messages(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, task = [], Program._task
-    monkeypatch.setattr(Program, "_task", lambda self, *args: (made.append(args), task(self, *args))[1])
-    sizes = [8, 5, 8, 5, 8]
-    setup = Setup(((0,), (1,)), 4, settings={"reduction": reduction})
-    train(CASE, setup, [CASE.batch(size, step) for step, size in enumerate(sizes)], sgd)
-    forwards_and_backwards_of_two_stages = 4 * 4
-    assert len(made) == len(set(sizes)) * forwards_and_backwards_of_two_stages
 
 
 def train_on_ones(model: AutoVaruna, num_steps: int) -> None:

@@ -12,9 +12,8 @@ import torch
 
 from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
-from autovaruna.runtime.timeline import account, offset_to_first
+from autovaruna.runtime.timeline import account
 from tests.catalogue import PLAIN
-from tests.ranks import run_ranks
 from tests.reference import sgd
 from tests.session.training import QUIET, Setup, train
 
@@ -111,19 +110,6 @@ def test_a_file_that_cannot_be_written_is_named_with_its_setting(setting: str, t
         step_of(AutoVaruna(torch.nn.Linear(3, 1), **settings))
 
 
-def test_training_goes_on_when_its_trace_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, a full disk ended a run for its trace."""
-    path = tmp_path / "events.json"
-    model = AutoVaruna(torch.nn.Linear(3, 1), **QUIET, num_micro_batches=2, **traced(path))
-    step_of(model)
-    path.unlink()
-    path.mkdir()
-    with caplog.at_level(logging.WARNING):
-        step_of(model)
-        step_of(model)
-    assert caplog.text.count("the trace ends here") == 1
-
-
 def test_lost_time_adds_up_and_is_told_apart() -> None:
     """Rank 1 waits 1 s for rank 0's work and 0.5 s for its message, works 1 s less, and is done when rank 0 is."""
     spans = [[("0F0", 0.0, 0.0, 1.0), ("0B0", 1.0, 2.7, 4.0)], [("1F0", 0.0, 1.5, 2.0), ("1B0", 2.1, 2.1, 2.6)]]
@@ -138,8 +124,3 @@ def test_lost_time_adds_up_and_is_told_apart() -> None:
     assert lost[1].overhead_seconds == pytest.approx(0.1)
     assert lost[1].imbalance_seconds == pytest.approx(1.3)
     assert lost[0].imbalance_seconds == 0.0
-
-
-def test_clocks_of_one_process_are_the_same() -> None:
-    offsets = run_ranks(3, offset_to_first)
-    assert max(map(abs, offsets)) < 5e-3
