@@ -308,9 +308,6 @@ def test_objects_that_differ_have_other_words(one: Any, other: Any) -> None:
     assert words(one) != words(other)
 
 
-WIDE = torch.zeros(3, 12)
-
-
 def test_names_cover_arguments_and_what_is_in_them() -> None:
     """A name is one of an argument, not the beginning of another's: ``src`` is not ``src_mask``."""
 

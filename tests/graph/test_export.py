@@ -143,16 +143,6 @@ def test_the_fingerprint_tells_models_apart() -> None:
     assert len(prints) == 4 and same in prints
 
 
-def scaled(order: tuple[str, ...]) -> Function:
-    """Returns a model that makes scales by name, in an order of its own, and uses them in another one."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        scales = {name: torch.arange(4) * float(len(name)) for name in order}
-        return self.layer(x) * scales["short"].cos() + x * scales["longer"].sin()
-
-    return Function(forward, layer=nn.Linear(4, 4))
-
-
 GLOBAL = {"calls": 0}
 
 

@@ -269,12 +269,6 @@ def test_a_library_makes_no_other_mask_for_a_trace() -> None:
 DRAWN = torch.randn(6, 8)
 
 
-def slices(function: object) -> list[tuple[object, ...]]:
-    """Returns what follows the tensor in each slice of the trace."""
-    nodes = traced_function(function, DRAWN).nodes.values()
-    return [node.args[1:] for node in nodes if node.target is torch.ops.aten.slice.Tensor]
-
-
 @pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout2d, F.feature_alpha_dropout])
 def test_dropout_that_drops_nothing_is_none(drop: object) -> None:
     def dropping(self: object, x: Tensor) -> Tensor:

@@ -228,30 +228,6 @@ def test_what_no_step_reads_is_ignored() -> None:
     assert wrapped.num_traces == 1
 
 
-class Asked(Net):
-    """Has a method that reads more than forward does."""
-
-    of_other = 1.0
-
-    def score(self, h: Tensor) -> tuple[Tensor, str | None]:
-        return h * self.of_other, type(self).__doc__
-
-    def where(self) -> str:
-        return os.environ.get("RANK", "")
-
-
-class Lazy(dict[str, Any]):
-    """Loads what it holds when it is asked, as a library's table of models."""
-
-    def values(self) -> Any:
-        raise ValueError("asked for all of it")
-
-    __iter__ = __len__ = items = values
-
-
-MODELS = Lazy(own=SimpleNamespace(temp=1.0))
-
-
 def test_a_value_of_one_rank_is_told() -> None:
     """Ranks have values of their own here, for they are threads."""
 

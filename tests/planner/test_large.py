@@ -34,10 +34,6 @@ def built(planner: Planner, replicas: Sequence[int], count: int) -> Plan:
     return plan
 
 
-HOSTS = ["aaaaaaaa", "aabbccdd", "abababab", "aaabbbcc", "aaaaaaab"]
-REPLICAS = [(4, 4), (4, 2, 2), (2, 6), (6, 2)]
-
-
 @pytest.mark.parametrize("seed", some(range(8), 4))
 def test_a_long_step_is_predicted_from_shorter_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction_module, "_ACTS_OF_A_SHORT_STEP", 0)

@@ -61,16 +61,6 @@ class Lamb(AdaBelief):
         return found * parameter.norm() / (found.norm() + 1e-6)
 
 
-class MasterAdam(AdaBelief):
-    """Steps over copies of the parameters in float32."""
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        master = state.setdefault("master", parameter.float().clone())
-        before = parameter.clone()
-        master.add_(super().update(master, gradient.float(), state), alpha=-0.5)
-        return before - master.to(parameter.dtype)
-
-
 class Prodigy(EachAlone):
     """Estimates one learning rate from sums over all parameters (after Mishchenko and Defazio, 2023)."""
 
@@ -184,7 +174,6 @@ def lookahead(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 SEPARATE: dict[str, MakeOptimizer] = {
     "lamb": Lamb,
-    "master": MasterAdam,
     "lookahead": lookahead,
 }
 JOINT: dict[str, MakeOptimizer] = {

@@ -26,7 +26,7 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import measure
 from autovaruna.profiler.bytes import Bytes
-from autovaruna.profiler.measure import Key, Pace, PartCost, settle
+from autovaruna.profiler.measure import Key, Pace, PartCost
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
@@ -204,30 +204,6 @@ def test_a_second_run_measures_nothing(measured: Counter[tuple[str, int]]) -> No
     assert set(measured.values()) == {1}
 
 
-def test_hosts_that_know_different_parts_measure_what_none_knows(
-    measured: Counter[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_ranks(2, lambda world: first_call(8, num_stages=2, profile_cache=tmp_path / "all"))
-    files = sorted((tmp_path / "all").glob("*/*.json"))
-    for place, file in enumerate(files[1:]):  # the first one is known nowhere
-        copied = tmp_path / f"host{place % 2}" / file.parent.name / file.name
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_text(file.read_text())
-    measured.clear()
-    cache_of = measuring.cache_of
-    monkeypatch.setattr(
-        measuring, "cache_of", lambda settings, device, _, **more: cache_of(settings, device, 2, **more)
-    )
-
-    def on_own_host(world: World) -> None:
-        world.hosts = ("host0", "host1")
-        first_call(8, num_stages=2, profile_cache=tmp_path / f"host{world.rank}")
-
-    run_ranks(2, on_own_host)
-    assert [f"{signature}-{size}.json" for signature, size in measured] == [files[0].name]
-    assert all((tmp_path / host / files[0].parent.name / files[0].name).exists() for host in ("host0", "host1"))
-
-
 PARTS = "abcde"
 
 
@@ -293,12 +269,6 @@ def test_a_rank_whose_steps_were_slow_is_planned_for(
     assert run_ranks(2, run) == [speeds, speeds]
 
 
-def test_disturbed_seconds_do_not_count() -> None:
-    """Each kind of seconds for itself; what lies within noise is averaged."""
-    settled = settle([cost(1.0), cost(1.2), PartCost(5.0, 2.2, Bytes(0, (), (), 0, 0))])
-    assert settled.seconds == pytest.approx((1.1, 2.2, 0, 0))
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("iterations", [1, 2, 5])
 def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,22 +294,6 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
             {name: 1 + place for place, name in enumerate(PARTS)}
         )
     assert len(set(measured)) == len(PARTS) * min(num_turns, num_ranks) and len(measured) == len(PARTS) * num_turns
-
-
-def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget limited samples alone: the parts of a large convolutional model were all made and run again."""
-    monkeypatch.setattr(measuring, "BUDGET_SECONDS", 0.0)
-    places: list[int] = []
-
-    def run(world: World) -> dict[Key, PartCost]:
-        def own_share(turn: Turn) -> dict[Key, PartCost]:
-            places.append(turn.place)
-            return {(PARTS[world.rank], 4): cost(1.0)}
-
-        return measure_together(SpeedWatch(world, torch.device("cpu")), 5, own_share)
-
-    assert all(set(found) == {("a", 4), ("b", 4)} for found in run_ranks(2, run))
-    assert places == [0, 0]
 
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -93,27 +93,6 @@ def test_a_stage_without_parameters_makes_an_optimizer_like_any_other(fp16: bool
         assert close(first[0], plain_steps(LossAlone(), 6, range(3), max_norm=0.5))
 
 
-def test_chunks_of_one_sample_need_no_batch_that_divides() -> None:
-    """Once, replicas of 3 and 2 samples asked for 6 micro-batches of 5 samples, which was refused."""
-
-    def script(world: Any) -> Any:
-        model = wrap("0,2;1,3", 5, 1)
-        return model.model.plan.num_micro_batches, steps(model, range(2))
-
-    expected = plain_steps(net(), 5, range(2))
-    assert all(number == 5 and close(losses, expected) for number, losses in on_ranks(4, script))
-
-
-def test_a_script_may_leave_zero_grad_out_or_call_it() -> None:
-    def script(world: Any) -> Any:
-        model = wrap(None)
-        first = steps(model, range(2))
-        model.zero_grad()
-        return first + steps(model, range(2, 4))
-
-    assert close(on_ranks(1, script)[0], plain_steps(net(), 6, range(4)))
-
-
 PAIRS = [
     ("embedding.weight", "head.weight"),
     ("layers.0.weight", "layers.3.weight"),
