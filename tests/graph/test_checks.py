@@ -172,11 +172,7 @@ def covariance(self: nn.Module, x: Tensor) -> Tensor:
 
 MIXING: dict[str, Callable[..., Tensor]] = {
     "attention whose first dimension is time": lambda self, x: self.attention(x),
-    "convolution": lambda self, x: F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1),
     "softmax": lambda self, x: self.first(x).softmax(0),
-    "cumulated": lambda self, x: self.first(x).cumsum(0),
-    "turned": lambda self, x: self.first(x) + x.flip(0),
-    "pooled": lambda self, x: F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1),
     "norm of each channel over all samples": lambda self, x: torch.renorm(self.first(x), 2, 2, 0.5),
     "each channel normalised over all samples": lambda self, x: F.instance_norm(self.first(x).permute(1, 2, 0)),
     "scaled": lambda self, x: self.last(x) / self.first(x).norm(),
@@ -184,7 +180,6 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "covariance": covariance,
     "one bag": lambda self, x: self.last(self.first(x).amax(0)).square().mean(),
     "shifted": lambda self, x: self.first(x).flatten(0, 1)[:-1].square().mean(),
-    "backwards": lambda self, x: self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)],
     "crosswise": crosswise,
     "rows picked by numbers in the inputs": lambda self, x: self.last(x) + self.first(x)[x[:, 0, 0].long()],
     "rows sent to others": lambda self, x: self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x)),
@@ -235,27 +230,6 @@ def joined(self: nn.Module, x: Tensor) -> Tensor:
     return left * right
 
 
-def alike(self: nn.Module, x: Tensor) -> Tensor:
-    """Takes the kind of one value for another."""
-    return x + self.last.bias.to(x) + self.mean.type_as(x)
-
-
-def centred(self: nn.Module, x: Tensor) -> Tensor:
-    """Uses a mean of the inputs alone: it is computed over the whole batch before the step."""
-    return self.last(x - x.mean(0))
-
-
-def in_turn(self: nn.Module, x: Tensor) -> Tensor:
-    """Picks rows by numbers that follow from the size of the batch: each sample's own, one and several times."""
-    numbers = torch.arange(x.shape[0])
-    flat = self.first(x).flatten(0, 1)
-    last = flat[numbers * LENGTH + LENGTH - 1] + self.last(x)[numbers, 0]
-    return (
-        last[torch.arange(2 * x.shape[0]) // 2]
-        * x[numbers.repeat_interleave(2), torch.randint(LENGTH, (2 * x.shape[0],))]
-    )
-
-
 def ends(self: nn.Module, x: Tensor) -> Tensor:
     """Takes the last place of each sample, which the inputs say, and any other, out of all places of all samples."""
     last = (x[:, :, 0] > 0).sum(1).clamp(max=LENGTH - 1)
@@ -266,7 +240,7 @@ def ends(self: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "function",
-    (ends, auxiliary, chosen, lengths, followed, joined, alike, centred, in_turn),
+    (ends, auxiliary, chosen, lengths, followed, joined),
     ids=lambda function: function.__name__,
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:

@@ -215,13 +215,11 @@ def of_sequences(m: Any, s: Tensor, y: Tensor) -> Tensor:
 
 SUMS: dict[str, Loss] = {
     "by name": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / 100,
-    "by hand": lambda m, s, y: -0.01 * s.log_softmax(1).gather(1, y[:, None]).sum(),
     "of several": lambda m, s, y: (
         torch.stack([F.cross_entropy(s, y, reduction="sum"), s.square().sum(1).sum()]).sum() / 100
     ),
     "of sequences": of_sequences,
     "times samples": lambda m, s, y: F.cross_entropy(s, y) * y.shape[0] / 100,
-    "times length": lambda m, s, y: 0.1 * y.shape[0] * s.square().mean(),
     "by product": lambda m, s, y: torch.einsum("bc,bc->", s, s) / 100,
 }
 
@@ -246,10 +244,7 @@ ADDED: dict[str, Loss] = {
     "a divided layer": lambda m, x, y: m.added(x / x.shape[0], y),
     "a counted layer": lambda m, x, y: m.added(x * (y > 0).sum(), y),
     "a penalty a sample": lambda m, x, y: m.added(x, y) + x.shape[0] * m.penalty(),
-    "a quotient": lambda m, x, y: m.added(x, y) / x.shape[0],
     "divided losses": lambda m, x, y: (m.layers(x).square() / x.shape[0]).sum(),
-    "scaled losses": lambda m, x, y: (m.layers(x).square() * x.shape[0]).mean(),
-    "a product": lambda m, x, y: m.added(x, y) * x.shape[0] / 10,
     "a count": lambda m, x, y: m.added(x, y) / (y > 0).sum(),
     "labels left out": lambda m, x, y: F.cross_entropy(m.layers(x), y, ignore_index=0),
 }
@@ -276,12 +271,9 @@ def test_what_is_no_sum_is_not_added_up(name: str) -> None:
 
 OF_SIZE: dict[str, Loss] = {
     "a divided layer": lambda m, x, y: m.losses(m.layers[0](x) / x.shape[0], y).mean(),
-    "a root": lambda m, x, y: m.losses(m.layers[0](x) / x.size(0) ** 0.5, y).sum() / x.size(0),
     "a power": lambda m, x, y: m.losses(m.layers[0](x).sigmoid() ** x.size(0), y).mean(),
-    "a tensor": lambda m, x, y: m.losses(m.layers[0](x) * torch.full((), x.size(0)) / 9, y).mean(),
     "a divided weight": lambda m, x, y: m.losses(F.linear(x, m.layers[0].weight / x.shape[0]), y).mean(),
     "a divided penalty": lambda m, x, y: m.losses(m.layers[0](x), y).mean() + m.penalty() / x.shape[0],
-    "a scaled penalty": lambda m, x, y: m.losses(m.layers[0](x), y).sum() / x.shape[0] + m.penalty() * x.shape[0],
     "divided losses": lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).sum(),
     "shares": lambda m, x, y: (
         m.losses(m.layers[0](x), y) * (x[:, 0].exp() / x[:, 0].exp().sum()) / 2 + m.layers[2](x)[:, 0] / y.sum()

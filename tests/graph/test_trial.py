@@ -90,14 +90,9 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 MEETING: dict[str, Way] = {
     "repeat": lambda m, x, mark, y: m.loss(m.value(x.reshape(-1, WIDTH)) + m.mark(mark.repeat(ROWS, 1)), y),
     "expand": lambda m, x, mark, y: m.loss(m.value(x.flatten(0, 1)) + m.mark(mark.expand(3, -1, -1).flatten(0, 1)), y),
-    "stack": lambda m, x, mark, y: m.loss(m.value(torch.stack(x.unbind(1)).flatten(0, 1)), y),
     "labels": lambda m, x, mark, y: m.loss(m.value(x), y.t()),
-    "roll": lambda m, x, mark, y: m.loss(m.value(x.roll(1, 0)), y),
     "cumsum": lambda m, x, mark, y: m.loss(m.value(x.flatten(0, 1)).cumsum(0), y),
-    "softmax": lambda m, x, mark, y: m.loss(m.value(x).softmax(0), y),
     "detached": lambda m, x, mark, y: m.loss(m.value(x) - m.value(x).mean(0).detach(), y),
-    "greatest": lambda m, x, mark, y: m.loss(m.value(x) / m.value(x).abs().max(), y),
-    "sorted": lambda m, x, mark, y: m.loss(m.value(x).sort(0)[0], y),
     "chance": lambda m, x, mark, y: m.loss(x + torch.bernoulli(m.value(x).softmax(0).detach()), y),
     "behind zeros": lambda m, x, mark, y: m.loss(x + m.zero(m.value(x).roll(1, 0)), y),
     "backward": lambda m, x, mark, y: m.loss(DividedBackward.apply(m.value(x)), y),
@@ -116,10 +111,8 @@ ALONE: dict[str, Way] = {
     ),
     "statistics": lambda m, x, mark, y: m.loss(m.norm(m.value(x).flatten(0, 1)), y),
     "dropout": lambda m, x, mark, y: m.loss(F.dropout(m.value(x), 0.5) + torch.randn_like(x), y),
-    "steps": lambda m, x, mark, y: m.loss(m.value(x) * torch.randint(9, (x.shape[0],))[:, None, None], y),
     "followed": followed,
     "counted": lambda m, x, mark, y: (m.value(x).square().sum(2) * (y > 0)).sum() / (y > 0).sum(),
-    "greatest input": lambda m, x, mark, y: m.loss(m.value(x) / x.max(), y),
     "outputs": lambda m, x, mark, y: m.value(x) + m.mark(mark)[:, None],
 }
 ALONE["time first"] = lambda m, x, mark, y: m.loss(

@@ -77,16 +77,6 @@ def test_strangers_who_stay_keep_nobody_out() -> None:
         stranger.close()
 
 
-def test_a_friend_stays_while_strangers_come() -> None:
-    server = Server(TOKEN, echo)
-    with connect("127.0.0.1", server.port, TOKEN) as friend:
-        crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(600)]
-        friend.send_bytes(b'{"b": 2}')
-        assert json.loads(friend.recv_bytes()) == {"b": 2}
-        for stranger in crowd:
-            stranger.close()
-
-
 def test_another_token_opens_nothing() -> None:
     server = Server(TOKEN, echo)
     with pytest.raises(OSError, match="127"):

@@ -171,17 +171,6 @@ def test_timeline_of_two_stages() -> None:
     ]
 
 
-def test_lines_fit_into_a_terminal_the_shares_left_out_where_it_is_narrow() -> None:
-    for seed in range(6):
-        simulation = simulate(random_pipeline(seed), POLICIES["varuna"])
-        for columns in (60, 80, 120, 160):
-            lines = render(simulation, columns=columns).splitlines()[:-1]
-            assert max(map(len, lines)) <= columns
-            assert {line.rindex("|") - line.index("|") - 1 for line in lines} <= {*range(50, 101)}
-            assert columns < 160 or all("%" in line for line in lines)
-    assert "%" not in render(simulation, columns=60)
-
-
 NUM_STAGES, NUM_REPLICAS, NUM_MICRO_BATCHES = 49, 6, 683
 SHARE = NUM_MICRO_BATCHES / NUM_REPLICAS
 LOGGED = 12

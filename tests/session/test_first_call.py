@@ -161,20 +161,6 @@ def test_all_ranks_hear_of_a_difference_unless_that_is_turned_off(monkeypatch: p
     assert all(isinstance(each, float) for each in call(check_trace=False))
 
 
-@pytest.mark.parametrize("place", ["meta", "cpu"])
-def test_one_rank_compares_where_the_model_has_memory(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    monkeypatch.setattr(traces, "compare", lambda *args: looks.append(len(args[2][0])))
-
-    def be_rank(world: Any) -> None:
-        with torch.device(place):
-            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        AutoVaruna(model, num_micro_batches=2, num_stages=2, device="cpu", **QUIET)(torch.ones(6, 8))
-
-    run_ranks(2, be_rank)
-    assert looks == ([] if place == "meta" else [4])
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """Counts what is measured, by part and micro-batch size, on all ranks together."""

@@ -53,24 +53,6 @@ def test_strides_of_one_sample_do_not_count() -> None:
             torch.testing.assert_close(out, expected[place])
 
 
-def test_one_channel_lies_in_memory_in_any_order() -> None:
-    nchw = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(3))
-    nhwc = nchw.reshape(4, 8, 8, 1).permute(0, 3, 1, 2)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
-    as_plain(TWO, net, lambda model, optimizer: [model(x).detach() for x in (nchw, nhwc, nchw)])
-
-
-def test_a_move_that_changes_nothing_is_none() -> None:
-    """Once, ``model.to(device)`` in a loop ended all ranks at its second time."""
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        for _ in range(2):
-            assert model.to("cpu") is model.float() is model
-            step(model, optimizer)
-
-    on_ranks(TWO, layers(), run)
-
-
 def initialise_anew(model: Any) -> Tensor:
     """Draws all weights anew, by several of torch's ways."""
     generator = torch.Generator().manual_seed(3)
@@ -101,19 +83,6 @@ def test_edits_draw_what_plain_pytorch_draws(edit: Callable[[Any], Tensor]) -> N
         return edit(model), dict(model.state_dict())
 
     as_plain(TWO, layers(), story, rtol=0, atol=0)
-
-
-def test_numbers_that_follow_from_no_weight_are_here() -> None:
-    """Once, ``init_hidden`` of a language model's script gave a tensor that is elsewhere."""
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        step(model, optimizer)
-        for weight in model.parameters():
-            made = weight.new_zeros(2, 3), weight.new_full((2,), 7.0), torch.ones_like(weight), weight.new(2, 3).zero_()
-            assert [each.sum().item() for each in made] == [0, 14, weight.numel(), 0]
-            assert all(type(each) is Tensor and each.dtype is weight.dtype for each in made)
-
-    on_ranks(TWO, layers(), run)
 
 
 def decayed(shadow: list[Tensor], model: Any) -> None:
