@@ -20,6 +20,7 @@ from autovaruna.profiler.cache import load_measured
 from autovaruna.profiler.optimizer_trial import state_factor
 from autovaruna.profiler.records import Profile
 from tests.commands import targets
+from tests.products import some
 
 HERE = "tests.commands.targets"
 CPU_FILE = """
@@ -180,7 +181,10 @@ def test_what_would_end_a_plan_late_is_told_before_the_model_is_built(tmp_path: 
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [[], ["--num-stages", "2", "--schedule", "gpipe"], ["--memory-margin", "0.3"]])
+@pytest.mark.parametrize(
+    "more",
+    some([["--num-stages", "2", "--schedule", "gpipe", "--memory-margin", "0.3"], [], ["--memory-margin", "0.3"]], 1),
+)
 def test_the_memory_that_is_said_to_be_enough_is(more: list[str], capsys: Any) -> None:
     """As the user says it: the part that is left free is on top, and no digit was rounded down."""
     arguments = [f"{HERE}:mlp", "--ranks", "2", "--device", "h100", *more]

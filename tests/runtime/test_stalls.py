@@ -35,7 +35,13 @@ def test_every_rank_that_waits_says_for_whom_and_where_the_others_are(
     stalled: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     until = threading.Event()
-    threading.Timer(4.0, until.set).start()
+
+    def end_once_said() -> None:
+        while len({text[:6] for text in list(caplog.messages) if "has waited" in text}) < 2 and not until.wait(0.1):
+            pass
+        until.set()
+
+    threading.Thread(target=end_once_said, daemon=True).start()
     with caplog.at_level(logging.WARNING, "autovaruna.runtime.deadlock"):
         run_ranks(3, lambda world: stall(world, stalled, until))
     receiver, other = (stalled + 1) % 3, (stalled + 2) % 3
