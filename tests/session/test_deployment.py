@@ -176,19 +176,6 @@ def test_a_broken_one_is_refused_if_it_must_be_used_else_planned_again(
     start(load_deployment=True)
 
 
-def test_what_cannot_be_read_or_copied_is_named(file: Path, lines: Callable[[], list[str]]) -> None:
-    """Once, keeping a copy failed with a bare ``IsADirectoryError``."""
-    file.unlink()
-    file.mkdir()
-    start()
-    told = [
-        f"{file} cannot be read: ",
-        "no copy of it can be kept: ",
-        f"the plan is not kept: the deployment cannot be written to {file}",
-    ]
-    assert all(any(said in line for line in lines()) for said in told)
-
-
 @pytest.mark.parametrize("act", some(["trace", "measure", "make_plan", "save"], 2))
 def test_a_failure_leaves_it_unharmed(file: Path, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
