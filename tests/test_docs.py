@@ -89,27 +89,6 @@ def test_every_error_text_has_a_cause_and_a_cure(monkeypatch: pytest.MonkeyPatch
         texts.fill(page.replace("<!-- errors: TraceError graph -->", ""))
 
 
-def test_texts_of_errors_are_found_however_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    texts = importlib.import_module("error_texts")
-    (tmp_path / "errors.py").write_text("class InputError(Exception): ...\n")
-    (tmp_path / "room.py").write_text(
-        "_END = 'ends here'\n"
-        "class OwnError(InputError): ...\n"
-        "def words(x):\n    return f'made by {x} in words'\n"
-        "def f(x, y):\n"
-        "    reason = 'a reason with a name'\n"
-        "    raise InputError(f'got {x} and {y}, which {_END}')\n"
-        "    raise OwnError('the first of two' if x else 'the second of two')\n"
-        "    return InputError(words(x)), InputError(reason), InputError('joined ' + 'of parts')\n"
-    )
-    monkeypatch.setattr(texts, "PACKAGE", tmp_path)
-    assert {each.text for each in texts.collect(tmp_path)} == {
-        *("got … and …, which ends here", "the first of two", "the second of two"),
-        *("made by … in words", "a reason with a name", "joined of parts"),
-    }
-
-
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_lead_to_files(page: str) -> None:
     links = LINK.findall((ROOT / page).read_text())

@@ -76,27 +76,6 @@ def test_the_program_s_handlers_go_first(conf, capsys):
     assert [(record.getMessage(), record.rank) for record in records] == [("late", 2)]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('formt = "x"', "did you mean 'format'"),
-        ('[levels]\nplaner = "info"', "did you mean 'planner'"),
-        ('[levels]\nplanner = "inof"', "did you mean 'info'"),
-        ("[levels]\nplanner = 3", "unknown level 3"),
-        ('other_ranks = "loud"', "unknown level 'loud'"),
-        ('levels = "info"', "expected a table"),
-        ("format = 1", "expected a text"),
-        ('format = "%(rang)s"', "format cannot be used"),
-        ("format = ", "line 1"),
-    ],
-)
-def test_a_wrong_file_is_named_with_the_key(conf, tmp_path, text, words):
-    with pytest.raises(ConfigError) as caught:
-        log.configure(0, conf(text))
-    assert str(tmp_path / "logging.toml") in str(caught.value)
-    assert words in str(caught.value)
-
-
 def test_the_packaged_file_has_every_room():
     assert tuple(tomli.loads((log.PACKAGED / "logging.toml").read_text())["levels"]) == log.ROOMS
 

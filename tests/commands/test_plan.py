@@ -217,28 +217,6 @@ def test_a_file_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.Monke
     assert "NVIDIA A100" in capsys.readouterr().out
 
 
-def test_a_device_file_with_a_mistake_names_it(tmp_path: Path, device: str, capsys: Any) -> None:
-    for old, new, said in (
-        ("float32 = 5e10", "float32 = -1", "compute.float32 is -1"),
-        ("float32 = 5e10", "float31 = 5e10", "compute.float31 is unknown; did you mean float32?"),
-        ('kind = "cpu"', 'kind = "cpu"\nzzz = 1', "zzz is unknown; expected one of name, kind"),
-        ('memory = "8GiB"', "memory = 2.5", "memory is 2.5"),
-        ('memory = "8GiB"', "memory = nan", "memory is nan"),
-        ('memory = "8GiB"', 'memory = "much"', "memory is 'much'"),
-        ('memory = "8GiB"', "", "does not say its memory"),
-        ("[local_link]", "[local_links]", "local_links is unknown"),
-        ("[memory_bandwidth]\nbytes_per_second = 1e10", "", "memory_bandwidth is missing"),
-        ('kind = "cpu"', 'kind = "abacus"', "expected cpu or cuda"),
-        ('kind = "cpu"', 'kind = "cpu"\nfragmentation = 0.9', "fragmentation is 0.9, expected a number of 1 or more"),
-        ("[compute]", "[compute", "not TOML"),
-    ):
-        assert old in CPU_FILE
-        Path(device).write_text(CPU_FILE.replace(old, new))
-        assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device) == 1
-        error = capsys.readouterr().err
-        assert said in error and device in error
-
-
 def test_an_error_of_the_users_function_names_a_line_of_theirs(tmp_path: Path, capsys: Any, device: str) -> None:
     """Not one of a library, which raised it; and a script that ends itself is told like one that fails."""
     script = tmp_path / "their_build.py"

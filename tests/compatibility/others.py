@@ -90,10 +90,7 @@ def deep_q_learning(wrap: Wrap, share: Share) -> State:
     return model.state_dict()
 
 
-@script(
-    change='`inputs="replicated", num_micro_batches=1`: all ranks play the same episode',
-    is_replicated=True,
-)
+@script(change='`inputs="replicated", num_micro_batches=1`: all ranks play the same episode', is_replicated=True)
 def policy_gradient(wrap: Wrap, share: Share) -> State:
     """One observation a call, an episode of calls, one backward of the sum of their losses."""
     model: Any = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2), nn.Softmax(-1))

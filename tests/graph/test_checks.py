@@ -239,9 +239,7 @@ def ends(self: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "function",
-    (ends, auxiliary, chosen, lengths, followed, joined),
-    ids=lambda function: function.__name__,
+    "function", (ends, auxiliary, chosen, lengths, followed, joined), ids=lambda function: function.__name__
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
     assert trace(model(function), call_of(model(function), SEQUENCES), CPU).sizes.symbol is not None

@@ -258,15 +258,6 @@ def test_a_fixed_batch_size_is_traced_anew_where_there_is_one_micro_batch(
     assert re.search(r"test_idioms\.py:\d+ \(.*(len|int)\(.*(Write|Expected) x\.shape\[0\]", told.pop())
 
 
-def test_a_module_that_fixes_its_batch_size_is_cut_where_there_is_one_micro_batch() -> None:
-    """Where there are more, it is kept whole."""
-    viewing = lambda self, x: self.layers(x).view(len(x), -1)  # noqa: E731
-    body = lambda: Written(viewing, layers=nn.Sequential(FIRST(), nn.Tanh(), LAST()))  # noqa: E731
-    case = Case("viewing", lambda: Classifier(nn.Sequential(body())), labelled)
-    train_as_plain(case, pipeline(2, num_micro_batches=1), SIZE, SIZE, exact=True)
-    measure(case)
-
-
 class Sparse(nn.Module):
     """Has a weight with sparse gradients, or a sparse buffer."""
 
@@ -374,33 +365,6 @@ def test_what_a_check_refuses_is_refused(x: float, y: int, line: str) -> None:
     model = AutoVaruna(CASE.model(), num_micro_batches=2, **QUIET)
     with pytest.raises(InputError, match=rf"raises at test_idioms\.py:\d+ \(.*{line}"):
         model(**batch[1])
-
-
-class Scattered(TwoLayers):
-    """Puts rows that belong to samples, but to no one sample each, where the samples want them."""
-
-    def forward(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-        wanted = (y == 1)[:, None]
-        torch._assert_async(y.min() >= 0, "labels")
-        torch._check_tensor_all_with(ValueError, wanted.sum() * WIDTH == rows.numel(), lambda: "rows do not match")
-        return F.cross_entropy(self.last(self.first(x).masked_scatter(wanted, rows)), y)
-
-
-def test_checks_of_torch_are_kept() -> None:
-    """Rows that are no batch go to every micro-batch; the check of the model's own says that they are too many."""
-    given = {
-        **labelled(SIZE, 0)[1],
-        "y": torch.tensor([1, 0] * (SIZE // 2)),
-        "rows": torch.ones(SIZE // 2, WIDTH),
-    }
-    Scattered()(**given).backward()
-    model = AutoVaruna(Scattered(), num_micro_batches=2, **QUIET)
-    with pytest.raises(
-        InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._check_tensor_all_with.*every micro-"
-    ):
-        model(**given)
-    with pytest.raises(InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._assert_async"):
-        model(**{**given, "y": given["y"] - 2})
 
 
 class Branches(Checked):

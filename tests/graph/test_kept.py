@@ -188,10 +188,7 @@ def scripted() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "TorchScript": (
-        lambda: around(scripted()),
-        r"body\S* is a TorchScript module.*take the one that it was made of",
-    ),
+    "TorchScript": (lambda: around(scripted()), r"body\S* is a TorchScript module.*take the one that it was made of"),
     "numbers of Python's": (
         lambda: Own(lambda loss, x, y: random.random() * loss(x, y)),
         r"Python's or numpy's generator.*draw from torch",

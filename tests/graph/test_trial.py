@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.graph import trace as tracing
-from autovaruna.graph import trial
-from autovaruna.graph.call import describe
 from autovaruna.graph.trial import PartsTrial
 from autovaruna.session import traces
 from tests.products import some
@@ -41,15 +39,6 @@ class Series(nn.Module):
 
     def loss(self, hidden: Tensor, y: Tensor) -> Tensor:
         return (self.last(torch.tanh(hidden)).reshape(-1) - y.reshape(-1)).square().mean()
-
-
-class Layer(nn.Module):
-    def __init__(self, way: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.way = nn.Linear(WIDTH, WIDTH), way
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(self.way(x)))
 
 
 class WithBuffer(nn.Module):
@@ -195,20 +184,6 @@ def test_it_can_be_turned_off_and_what_holds_is_kept(monkeypatch: pytest.MonkeyP
     for settings, num_tried in (({}, 1), ({}, 1), ({"reduction": "sum", "check_parts": False}, 1)):
         run(ALONE["statistics"], **settings)
         assert len(tried) == num_tried
-
-
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-def test_of_layers_that_are_alike_one_is_tried(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that takes long, or of which a rank has no numbers, is tried with fewer layers and drawn weights."""
-
-    monkeypatch.setattr(trial, "_MOST_FLOPS", 0.0)
-    for way, is_refused in ((lambda x: x, False), (lambda x: x.flip(0), True)):
-        model, tensors = nn.Sequential(*(Layer(way) for _ in range(4))), (torch.randn(SAMPLES, WIDTH),)
-        traced = tracing.trace(model, describe(model, tensors, {})[1], torch.device("cpu"))
-        tries = PartsTrial(traced, model.to(place), tensors, torch.device("cpu"), None, lambda *args: [])
-        names = [name for name in sorted(tries.state) if name.endswith("weight")]
-        assert names == ["0.inner.weight", "1.inner.weight"]  # the input of the first one needs no gradient
-        assert (tries.refusal() is not None) is is_refused
 
 
 def test_a_later_kind_of_call_is_tried_with_drawn_weights(

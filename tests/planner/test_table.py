@@ -57,17 +57,3 @@ def test_both_bounds_are_told_where_ranks_may_hold_several_stages() -> None:
     assert f"at most {plan.gap:.1%} above the best plan" in text
     assert "single stages   no plan with one stage a rank takes less than " + seconds(plan.single_bound_seconds) in text
     assert "all work" in plan.bound_proof and "with one stage a rank" in plan.bound_proof
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        (range(8), "layers"),
-        (range(6), "layers.0 .. 2"),
-        (range(2, 4), "layers.1"),
-        (range(2, 7), "layers.1 .. 3 (part)"),
-        (range(1, 2), "layers.0.part1"),
-    ],
-)
-def test_modules_of_a_stage(blocks: range, expected: str) -> None:
-    assert module_range(blocks, make_graph(8)) == expected

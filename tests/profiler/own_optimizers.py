@@ -172,10 +172,7 @@ def lookahead(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return Lookahead(torch.optim.Adam(parameters, lr=0.01))
 
 
-SEPARATE: dict[str, MakeOptimizer] = {
-    "lamb": Lamb,
-    "lookahead": lookahead,
-}
+SEPARATE: dict[str, MakeOptimizer] = {"lamb": Lamb, "lookahead": lookahead}
 JOINT: dict[str, MakeOptimizer] = {
     "lamb_that_clips": lambda parameters: Lamb(parameters, max_norm=0.1),
     "prodigy": Prodigy,

@@ -68,15 +68,6 @@ def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
         assert found == pytest.approx(real, rel=0.1)
 
 
-def test_recurrent_layers_keep_what_their_kernel_keeps() -> None:
-    model = Function(lambda self, x: self.lstm(x)[0].square().mean(), lstm=nn.LSTM(64, 256, batch_first=True))
-    graph = traced(model, torch.zeros(3, 20, 64))
-    predicted = predict(graph, model, [8], SPEC).costs[0]
-    measured = profile(graph, model, [8], CPU, iterations=1, budget_seconds=0).costs[0]
-    found, real = (sum(cost.saved_bytes for cost in costs) for costs in (predicted, measured))
-    assert found == pytest.approx(real, rel=0.1)
-
-
 def test_seconds_are_the_greatest_of_arithmetic_bytes_and_the_least_time() -> None:
     model = Mlp(1)
     graph = traced(model, torch.zeros(3, WIDTH))

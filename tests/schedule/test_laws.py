@@ -254,16 +254,6 @@ def scaled(stage: StageTimes, factor: float) -> StageTimes:
     return dataclasses.replace(stage, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
 
-@pytest.mark.parametrize(("num_ranks", "each", "rounds"), product((2, 3, 4, 6, 8), (2, 4), (1, 2, 4)))
-def test_fill_and_drain_are_divided_by_the_stages_of_a_rank(num_ranks: int, each: int, rounds: int) -> None:
-    """With multiples of P micro-batches, and enough in flight, there is no other bubble."""
-    count = num_ranks * rounds
-    pipeline = in_turn(num_ranks, each, count, "latency")
-    ideal = 3 * (count + (num_ranks - 1) / each)
-    assert simulate(pipeline, POLICIES["interleaved"]).step_seconds == pytest.approx(ideal)
-    assert ideal <= simulate(pipeline, POLICIES["deepest_first"]).step_seconds <= ideal * 1.1
-
-
 def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd() -> None:
     """Stages differ by 15 % either way; a step takes 3 % more than nothing can beat, with 1F1B 10 %."""
     chance = random.Random(0)

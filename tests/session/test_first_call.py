@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,29 +210,6 @@ def cost(seconds: float) -> PartCost:
 )
 def test_a_rank_differs_if_it_does_at_every_look(looks: list[list[float]], speeds: tuple[float, ...]) -> None:
     assert lasting(looks) == pytest.approx(speeds)
-
-
-@pytest.mark.parametrize(
-    ("paces", "speeds", "of_samples"),
-    [
-        ([Pace(1, 1), Pace(1, 2)], (1, 0.5), (1, 1)),  # a program takes every other turn on the core of rank 1
-        ([Pace(1, 1), Pace(2, 2)], (2, 1), (2, 1)),  # rank 1 is a slower machine
-        ([Pace(1, 2), Pace(1, 2)], (0.5, 0.5), (1, 1)),
-    ],
-    ids=["shared core", "slow machine", "both shared"],
-)
-def test_a_step_gets_the_mean_and_samples_the_median(
-    paces: list[Pace], speeds: tuple[float, ...], of_samples: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(world: World) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        watch = SpeedWatch(world, torch.device("cpu"))
-        watch.sample()
-        return watch.speeds(), watch.speeds_of_samples()
-
-    threads: Iterator[Pace] = iter(paces)
-    monkeypatch.setattr("autovaruna.session.measuring.measure_pace", lambda device: next(threads))
-    for found in run_ranks(2, run):
-        assert sorted(found[0]) == sorted(speeds) and sorted(found[1]) == sorted(of_samples)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.runtime import metrics as metrics_module
-from autovaruna.runtime.metrics import Metrics, StepSeconds
+from autovaruna.runtime.metrics import StepSeconds
 from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 from tests.session.training import QUIET, trace_shared
@@ -199,10 +199,3 @@ def test_without_an_optimizer_a_step_ends_where_the_next_begins() -> None:
     assert model.metrics.step == 2 and model.metrics.learning_rates == ()
     assert model.metrics.seconds is not None and model.metrics.seconds.optimizer == 0
     assert model.metrics.samples_per_second == pytest.approx(BATCH / model.metrics.seconds.step)
-
-
-def test_a_backward_that_is_not_followed_by_a_step_changes_no_seconds() -> None:
-    found = Metrics()
-    found.begin_call(0.0, 4, 0)
-    found.record(1, None, str, is_loss=False)
-    assert found.step == 1 and found.seconds is None and found.to_dict() == {}

@@ -161,13 +161,6 @@ def test_the_loss_in_a_tuple(kind: str, caplog: pytest.LogCaptureFixture) -> Non
     assert len(said) == (remark is not None) and all(re.search(str(remark), each) for each in said)
 
 
-def test_a_loss_may_be_asked_for_by_mode() -> None:
-    def backward(output: Any, step: int) -> None:
-        (output["loss"] + output["scores"].square().mean()).backward()
-
-    hold(CASES["loss_and_scores"], backward, pipeline(2, settings={"loss_mode": "outputs"}))
-
-
 @pytest.mark.parametrize(("is_loss", "setup"), diagonal([True, False], SETUPS))
 def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
     case = CASES["shared_input" if is_loss else "returned_scores"]
