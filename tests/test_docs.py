@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tests.run_pages import blocks
+from tests.test_examples import QUICK, mpirun
 from tests.test_examples import ROOT as AS_ROOT
-from tests.test_examples import mpirun
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -34,7 +34,8 @@ def wrong() -> dict[str, str]:
     if missing:
         pytest.skip(f"{', '.join(missing)} cannot be imported")
     command = [sys.executable, "-m", "tests.run_pages", *WITH_PYTHON]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    variables = {**os.environ, **QUICK}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -65,7 +66,7 @@ def run(line: str, folder: Path, fails: bool = False) -> str:
     """Runs a command as a shell would, on as many cores as there are."""
     binary = Path(sys.executable).parent
     line = line.replace("mpirun", f"{mpirun()} --oversubscribe --bind-to none")
-    path = {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    path = {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **QUICK}
     done = subprocess.run(
         line, shell=True, cwd=folder, env={**os.environ, **AS_ROOT, **path}, capture_output=True, text=True, timeout=300
     )

@@ -14,6 +14,7 @@ from tests.products import WHOLE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+QUICK = {"AUTOVARUNA_PROFILE_ITERATIONS": "1"}
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
@@ -35,7 +36,7 @@ def start(command: list[str], directory: Path) -> str:
     result = subprocess.run(
         command,
         cwd=directory,
-        env={**os.environ, **ROOT, "PYTHONPATH": path},
+        env={**os.environ, **ROOT, **QUICK, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=500,
@@ -70,6 +71,7 @@ def test_an_example_in_varuna_s_style_runs_under_the_launcher(
     assert "[0]" in start([*launcher, str(EXAMPLES / f"{name}.py"), *arguments], tmp_path)
 
 
+@pytest.mark.skipif(not WHOLE, reason="tests/test_docs.py follows a tutorial: make test-whole")
 def test_three_ranks_run_the_tutorial(tmp_path: Path) -> None:
     assert "3 rank(s) trained the same weights" in run("tutorial", 3, tmp_path)
 

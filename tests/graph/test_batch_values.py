@@ -16,6 +16,7 @@ from autovaruna.graph.trial import PartsTrial
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import Written
+from tests.products import some
 from tests.reference import compare, plain_steps, sgd
 from tests.session.training import QUIET, Ranks, Setup, on_ranks, pipeline, refuse, train, train_as_plain
 
@@ -107,7 +108,7 @@ def case_of(name: str) -> Case:
     return Case(f"over the batch, {name}", lambda: model_of(LOSSES[name]), lambda size, seed: uneven(seed))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", some([*LOSSES], 6))
 def test_a_count_is_that_of_the_whole_batch(name: str) -> None:
     """A micro-batch may have nothing to count: alone, its loss would be no number."""
     train_as_plain(case_of(name), pipeline(2, recompute=True), 7, 7)
@@ -202,7 +203,7 @@ CHANGED: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", some([*CHANGED], 4))
 def test_counts_of_several_samples_that_change_results_are_refused(name: str) -> None:
     arguments = dict(zip("xny", batch(), strict=True))
     refuse(counting_by(CHANGED[name]), r"(?s)what it counts over them at .*test_batch_values.py", arguments)

@@ -21,6 +21,7 @@ from tests.catalogue import DEVICE
 from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
 from tests.graph.models import call_of
+from tests.products import some
 from tests.reference import bit_equal
 from tests.session.training import pipeline, refuse, train, train_as_plain
 
@@ -178,7 +179,7 @@ AS_PLAIN: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", AS_PLAIN)
+@pytest.mark.parametrize("name", some([*AS_PLAIN], 4))
 def test_a_function_trains_as_in_plain_pytorch(name: str) -> None:
     """One that reduces the samples is known as a mean or a sum; each has its own backward by any name."""
     train_as_plain(case_of(name, AS_PLAIN[name]), pipeline(2), SIZE, SIZE)
@@ -215,7 +216,7 @@ REFUSED: dict[str, tuple[Loss, type[AutoVarunaError], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", some([*REFUSED], 4))
 def test_another_needs_the_whole_batch_in_one(name: str) -> None:
     """It is refused with several micro-batches, and trains with one."""
     loss, error, words = REFUSED[name]

@@ -14,7 +14,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring
 from tests.ranks import run_ranks
-from tests.session.training import QUIET, Setup, pipeline
+from tests.session.training import QUIET, Setup, pipeline, trace_shared
 
 SETUPS = {
     "2 stages": pipeline(2, num_micro_batches=2),
@@ -52,7 +52,8 @@ def run(plan: Any, num_ranks: int, **settings: Any) -> list[tuple[list[float], P
         model = AutoVaruna(net, optimizer, plan=given, inputs="replicated", **QUIET, **settings)
         return losses(model, optimizer), model.plan
 
-    return run_ranks(num_ranks, be_rank)
+    with trace_shared("given plan"):
+        return run_ranks(num_ranks, be_rank)
 
 
 def plan_of(setup: Setup) -> Plan:
