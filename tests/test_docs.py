@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tests.run_pages import blocks
+from tests.test_examples import QUICK, mpirun
 from tests.test_examples import ROOT as AS_ROOT
-from tests.test_examples import mpirun
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -34,7 +34,8 @@ def wrong() -> dict[str, str]:
     if missing:
         pytest.skip(f"{', '.join(missing)} cannot be imported")
     command = [sys.executable, "-m", "tests.run_pages", *WITH_PYTHON]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    variables = {**os.environ, **QUICK}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -65,7 +66,7 @@ def run(line: str, folder: Path, fails: bool = False) -> str:
     """Runs a command as a shell would, on as many cores as there are."""
     binary = Path(sys.executable).parent
     line = line.replace("mpirun", f"{mpirun()} --oversubscribe --bind-to none")
-    path = {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    path = {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **QUICK}
     done = subprocess.run(
         line, shell=True, cwd=folder, env={**os.environ, **AS_ROOT, **path}, capture_output=True, text=True, timeout=300
     )
@@ -87,27 +88,6 @@ def test_every_error_text_has_a_cause_and_a_cure(monkeypatch: pytest.MonkeyPatch
     ] == []
     with pytest.raises(LookupError, match="no cause and cure of a TraceError of graph"):
         texts.fill(page.replace("<!-- errors: TraceError graph -->", ""))
-
-
-def test_texts_of_errors_are_found_however_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    texts = importlib.import_module("error_texts")
-    (tmp_path / "errors.py").write_text("class InputError(Exception): ...\n")
-    (tmp_path / "room.py").write_text(
-        "_END = 'ends here'\n"
-        "class OwnError(InputError): ...\n"
-        "def words(x):\n    return f'made by {x} in words'\n"
-        "def f(x, y):\n"
-        "    reason = 'a reason with a name'\n"
-        "    raise InputError(f'got {x} and {y}, which {_END}')\n"
-        "    raise OwnError('the first of two' if x else 'the second of two')\n"
-        "    return InputError(words(x)), InputError(reason), InputError('joined ' + 'of parts')\n"
-    )
-    monkeypatch.setattr(texts, "PACKAGE", tmp_path)
-    assert {each.text for each in texts.collect(tmp_path)} == {
-        *("got … and …, which ends here", "the first of two", "the second of two"),
-        *("made by … in words", "a reason with a name", "joined of parts"),
-    }
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md"])

@@ -65,12 +65,6 @@ def test_a_level_is_one_room_s(conf, rank, first_line):
     assert level_of("planner") == logging.INFO
 
 
-def test_a_level_that_the_program_set_stays(conf):
-    logging.getLogger("autovaruna.graph").setLevel(logging.ERROR)
-    log.configure(0, conf())
-    assert level_of("graph") == logging.ERROR
-
-
 def test_the_program_s_handlers_go_first(conf, capsys):
     records = []
     handler = logging.Handler()
@@ -80,35 +74,6 @@ def test_the_program_s_handlers_go_first(conf, capsys):
     logging.getLogger("autovaruna.runtime").warning("late")
     assert capsys.readouterr().err == ""
     assert [(record.getMessage(), record.rank) for record in records] == [("late", 2)]
-
-
-def test_a_second_call_adds_no_second_handler(conf, capsys, no_set_up):
-    no_set_up()
-    log.configure(0, conf())
-    log.configure(0, conf('format = "%(name)s: %(message)s"'))
-    logging.getLogger("autovaruna.graph").info("traced")
-    assert capsys.readouterr().err == "autovaruna.graph: traced\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('formt = "x"', "did you mean 'format'"),
-        ('[levels]\nplaner = "info"', "did you mean 'planner'"),
-        ('[levels]\nplanner = "inof"', "did you mean 'info'"),
-        ("[levels]\nplanner = 3", "unknown level 3"),
-        ('other_ranks = "loud"', "unknown level 'loud'"),
-        ('levels = "info"', "expected a table"),
-        ("format = 1", "expected a text"),
-        ('format = "%(rang)s"', "format cannot be used"),
-        ("format = ", "line 1"),
-    ],
-)
-def test_a_wrong_file_is_named_with_the_key(conf, tmp_path, text, words):
-    with pytest.raises(ConfigError) as caught:
-        log.configure(0, conf(text))
-    assert str(tmp_path / "logging.toml") in str(caught.value)
-    assert words in str(caught.value)
 
 
 def test_the_packaged_file_has_every_room():
@@ -135,30 +100,6 @@ def test_an_error_shows_the_scripts_own_lines_and_its_message_last():
     assert text.count("Traceback (most recent call last)") == 1
     assert "failing(**settings)" in text and str(log.__file__) not in text and "settings.py" not in text
     assert text.splitlines()[-1] == "autovaruna.errors.TraceError: what to do"
-
-
-def test_all_frames_are_shown_where_asked(monkeypatch):
-    monkeypatch.setattr(log, "_all_frames", None)
-    monkeypatch.setenv(log.ALL_FRAMES_VARIABLE, "1")
-    text = text_of(num_stage=2)
-    assert text.count("Traceback (most recent call last)") == 2 and "settings.py" in text
-    monkeypatch.setattr(log, "_all_frames", False)
-    assert "settings.py" not in text_of(num_stage=2)
-
-
-def test_an_error_that_is_caught_inside_shows_what_led_there():
-    """A step's error is shown before it reaches the script: the line of the call counts."""
-
-    def caught():
-        try:
-            resolve({"num_stage": 2})
-        except ConfigError as error:
-            error.__traceback__ = error.__traceback__.tb_next  # from here on, as the package itself would catch it
-            return log.error_text(error)
-
-    text = caught()  # the line of the call
-    assert "the line of the call" in text and "frames of torch and AutoVaruna" in text
-    assert text.splitlines()[-1].startswith("autovaruna.errors.ConfigError: keyword num_stage")
 
 
 @pytest.mark.parametrize(("verbosity", "lines"), [("none", 1), ("short", 2), ("full", 3)])

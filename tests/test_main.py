@@ -55,21 +55,6 @@ def test_show_prints_each_stage_of_a_deployment(capsys, tmp_path):
     assert "3 ranks, cpu" in printed
 
 
-def test_show_of_no_deployment_ends_with_its_message(capsys, tmp_path):
-    file = tmp_path / "deployment.json"
-    for content in (None, "{", "[]"):
-        if content is not None:
-            file.write_text(content)
-        assert main(["show", str(file)]) == 1
-        assert str(file) in capsys.readouterr().err
-
-
-def test_without_a_command_the_usage_is_printed(capsys):
-    with pytest.raises(SystemExit):
-        main([])
-    assert "usage" in capsys.readouterr().err
-
-
 def test_a_command_that_needs_no_torch_does_not_import_it():
     parsers = "; ".join(f"it.parser_of(['{command}'])" for command in ("run", "notify", "show"))
     code = f"import autovaruna.__main__ as it, sys; {parsers}; print('torch' in sys.modules)"
@@ -90,20 +75,6 @@ def test_the_installed_command_is_the_same_program(tmp_path, conf):
             module.stdout,
             module.stderr,
         )
-
-
-@pytest.mark.parametrize(
-    ("command", "output", "status"),
-    [("config", ">&-", 0), ("config", "> /dev/full", 1), ("config", "| true", 0), ("config --help", "| true", 0)],
-)
-def test_where_nobody_listens_there_is_no_traceback(command, output, status, conf):
-    """The first process of a pipe says how the command ended."""
-    line = f"{sys.executable} -m autovaruna {command} {output}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
-    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
-    if command == "config":
-        assert done.returncode == status
-        assert ("Standard output cannot be written to: No space left" in done.stderr) == bool(status)
 
 
 COMMANDS = ("run", "notify", "config", "show", "measure", "plan", "simulate", "trace", "doctor", "completion")

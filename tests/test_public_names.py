@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,12 @@ def test_a_room_uses_no_private_name_of_another(room):
 
 
 def nodes_of(files, kind):
-    return [node for file in files for node in ast.walk(TREES[file]) if isinstance(node, kind)]
+    return [node for file in files for node in nodes_in(file, kind)]
+
+
+@cache
+def nodes_in(file, kind):
+    return [node for node in ast.walk(TREES[file]) if isinstance(node, kind)]
 
 
 def private_names(files):

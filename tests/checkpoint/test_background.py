@@ -6,12 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from autovaruna import AutoVaruna, CheckpointError
+from autovaruna import AutoVaruna
 from autovaruna.checkpoint import save
 from autovaruna.checkpoint.manifest import Bytes
 from autovaruna.checkpoint.tensor_file import Rows
@@ -75,20 +74,6 @@ def test_the_call_and_steps_wait_for_no_disk(tmp_path: Path, monkeypatch: pytest
     assert is_saved(tmp_path, 1, expected)
 
 
-def test_one_save_after_the_other_uses_the_same_memory(tmp_path: Path) -> None:
-    model = trained(width=WIDTH)
-    model.save_checkpoint(tmp_path, step=1, background=True)
-    saver = model._persistence._saver
-    assert saver is not None
-    memory = saver._memory._memory.data_ptr()
-    step(model)
-    expected = snapshot(model)
-    model.save_checkpoint(tmp_path, step=2, background=True)
-    model.wait_checkpoint()
-    assert saver._memory._memory.data_ptr() == memory and is_saved(tmp_path, 2, expected)
-    assert len(list(tmp_path.glob("*step-*"))) == 2
-
-
 def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,53 +102,6 @@ def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(
         model.wait_checkpoint()
 
     on_ranks(pipeline(2), case.model(), run, adamw, token=("chain", False))
-
-
-@pytest.mark.parametrize("owner, name", [(save.HostMemory, "copy"), (save, "compose"), (save, "write_part")])
-@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])
-def test_without_memory_one_except_clause_holds_all_ranks(
-    owner: Any, name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, the rank without memory raised a RuntimeError, and the others a RankError."""
-    case, real, thread = CASES["chain"], getattr(owner, name), threading.local()
-
-    def fail(*given: Any) -> Any:
-        if getattr(thread, "is_first", False):
-            raise error
-        return real(*given)
-
-    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        model(**case.batch(7, 0)[1]).backward()
-        thread.is_first = rank == 0
-        for is_background in (False, True)[name == "copy" :]:
-            with pytest.raises(CheckpointError, match=type(error).__name__):
-                model.save_checkpoint(tmp_path, step=1, background=is_background)
-                model.wait_checkpoint()
-                assert is_background and name == "write_part"  # which a thread of its own does
-                raise CheckpointError(type(error).__name__)
-        thread.is_first = False
-        model.save_checkpoint(tmp_path, step=2, background=True)
-        model.wait_checkpoint()
-
-    monkeypatch.setattr(owner, name, fail)
-    on_ranks(pipeline(2), case.model(), run, adamw, token=("chain", False))
-    assert (tmp_path / "step-00000002").is_dir()
-
-
-def test_a_thread_that_cannot_start_fails_the_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    model = trained()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        model.save_checkpoint(tmp_path, step=1, background=True)
-    with pytest.raises(CheckpointError, match="can't start new thread"):
-        model.wait_checkpoint()
-    assert not list(tmp_path.glob("*step*"))
-    model.save_checkpoint(tmp_path, step=2, background=True)
-    model.wait_checkpoint()
-    assert [each.name for each in tmp_path.glob("step-*")]
 
 
 @pytest.mark.usefixtures("slow")

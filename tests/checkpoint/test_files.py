@@ -18,8 +18,6 @@ from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, read_new
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
-from tests.checkpoint.test_damage import optimizer_of, trained
-from tests.checkpoint.test_damage import step as train
 
 
 @pytest.fixture(scope="module")
@@ -134,19 +132,6 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, net, torch.optim.SGD(groups))
 
 
-def test_state_of_another_precision_keeps_its_digits(tmp_path: Path) -> None:
-    net = nn.Linear(4, 4).bfloat16()
-    optimizer = torch.optim.Adam(net.parameters())
-    net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    optimizer.state[net.weight]["exp_avg"] = torch.randn(4, 4)
-    AutoVaruna(net, optimizer).save_checkpoint(tmp_path, step=0)
-    other = nn.Linear(4, 4).bfloat16()
-    its = torch.optim.Adam(other.parameters())
-    load_checkpoint(tmp_path, other, its)
-    assert torch.equal(its.state[other.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
-
-
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_a_model_of_another_precision_takes_the_numbers_rounded_and_trains(
     dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -173,15 +158,6 @@ def test_a_model_of_another_precision_takes_the_numbers_rounded_and_trains(
         now = optimizer.state[other]["exp_avg"]
         assert now.dtype == dtypes[1] and torch.equal(now, its.state[parameter]["exp_avg"].to(dtypes[1]))
     optimizer.step()
-
-
-def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
-    """As in the library transformers, which leaves an index of earlier saves where it is."""
-    safetensors.torch.save_file({"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "old.safetensors"}}))
-    model = nn.Linear(1, 1)
-    load_checkpoint(tmp_path, model)
-    assert model.weight.item() == 1
 
 
 @pytest.mark.parametrize(
@@ -226,17 +202,6 @@ def test_weights_of_a_base_model_are_found(is_file_headed: bool, tmp_path: Path)
     assert all(map(torch.equal, headed.base.parameters(), base.parameters()))
 
 
-@pytest.mark.parametrize("is_equal", [True, False])
-def test_numbers_of_a_tied_name_that_are_left_out_are_told(
-    is_equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = {name: value.clone() for name, value in Headed().state_dict().items()}
-    state["head.weight"] += not is_equal
-    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
-    load_checkpoint(tmp_path / "x.safetensors", Headed())
-    assert ("head.weight and base.0.weight have other numbers" in caplog.text) is not is_equal
-
-
 def test_what_is_left_in_a_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(net.parameters())
@@ -250,13 +215,6 @@ def test_what_is_left_in_a_checkpoint_is_told(tmp_path: Path, caplog: pytest.Log
     assert "give it scaler=" in caplog.text and "give it lr_scheduler=" in caplog.text
     model.load_checkpoint(tmp_path / "weights")
     assert "saved without an optimizer" in caplog.text
-
-
-@pytest.mark.parametrize("text", ["[]", '{"a": 1}', '{"weight_map": {"a": 1}}', "{"])
-def test_an_index_that_is_none_is_told(text: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json (has no weight_map|cannot be read)"):
-        load_checkpoint(tmp_path, nn.Linear(2, 2))
 
 
 VALUES: dict[str, Any] = {
@@ -306,23 +264,6 @@ def test_what_cannot_be_kept_is_refused_by_its_path(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*step-*"))
 
 
-def test_what_holds_itself_is_named() -> None:
-    """So is what is nested deeper than readers of JSON go; what is there twice is kept twice."""
-    log: dict[str, object] = {"twice": [[1], [1]], "steps": []}
-    log["steps"] = [0, {"log": log}]
-    with pytest.raises(CheckpointError, match=r"extra\.steps\.1\.log, a dict, holds itself"):
-        encode(log, "extra", {})
-    deep: object = 0
-    for _ in range(99):
-        deep = (deep,)
-    assert decode(json.loads(json.dumps(encode([deep, deep], "extra", {}))), lambda name: torch.zeros(())) == [
-        deep,
-        deep,
-    ]
-    with pytest.raises(CheckpointError, match="is in 100 containers"):
-        encode([[deep]], "extra", {})
-
-
 @pytest.mark.parametrize("dtype", NAMES)
 def test_the_library_safetensors_reads_each_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": torch.zeros(()).to(dtype), "c": torch.empty(0, 2)}
@@ -351,37 +292,6 @@ def test_dtypes_that_the_format_lacks_come_back(dtype: torch.dtype, tmp_path: Pa
         assert torch.equal(found.reshape(-1).view(torch.uint8), tensors[name].reshape(-1).view(torch.uint8))
 
 
-def test_state_that_is_there_is_overwritten_in_place(tmp_path: Path) -> None:
-    model = trained()
-    model.save_checkpoint(tmp_path, step=1)
-    states = list(optimizer_of(model).state.values())
-    expected = [{name: value.clone() for name, value in state.items()} for state in states]
-    places = [value.data_ptr() for state in states for value in state.values()]
-    train(model)
-    model.load_checkpoint(tmp_path)
-    found = list(optimizer_of(model).state.values())
-    assert [value.data_ptr() for state in found for value in state.values()] == places
-    for got, known in zip(found, expected, strict=True):
-        assert all(torch.equal(got[name], known[name]) for name in known)
-
-
-def test_views_that_conjugate_or_negate_keep_their_numbers(tmp_path: Path) -> None:
-    """Such buffers are written as the numbers that they show, and read so into memory that shows others."""
-
-    def made(seed: int) -> nn.Module:
-        numbers = torch.randn(4, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed))
-        net = nn.Linear(2, 2)
-        net.register_buffer("conjugate", numbers.conj())
-        net.register_buffer("negative", numbers.conj().imag)
-        return net
-
-    expected, found = made(0), made(1)
-    assert found.conjugate.is_conj() and found.negative.is_neg()
-    AutoVaruna(expected).save_checkpoint(tmp_path, step=1)
-    load_checkpoint(tmp_path, found)
-    assert all(torch.equal(value, found.state_dict()[name]) for name, value in expected.state_dict().items())
-
-
 def test_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
     """Fused kernels go through a parameter and its state in the order of memory, whatever their strides."""
 
@@ -403,23 +313,3 @@ def test_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
     for both in (expected, found):
         train(*both)
     assert all(map(torch.equal, expected[0].parameters(), found[0].parameters()))
-
-
-class Expanded(nn.Module):
-    """A model with a buffer of six numbers in the memory of two, or of six."""
-
-    def __init__(self, memory: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("buffer", memory.expand(3, 2))
-
-
-def test_a_buffer_that_was_expanded_is_read_where_its_numbers_agree(tmp_path: Path) -> None:
-    """Plain PyTorch loads it from the model itself alone; once, this did not load at all."""
-    saved, found = torch.tensor([[1.5, torch.nan]]), AutoVaruna(Expanded(torch.zeros(1, 2)))
-    AutoVaruna(Expanded(saved)).save_checkpoint(tmp_path, step=1)
-    found.load_checkpoint(tmp_path)
-    assert torch.equal(found.module.buffer.nan_to_num(7), saved.expand(3, 2).nan_to_num(7))
-    assert found.module.buffer.stride() == (0, 1)
-    AutoVaruna(Expanded(torch.arange(6.0).reshape(3, 2))).save_checkpoint(tmp_path, step=2)
-    with pytest.raises(CheckpointError, match=r"buffer in .* has different numbers .*\(0, 1\).* call \.clone\(\)"):
-        found.load_checkpoint(tmp_path)

@@ -11,14 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
 
-from autovaruna import AutoVaruna, CheckpointError
+from autovaruna import CheckpointError
 from autovaruna.checkpoint import folder
-from autovaruna.checkpoint import source as source_module
 from autovaruna.checkpoint.manifest import MANIFEST
 from autovaruna.checkpoint.source import choose
 from autovaruna.runtime.environment import single_world
@@ -50,14 +47,6 @@ def save_steps(root: Path, steps: str, keep: int | None = None) -> list[str]:
 )
 def test_the_newest_is_what_was_written_last(steps: str, keep: int | None, expected: str, tmp_path: Path) -> None:
     assert save_steps(tmp_path, steps, keep) == expected.split()
-
-
-def test_clocks_that_go_back_change_nothing(tmp_path: Path) -> None:
-    save_steps(tmp_path, "5 10 6")
-    for age, path in enumerate(tmp_path.glob("step-*")):
-        os.utime(path, (age, age))
-        os.utime(path / MANIFEST, (-age, -age))
-    assert trained().load_checkpoint(tmp_path).step == 6
 
 
 def test_a_step_is_that_of_the_last_branch_and_damage_leads_to_what_was_before(
@@ -143,16 +132,6 @@ def test_what_a_killed_job_leaves_goes(tmp_path: Path, other: subprocess.Popen[s
     assert [each.name for each in (tmp_path / "saved").glob("*step-*")] == ["step-00000002"]
 
 
-def test_a_folder_that_the_script_has_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, it was a FileNotFoundError without a name."""
-    model = trained()
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(CheckpointError, match=r"saved cannot be written: No such file or directory"):
-        model.save_checkpoint("saved", step=1)
-
-
 def test_two_models_of_one_program_leave_each_other_s_alone(tmp_path: Path) -> None:
     first, second = trained(), trained()
     first.save_checkpoint(tmp_path, step=1, background=True)
@@ -173,51 +152,3 @@ def test_what_is_read_stays_until_it_has_been(tmp_path: Path) -> None:
         assert trained().load_checkpoint(source.path).step == 1
     model.save_checkpoint(tmp_path, step=4, keep=1)
     assert [each.name for each in tmp_path.glob("*step-*")] == ["step-00000004"]
-
-
-def test_one_that_has_just_been_removed_makes_room_for_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = trained()
-    model.save_checkpoint(tmp_path, step=1)
-
-    def save_another(path: Path, step: int | str) -> Any:
-        found = candidates(path, step)
-        if found[0].step == 1:
-            model.save_checkpoint(tmp_path, step=2, keep=1)
-        return found
-
-    candidates = source_module._candidates
-    monkeypatch.setattr(source_module, "_candidates", save_another)
-    assert trained().load_checkpoint(tmp_path).step == 2
-
-
-def test_two_that_finish_at_once_both_stay(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f".step-00000001.0000000{number}").mkdir()
-    with folder.lock(tmp_path, waits=True):
-        thread = Thread(target=folder.finish, args=(tmp_path / ".step-00000001.00000000", 1))
-        thread.start()
-        thread.join(0.1)
-        assert thread.is_alive()
-    thread.join(60)
-    assert folder.finish(tmp_path / ".step-00000001.00000001", 1).name == "step-00000001.1"
-
-
-def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model: AutoVaruna = trained()
-    model.save_checkpoint(tmp_path, step=1)
-    real = os.rename
-
-    def refuse(old: Path, new: Path) -> None:
-        if not Path(old).name.startswith("."):
-            raise PermissionError(1, "not yours")
-        real(old, new)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    with caplog.at_level(logging.WARNING):
-        model.save_checkpoint(tmp_path, step=2, keep=1)
-    assert "cannot be removed: not yours" in caplog.text
-    assert model.load_checkpoint(tmp_path).step == 2

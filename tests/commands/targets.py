@@ -15,19 +15,6 @@ def mlp() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     return Mlp(6), (torch.zeros(4, WIDTH),), {}
 
 
-drawn: list[bool] = []
-"""Whether the model of `mlp_of_drawn_weights` got them, for each call."""
-
-
-def mlp_of_drawn_weights() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
-    model = Mlp(6)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            nn.init.normal_(parameter.zero_())
-    drawn.append(any(parameter.any() for parameter in model.parameters()))
-    return model, (torch.zeros(4, WIDTH),), {}
-
-
 def mlp_on_meta() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     with torch.device("meta"):
         return Mlp(12, 512), (torch.zeros(4, 512),), {}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.compatibility.script import Share, State, Wrap, normal, script, whole
+from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
 
 WORDS, WIDTH, BATCH, STEPS = 40, 16, 6, 3
 
@@ -116,9 +116,7 @@ def low_rank_adaptation(wrap: Wrap, share: Share) -> State:
         tokens = share(next_words(step))
         logits, _ = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.reshape(-1, WORDS), tokens[:, 1:].reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -156,9 +154,7 @@ def tagging(wrap: Wrap, share: Share) -> State:
         words, lengths = share(whole(step, WORDS - 1, BATCH, 7) + 1), share(torch.tensor([7, 4, 6, 2, 5, 7]))
         tags = share(whole(step + 50, 5, BATCH, 7))
         loss = F.cross_entropy(model(words, lengths).transpose(1, 2), tags)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -198,9 +194,7 @@ def translation(wrap: Wrap, share: Share) -> State:
         target = share(whole(step + 30, WORDS - 1, BATCH, 7) + 1)
         logits = model(source, target[:, :-1])
         loss = criterion(logits.reshape(-1, WORDS), target[:, 1:].reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -268,9 +262,7 @@ def mixture_of_experts(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         loss = F.cross_entropy(model(share(whole(step, WORDS, BATCH, 6))), share(whole(step + 9, 4, BATCH)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -284,9 +276,7 @@ def bag_of_words(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         loss = F.cross_entropy(model(share(whole(step, WORDS, BATCH, 5))), share(whole(step + 9, 3, BATCH)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -304,9 +294,7 @@ def distillation(wrap: Wrap, share: Share) -> State:
             soft = F.softmax(teacher(x) / 2, -1)
         logits = model(x)
         loss = F.kl_div(F.log_softmax(logits / 2, -1), soft, reduction="batchmean") * 4 + F.cross_entropy(logits, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from tests.compatibility.script import Share, State, Wrap, normal, script, whole
+from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
 
 BATCH, STEPS = 6, 3
 
@@ -39,9 +39,7 @@ def speech_recognition(wrap: Wrap, share: Share) -> State:
         chances = model(sound).transpose(0, 1)
         sizes = torch.full((len(sound),), 12), torch.full((len(sound),), 4)
         loss = F.ctc_loss(chances, letters, *sizes)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -70,9 +68,7 @@ def graph_convolution(wrap: Wrap, share: Share) -> State:
     adjacency = (normal(1, 11, 11) > 0.5).float() + torch.eye(11)
     adjacency = adjacency / adjacency.sum(1, keepdim=True)
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        F.nll_loss(model(nodes, adjacency)[known], labels[known]).backward()
-        optimizer.step()
+        descend(optimizer, F.nll_loss(model(nodes, adjacency)[known], labels[known]))
     return model.state_dict()
 
 
@@ -89,17 +85,12 @@ def deep_q_learning(wrap: Wrap, share: Share) -> State:
         with torch.no_grad():
             value = reward + 0.9 * target(after).max(1).values
         loss = F.smooth_l1_loss(model(state).gather(1, action).squeeze(1), value)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         target.load_state_dict(model.state_dict())
     return model.state_dict()
 
 
-@script(
-    change='`inputs="replicated", num_micro_batches=1`: all ranks play the same episode',
-    is_replicated=True,
-)
+@script(change='`inputs="replicated", num_micro_batches=1`: all ranks play the same episode', is_replicated=True)
 def policy_gradient(wrap: Wrap, share: Share) -> State:
     """One observation a call, an episode of calls, one backward of the sum of their losses."""
     model: Any = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2), nn.Softmax(-1))
@@ -111,9 +102,7 @@ def policy_gradient(wrap: Wrap, share: Share) -> State:
             seen = normal(10 * episode + move, 1, 4)
             chances = Categorical(model(seen))
             losses.append(-chances.log_prob(torch.tensor([move % 2])) * (1.0 + move))
-        optimizer.zero_grad()
-        torch.cat(losses).sum().backward()
-        optimizer.step()
+        descend(optimizer, torch.cat(losses).sum())
     return model.state_dict()
 
 
@@ -144,9 +133,7 @@ def recommendation(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         user, item = share(whole(step, 20, BATCH)), share(whole(step + 9, 30, BATCH))
         loss = criterion(model(user, item), share(whole(step + 99, 2, BATCH).float()))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -175,9 +162,7 @@ def tables(wrap: Wrap, share: Share) -> State:
             share(normal(step % 2 + 5, BATCH)),
         )
         loss = model(*rows)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         model.eval()
         with torch.no_grad():
             checked = model(share(whole(7, 5, BATCH, 2)), share(normal(7, BATCH, 3)), share(normal(8, BATCH))).item()
@@ -216,9 +201,7 @@ def differential_equation(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         loss = F.mse_loss(model(share(normal(step, BATCH, 3))), share(normal(step + 9, BATCH, 2)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         schedule.step()
     return model.state_dict()
 
@@ -232,9 +215,7 @@ def physics_informed(wrap: Wrap, share: Share) -> State:
     x = share(normal(0, BATCH, 1)).requires_grad_()
     u = model(x)
     (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    optimizer.zero_grad()
-    (slope + u).square().mean().backward()
-    optimizer.step()
+    descend(optimizer, (slope + u).square().mean())
     return model.state_dict()
 
 
@@ -261,7 +242,5 @@ def forecasting(wrap: Wrap, share: Share) -> State:
         x, y = share(normal(step, BATCH, 1, 12)), share(normal(step + 9, BATCH, 1))
         error, levels = y - model(x), torch.tensor([0.1, 0.5, 0.9])
         loss = torch.max(levels * error, (levels - 1) * error).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()

@@ -68,6 +68,13 @@ def script(change: str = "", refusal: str = "", is_replicated: bool = False) -> 
     return add
 
 
+def descend(optimizer: Optimizer, loss: Tensor) -> None:
+    """Ends a step as every loop does."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def numbers(seed: int) -> torch.Generator:
     """Returns a generator of a batch's numbers."""
     return torch.Generator().manual_seed(seed)

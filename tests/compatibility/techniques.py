@@ -12,7 +12,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 from autovaruna import keep_whole
-from tests.compatibility.script import Share, State, Wrap, normal, script, whole
+from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
 
@@ -43,9 +43,7 @@ def thawing(wrap: Wrap, share: Share) -> State:
                 weight.requires_grad_(True)
             optimizer.add_param_group({"params": body, "lr": 1e-3})
         x, y = labelled(share, step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(x), y))
     return model.state_dict()
 
 
@@ -86,9 +84,7 @@ def functions_by_numbers(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         words, y = share(whole(step, 20, BATCH, 6)), share(whole(step, CLASSES, BATCH))
-        optimizer.zero_grad()
-        F.cross_entropy(model(words), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(words), y))
     return model.state_dict()
 
 
@@ -116,9 +112,7 @@ def two_tasks(wrap: Wrap, share: Share) -> State:
         x, y = labelled(share, step)
         out = model(x)
         losses = torch.stack([F.cross_entropy(out["classes"], y), out["depth"].square().mean()])
-        optimizer.zero_grad()
-        (losses * torch.exp(-out["spread"]) + out["spread"]).sum().backward()
-        optimizer.step()
+        descend(optimizer, (losses * torch.exp(-out["spread"]) + out["spread"]).sum())
     return model.state_dict()
 
 
@@ -203,9 +197,7 @@ def binary_weights(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         x, y = labelled(share, step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(x), y))
         for weight in model.parameters():
             weight.data.clamp_(-1, 1)
     return model.state_dict()
@@ -252,9 +244,7 @@ def gradient_checkpointing(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         x, y = labelled(share, step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(x), y))
     return model.state_dict()
 
 
@@ -270,9 +260,7 @@ def own_target(wrap: Wrap, share: Share) -> State:
         with torch.no_grad():
             goal = F.normalize(slow(second), dim=-1)
         loss = 2 - 2 * (F.normalize(online(first), dim=-1) * goal).sum(-1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         with torch.no_grad():
             for weight, average in zip(online.parameters(), slow.parameters(), strict=True):
                 average.data = average.data * 0.9 + weight.data * 0.1
@@ -298,9 +286,7 @@ def momentum_contrast(wrap: Wrap, share: Share) -> State:
         queries = F.normalize(query(normal(step, BATCH, WIDTH)), dim=1)
         alike, others = (queries * keys).sum(1, keepdim=True), queries @ queue.clone()
         loss = F.cross_entropy(torch.cat([alike, others], 1) / 0.2, torch.zeros(BATCH, dtype=torch.long))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         queue[:, step * BATCH : (step + 1) * BATCH] = keys.t()
     return {**query.state_dict(), **{f"key.{name}": value for name, value in key.state_dict().items()}}
 
@@ -314,9 +300,7 @@ def averaged_weights(wrap: Wrap, share: Share) -> State:
     average, schedule = AveragedModel(model), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
     for step in range(STEPS):
         x, y = labelled(share, step)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(x), y))
         average.update_parameters(model)
         schedule.step()
     update_bn([labelled(share, 7)[0]], average)
@@ -332,9 +316,7 @@ def gradient_penalty(wrap: Wrap, share: Share) -> State:
     x = share(normal(0, BATCH, WIDTH)).requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
-    optimizer.zero_grad()
-    (out.mean() + 10 * (slope.norm(2, 1) - 1).square().mean()).backward()
-    optimizer.step()
+    descend(optimizer, out.mean() + 10 * (slope.norm(2, 1) - 1).square().mean())
     return model.state_dict()
 
 
@@ -346,9 +328,7 @@ def penalty_outside(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         x, y = labelled(share, step)
-        optimizer.zero_grad()
-        (F.cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters())).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters()))
     return model.state_dict()
 
 
@@ -379,9 +359,7 @@ def normalizing_flow(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         loss = model(share(normal(step, BATCH, WIDTH)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -410,9 +388,7 @@ def angular_margin(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         loss = model(*labelled(share, step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -441,9 +417,7 @@ def point_clouds(wrap: Wrap, share: Share) -> State:
         chances, turn = model(share(normal(step, BATCH, 3, 10)))
         loss = F.nll_loss(chances, share(whole(step, CLASSES, BATCH)))
         near = torch.mean(torch.norm(torch.bmm(turn, turn.transpose(2, 1)) - torch.eye(3), dim=(1, 2)))
-        optimizer.zero_grad()
-        (loss + 0.01 * near).backward()
-        optimizer.step()
+        descend(optimizer, loss + 0.01 * near)
     return model.state_dict()
 
 
@@ -500,7 +474,5 @@ def message_passing(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer, num_micro_batches=1, dynamic_batch=False)
     for step in range(STEPS):
         nodes, edges, graph = normal(step, 9, 5), whole(step, 9, 2, 14), torch.arange(9) // 3
-        optimizer.zero_grad()
-        F.cross_entropy(model(nodes, edges, graph, 3), whole(step, 3, 3)).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(nodes, edges, graph, 3), whole(step, 3, 3)))
     return model.state_dict()

@@ -20,7 +20,10 @@ from tests.compatibility.script import SCRIPTS, Script, State
 from tests.ranks import run_ranks
 
 RANKS = 2
-QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "progress": False, "num_stages": RANKS}
+QUIET: dict[str, Any] = {
+    **{"load_deployment": False, "save_deployment": False, "progress": False},
+    **{"num_stages": RANKS, "profile_iterations": 1},
+}
 HEAD = (
     "# Scripts that run",
     "",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.compatibility.script import Share, State, Wrap, normal, script, whole
+from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
 
 BATCH, STEPS, CLASSES = 4, 3, 5
 
@@ -45,9 +45,7 @@ def residual_network(wrap: Wrap, share: Share) -> State:
         y, other, part = share(whole(step, CLASSES, BATCH)), share(whole(step + 9, CLASSES, BATCH)), 0.3
         out = model(x)
         loss = part * F.cross_entropy(out, y, label_smoothing=0.1) + (1 - part) * F.cross_entropy(out, other)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         schedule.step()
     return model.state_dict()
 
@@ -80,9 +78,7 @@ def vision_transformer(wrap: Wrap, share: Share) -> State:
         x, y = share(normal(step, BATCH, 3, 12, 12)), share(whole(step, CLASSES, BATCH))
         out = model(x)
         loss = F.cross_entropy(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         schedule.step()
         assert 0 <= (out.argmax(1) == y).float().mean().item() <= 1
     return model.state_dict()
@@ -127,9 +123,7 @@ def segmentation(wrap: Wrap, share: Share) -> State:
         chosen = logits.softmax(1)[:, 1]
         dice = 1 - (2 * (chosen * y).sum((1, 2)) + 1) / (chosen.sum((1, 2)) + y.sum((1, 2)) + 1)
         loss = F.cross_entropy(logits, y) + dice.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         schedule.step(step / STEPS)
     return model.state_dict()
 
@@ -147,9 +141,7 @@ def diffusion(wrap: Wrap, share: Share) -> State:
         t = share(whole(step, 50, BATCH))
         noisy = alphas[t].sqrt()[:, None, None, None] * clean + (1 - alphas[t]).sqrt()[:, None, None, None] * noise
         loss = F.mse_loss(model(noisy, t), noise)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         average.update_parameters(model)
     return average.module.state_dict()
 
@@ -179,9 +171,7 @@ def variational_autoencoder(wrap: Wrap, share: Share) -> State:
         got, mean, spread = model(x, share(normal(step + 50, BATCH, 3)))
         loss = F.binary_cross_entropy(got, x, reduction="sum")
         loss = (loss - 0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())) / len(x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
     return model.state_dict()
 
 
@@ -235,9 +225,7 @@ def siamese_network(wrap: Wrap, share: Share) -> State:
         x, y = share(normal(step, BATCH, 1, 12, 12)), share(normal(step + 9, BATCH, 1, 12, 12))
         target = share(whole(step, 2, BATCH).float())
         loss = F.binary_cross_entropy(model(x, y).squeeze(), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         schedule.step()
     return model.state_dict()
 
@@ -276,9 +264,7 @@ def detection(wrap: Wrap, share: Share) -> State:
         focal = (plain * (1 - near) ** 2).mean()
         held = labels[..., 0]
         regression = (F.smooth_l1_loss(out["boxes"], target, reduction="none").sum(-1) * held).mean()
-        optimizer.zero_grad()
-        (focal + regression).backward()
-        optimizer.step()
+        descend(optimizer, focal + regression)
     return model.state_dict()
 
 
@@ -313,7 +299,5 @@ def adversarial_examples(wrap: Wrap, share: Share) -> State:
         x = x.clone().requires_grad_()
         F.cross_entropy(model(x), y).backward()
         moved = (x + 0.1 * x.grad.sign()).detach()
-        optimizer.zero_grad()
-        F.cross_entropy(model(moved), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(moved), y))
     return model.state_dict()

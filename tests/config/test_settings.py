@@ -1,8 +1,6 @@
 """Holds the settings: one table, three sources, the later wins, and errors that name place, key and the nearest."""
 
 import ast
-import copy
-import pickle
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import autovaruna
 from autovaruna.config.settings import Settings, declarations, log_settings, meanings, named_settings, resolve
 from autovaruna.errors import ConfigError
 from autovaruna.planner.problem import Constraints
-from autovaruna.schedule.registry import POLICIES
 
 PACKAGE = Path(autovaruna.__file__).parent
 CONF = PACKAGE / "conf"
@@ -89,13 +86,6 @@ def test_seed_names_are_aliases(alias, given, name, value):
     assert getattr(resolve({alias: given}, {"HOME": "/"}), name) == value
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("YES", True), ("1", True), ("no", False), ("0", False)])
-def test_booleans_in_variables(conf, text, value):
-    settings = resolve({}, conf("", AUTOVARUNA_SAVE_DEPLOYMENT=text, AUTOVARUNA_LOAD_DEPLOYMENT=text))
-    assert settings.save_deployment is value
-    assert settings.load_deployment is value
-
-
 @pytest.mark.parametrize(
     ("given", "value"), [(1000, 1000), ("2GiB", 2**31), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("64", 64)]
 )
@@ -110,10 +100,6 @@ def test_lists_in_every_source(conf):
     for settings in (resolve({}, conf(text)), resolve({}, conf("", **variables)), resolve(tomli.loads(text), conf())):
         assert settings.cuts == ("a", "b")
         assert settings.stage_ranks == ((0, 1), (2,), (3,))
-
-
-def test_every_schedule_can_be_chosen(conf):
-    assert {resolve({"schedule": name}, conf()).schedule for name in POLICIES} == set(POLICIES)
 
 
 def test_a_path_may_be_a_path(conf):
@@ -215,13 +201,6 @@ def test_settings_that_contradict_each_other_are_refused(conf, keywords):
     assert all(f"(keyword {name})" in message for name in keywords)
 
 
-def test_settings_are_plain_data(conf):
-    settings = resolve({"num_stages": 3}, conf())
-    assert pickle.loads(pickle.dumps(settings)) == copy.deepcopy(settings) == settings
-    assert pickle.loads(pickle.dumps(settings)).source_of("num_stages") == "keyword num_stages"
-    assert Settings(**settings.as_dict()) == settings
-
-
 def test_settings_are_logged_with_their_sources(caplog, conf):
     with caplog.at_level("INFO", "autovaruna.config.settings"):
         log_settings(resolve({"num_stages": 3}, conf()))
@@ -261,14 +240,3 @@ def read_names():
 def test_every_setting_is_read_by_a_room():
     left_to_the_planner = {each.name for each in fields(Constraints)}  # read by these names
     assert not set(NAMES) - read_names() - left_to_the_planner
-
-
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, a container whose user the system does not know got a bare ``RuntimeError``."""
-
-    def unknown(path: Path) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "expanduser", unknown)
-    with pytest.raises(ConfigError, match=r"no home directory.*Set HOME, or set AUTOVARUNA_CONF_DIR"):
-        resolve({}, {})

@@ -200,7 +200,7 @@ def test_a_keeper_whose_manager_is_killed_leaves_nothing(tmp_path: Path) -> None
     with killed_manager(tmp_path / "job", 1.0):
         begin = time.monotonic()
         wait_for(lambda: not (tmp_path / "job").exists(), "the end of the keeper")
-        assert 1.0 < time.monotonic() - begin < 6.0
+        assert 1.0 < time.monotonic() - begin < 30.0
 
 
 def test_what_a_host_holds_goes_to_the_keeper_that_comes_in_time(tmp_path: Path) -> None:

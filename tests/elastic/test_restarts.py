@@ -17,6 +17,7 @@ from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts
 from autovaruna.elastic.run import Outcome
 from tests.mpi.launch import QUIET, ROOT, find_mpirun
+from tests.products import WHOLE
 
 FAILED, NOBODY = Outcome("rank 1 ended with status 3", error=3), Outcome("mpirun ended with status 137")
 DIES = "MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
@@ -151,6 +152,7 @@ for step in range(FIRST, 100_000):
 RESUMES = TRAINS.replace("FIRST", "model.resume().step")
 
 
+@pytest.mark.skipif(not WHOLE, reason="three starts; `Restarts` is held to it above: make test-whole")
 def test_a_rank_that_is_killed_at_the_same_step_again_and_again_ends_the_job(tmp_path: Path) -> None:
     """Once, it was started again for ever, and where the script does not resume, without a word of that."""
     dies = "    step == 4 and os.kill(os.getpid(), signal.SIGKILL)\n"

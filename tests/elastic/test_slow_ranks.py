@@ -89,22 +89,6 @@ def test_what_concerns_all_ranks_or_single_steps_names_nobody(case: str, num_ran
     assert not Job(num_ranks, seed=num_ranks).run(range(num_steps), factor)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-@pytest.mark.parametrize("seed", range(10))
-def test_a_slow_beginning_hides_nothing(num_ranks: int, seed: int):
-    """While a job starts, other programs do on the host of rank 1; later it is slowed by 15 %."""
-    job = Job(num_ranks, seed, predicted=dict.fromkeys(range(num_ranks), 0.0))
-    assert not job.run(range(60), lambda rank, step: 1.12 if rank == 1 and step < 30 else 1.0)
-    (said,) = job.run(range(60, 70), lambda rank, step: 1.15 if rank == 1 else 1.0)
-    assert isinstance(said, Slow) and said.rank == 1
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_nobody_is_slow_because_another_becomes_faster(num_ranks: int):
-    job = Job(num_ranks, predicted=dict.fromkeys(range(num_ranks), 0.0))
-    assert not job.run(range(300), lambda rank, step: 0.7 if rank == 0 and step >= 100 else 1.0)
-
-
 def test_two_slow_ranks_of_three_are_named():
     said = Job(3).run(range(110), lambda rank, step: 1.2 if rank and step >= 100 else 1.0)
     assert sorted(each.rank for each in said if isinstance(each, Slow)) == [1, 2] and len(said) == 2
@@ -117,31 +101,6 @@ def test_a_rank_that_recovers_is_forgiven():
     assert set(job.speeds.slow) == {2}
     (said,) = job.run(range(120, 150))
     assert isinstance(said, Recovered) and said.rank == 2 and said.step < 142 and not job.speeds.slow
-
-
-def test_noise_makes_no_slow_rank_recover():
-    """A rank that was now slow, now not, was never slow for long: no plan gave it less."""
-    events = []
-    for seed in range(10):
-        job = Job(2, seed, noise=0.1)
-        job.run(range(100))
-        events += job.run(range(100, 400), lambda rank, step: 1.15 if rank == 1 else 1.0)
-    assert sum(isinstance(each, Recovered) for each in events) < 5
-
-
-def test_ranks_without_work_are_compared_with_nothing():
-    job = Job(3, predicted={0: 2.0, 1: 3.0, 2: 0.0})
-    job.seconds[2] = 0.0
-    assert not job.run(range(100))
-    assert [each.rank for each in job.run(range(100, 110), lambda rank, step: 1.2 if rank == 0 else 1.0)] == [0]
-
-
-def test_a_rank_that_no_longer_reports_hides_nobody():
-    job = Job(3)
-    job.run(range(50))
-    del job.seconds[2]
-    said = job.run(range(50, 300), lambda rank, step: 1.2 if rank == 0 else 1.0)
-    assert [each.rank for each in said] == [0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 6])
@@ -220,24 +179,3 @@ def test_a_rank_that_is_slow_now_and_then_hides_no_other_and_fills_no_screen(
     assert slow_ranks.begin(RANKS) and slow_ranks.factors() == (1.0, 1.0, 1.2, 1.0)
     assert capsys.readouterr().err.count("rank 0") == 2
     assert (tmp_path / "events").read_text().count('"rank": 0') == 6
-
-
-def test_a_host_that_is_slow_for_a_moment_needs_no_plan(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_LASTING_SECONDS", 0.2)
-    slow_ranks = SlowRanks(EventLog(None), 1.5)
-    slow_ranks.begin(RANKS)
-    slow_ranks.record(changes(SLOW))
-    assert not slow_ranks.wants_plan
-    time.sleep(0.3)
-    assert slow_ranks.wants_plan
-
-
-def test_a_rank_that_recovers_before_a_plan_is_made_needs_none(slow_ranks: SlowRanks):
-    slow_ranks.record(changes(SLOW, WELL))
-    assert not slow_ranks.wants_plan and not slow_ranks.begin(RANKS)
-
-
-def test_a_host_that_is_left_out_needs_no_plan(slow_ranks: SlowRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)  # where the names of slow machines are written
-    slow_ranks.record(changes(Slow(1, 30, 2.0, "its own past")))
-    assert slow_ranks.leaves_out("h1") and not slow_ranks.wants_plan

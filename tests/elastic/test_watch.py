@@ -88,14 +88,6 @@ def test_words_say_which_rank_hangs_and_where(
     assert found is not None and found.words == words and not found.is_from_outside
 
 
-def test_long_steps_are_no_hang(clock: SimpleNamespace) -> None:
-    watch = trained(clock, seconds=60.0)
-    clock.now += 19 * 60.0
-    assert watch.hang() is None
-    clock.now += 2 * 60.0
-    assert watch.hang() is not None
-
-
 def test_a_false_alarm_makes_the_next_run_wait_longer(clock: SimpleNamespace) -> None:
     watch = trained(clock)
     clock.now += 21.0
@@ -112,12 +104,6 @@ def test_nobody_hangs_who_has_not_trained_yet(clock: SimpleNamespace) -> None:
     watch = trained(clock, num_calls=1)
     clock.now += 3600.0
     assert watch.hang() is None
-
-
-def test_reports_of_an_earlier_run_are_not_taken(clock: SimpleNamespace) -> None:
-    watch = trained(clock)
-    watch.record("a", {**report(r0=rank(99)), "attempt": 0})
-    assert watch.num_steps == 5
 
 
 def test_a_state_is_held_once_each_host_has_it_and_a_copy(clock: SimpleNamespace) -> None:

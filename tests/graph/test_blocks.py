@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.graph.grouping import crossing_sizes, merge_free_blocks
-from autovaruna.graph.pieces import ArgumentSource, extract, reads
+from autovaruna.graph.pieces import ArgumentSource, extract
 from autovaruna.graph.random import RandomStream, untouched_generator
 from autovaruna.graph.records import Graph, Size, Value
 from autovaruna.graph.traced import TracedModel
@@ -20,7 +20,6 @@ from autovaruna.planner.records import Plan
 from tests.catalogue import PLAIN, Case
 from tests.graph.models import CPU, named, traced, traced_function
 from tests.products import some
-from tests.profiler.models import traced_case
 from tests.session.training import Setup, train_as_plain
 
 WIDTH = 4
@@ -281,15 +280,3 @@ def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:
         others = [drawn(0, 2, 3, 4), drawn(1, 0, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 3, 0), drawn(1, 3, 2, 4)]
     assert not any(torch.equal(first, other) for other in others)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("name", ["tied", "skip", "shared_input", "constant"])
-def test_reads_are_the_arguments_of_the_piece(name: str) -> None:
-    _, graph, _ = traced_case(name, 3)
-    half = len(graph.graph.blocks) // 2
-    for blocks in (graph.graph.blocks[:half], graph.graph.blocks[half:]):
-        nodes = [node for block in blocks for node in block.nodes]
-        made = {block.index for block in blocks}
-        outputs = [value.name for value in graph.graph.values if value.producer in made]
-        piece = extract(graph, nodes, outputs)
-        assert reads(graph, nodes, outputs) == (piece.named(ArgumentSource.VALUE), piece.named(ArgumentSource.INPUT))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy
@@ -20,9 +16,7 @@ from torch.utils import _pytree as pytree
 from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
 from autovaruna.graph.guards import Guards, mode_of
-from autovaruna.graph.methods import OwnMethods
 from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
-from tests.graph.models import Function, traced
 
 
 class Model(nn.Module):
@@ -118,13 +112,6 @@ def test_the_mode_follows_what_was_put_into_the_model() -> None:
     words.append(reader.words())
     assert words[-1].split(" attributes=")[0] == mode_of(model)
     assert len(set(words)) == 4
-
-
-def test_the_mode_of_a_compiled_submodule_is_read() -> None:
-    """TorchScript keeps its children and parameters in tables of its own."""
-    with warnings.catch_warnings(action="ignore"):
-        model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    assert mode_of(model).endswith("parameters=gg")
 
 
 @pytest.mark.parametrize(
@@ -270,16 +257,6 @@ pytree.register_pytree_node(
 )
 
 
-def test_a_class_that_gives_no_keys_is_taken_apart() -> None:
-    """Its places have the names of its entries, or numbers where those hold more."""
-    for inner, paths in ((B, ["['sample']", "['scale']"]), ([B, C], ["[0]", "[1]", "[2]"])):
-        tensors, tree = flatten(Keyless(sample=A, scale=inner))
-        back = tree.unflatten(tensors)
-        assert type(back) is Keyless and back["sample"] is A
-        assert all(one is other for one, other in zip(flatten(back["scale"])[0], flatten(inner)[0], strict=True))
-        assert tree.tensor_paths() == paths and tree.constants() == []
-
-
 def test_an_opaque_leaf_is_asked_for() -> None:
     """A class that hides tensors is not taken apart; whoever rebuilds says what stands in its place."""
     tensors, tree = flatten((A, Cache()), "output")
@@ -329,64 +306,6 @@ DIFFERENT: tuple[tuple[Any, Any], ...] = (
 def test_objects_that_differ_have_other_words(one: Any, other: Any) -> None:
     """Once, a long array was told by its text, which leaves numbers out: a call got the losses of an earlier one."""
     assert words(one) != words(other)
-
-
-def test_words_do_not_say_where_an_object_lies_or_how_a_set_is_ordered() -> None:
-    text = "words({'a', 'b', 'c'}), words(lambda x: x in {'d', 'e'}), words(scaling(2.0)), words(Plain(1))"
-    program = f"from tests.graph.test_call import *; print(({text}))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
-    assert run.stdout.strip() == str(eval(text, {**globals(), "__name__": "__main__"}))
-
-
-WIDE = torch.zeros(3, 12)
-
-
-def test_a_trace_under_a_debugger_is_the_same() -> None:
-    """Whoever watches each line by sys.settrace, as debuggers and coverage do, finds the same graph."""
-
-    def picked(self: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = x.data.mean(1, keepdim=True)
-        return torch.where(x > scale, self.layer(x), x.new_zeros(x.shape[0], 12))
-
-    model = nn.Sequential(nn.Linear(12, 12), Function(picked, layer=nn.Linear(12, 12)))
-    plain, lines = traced(model, WIDE), list[str]()
-
-    def watch(frame: FrameType, event: str, argument: Any) -> Any:
-        lines.extend([event] * (frame.f_code is picked.__code__))
-        return watch if frame.f_code is picked.__code__ else None
-
-    before = sys.gettrace()
-    sys.settrace(watch)
-    try:
-        watched = traced(model, WIDE)
-    finally:
-        sys.settrace(before)
-    assert "line" in lines
-    assert list(watched.nodes) == list(plain.nodes) and watched.graph == plain.graph
-
-
-class _Switch(nn.Linear):
-    is_live = False
-    num_asked = 0
-
-    def score(self, x: Tensor) -> Tensor:
-        type(self).num_asked += 1
-        return self(x).sum() if self.is_live else x.sum()
-
-
-def test_a_method_is_looked_at_once_until_the_script_changes_the_model() -> None:
-    model = _Switch(3, 2)
-    model.is_live = False
-    methods = OwnMethods(model, Guards(model))
-    x, cpu = torch.rand(4, 3), torch.device("cpu")
-    assert not any(methods.follow_weights("score", (each,), {}, cpu) for each in (x, x + 1))
-    assert model.num_asked == 1
-    model.is_live = True
-    assert methods.follow_weights("score", (x,), {}, cpu)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    assert not methods.follow_weights("score", (x,), {}, cpu)
 
 
 def test_names_cover_arguments_and_what_is_in_them() -> None:

@@ -130,7 +130,7 @@ def case_of(name: str) -> Case:
     return Case(name, MODELS[name], labelled, has_batch_norm=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some([*MODELS], 4))
 def test_a_pipeline_changes_state_as_one_process_does(name: str) -> None:
     case = case_of(name)
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
@@ -140,7 +140,7 @@ def test_a_pipeline_changes_state_as_one_process_does(name: str) -> None:
         compare(train(case, pipeline(2, recompute=recompute, shares=shares), batches), plain)
 
 
-@pytest.mark.parametrize("name", some([*MODELS], 4))
+@pytest.mark.parametrize("name", some([*MODELS], 2))
 def test_replicas_follow_the_first(name: str) -> None:
     """Ranks agree after each step on what each has changed; parts with such state can be measured."""
     case = case_of(name)
@@ -335,28 +335,12 @@ def new_buffer(self: Any, values: Tensor) -> Tensor:
     return self.made
 
 
-def grown(self: Any, values: Tensor) -> Tensor:
-    """Has a buffer that is too short, and makes a longer one, which it writes element by element."""
-    if self.made.shape[0] < values.shape[1]:
-        made = torch.empty(values.shape[1], 1)
-        made[:, 0] = torch.arange(values.shape[1]) * 0.3
-        self.made = made
-    return self.made
-
-
 def in_place(self: Any, values: Tensor) -> Tensor:
     """Fills what is missing of a buffer, by a frozen parameter."""
     if self.length < values.shape[1]:
         self.length = values.shape[1]
         self.made[: self.length, 0] = torch.arange(self.length) * self.rate
     return self.made[: values.shape[1]]
-
-
-def new_parameter(self: Any, values: Tensor) -> Tensor:
-    """Makes a parameter in its first call, which nobody trains."""
-    if not hasattr(self, "made"):
-        self.made = nn.Parameter(positions(values), requires_grad=False)
-    return self.made
 
 
 def choosing(self: Any, x: Tensor) -> Tensor:
@@ -377,11 +361,9 @@ def new_submodule(self: Any, values: Tensor) -> Tensor:
 WARM: dict[str, Make] = {
     "attribute": lambda: tabled(attribute, cached=None),
     "new buffer": lambda: tabled(new_buffer),
-    "grown": lambda: tabled(grown, made=torch.zeros(1, 1)),
     "in place": lambda: tabled(
         in_place, made=torch.zeros(8, 1), rate=nn.Parameter(torch.tensor(0.3), requires_grad=False)
     ),
-    "new parameter": lambda: tabled(new_parameter),
     "new submodule": lambda: tabled(new_submodule, choosing=Written(choosing, act=nn.ReLU())),
 }
 

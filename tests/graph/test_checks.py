@@ -6,7 +6,6 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
 from typing import Any
 from unittest import TestCase
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna._torch import TorchDispatchMode
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import TraceOptions
@@ -59,34 +57,6 @@ def test_a_broken_trace_is_found_and_where(other: Any, words: str) -> None:
     model = net(nn.ReLU(), nn.Linear(12, 12))
     with pytest.raises(TraceError, match=words):
         look(model, broken(model, torch.ops.aten.relu.default, other))
-
-
-def attending(self: Any, x: Tensor, share: float) -> Tensor:
-    heads = self.inner(x).view(-1, 1, 3, 4)
-    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=share).flatten(1)
-
-
-class FusedKernels(TorchDispatchMode):
-    """Notes whether attention may take those of a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: set[bool] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "softmax" in str(func) or "attention" in str(func):
-            self.noted.add(torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1])
-def test_attention_with_dropout_is_compared_by_its_formula(share: float) -> None:
-    """Each kernel of a GPU draws in its own way; a library gives a mask of ones while it is traced, and none else."""
-    model = Function(partial(attending, share=share), inner=nn.Linear(12, 12))
-    trace = traced(model, X)
-    with FusedKernels() as kernels:
-        look(model, trace)
-    assert kernels.noted == {not share}
 
 
 def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,18 +117,6 @@ def test_it_leaves_nothing_behind() -> None:
     assert (len(marking.seen), marking.last) == (0, None)
 
 
-def test_what_rounding_does_is_no_difference() -> None:
-    """The last bits of a sum are all that is left of numbers that cancel out."""
-    model = Function(
-        lambda self, x: (x @ self.weight).sum(1) - (x @ self.weight.flip(1)).sum(1),
-        weight=nn.Parameter(X.T[:, :4].clone()),
-    )
-    trace = broken(model, torch.ops.aten.flip.default, torch.ops.aten.clone.default)
-    for node in trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-        node.args = node.args[:1]
-    look(model, trace)
-
-
 class State:
     """Holds what a call leaves, by the class until then."""
 
@@ -214,11 +172,7 @@ def covariance(self: nn.Module, x: Tensor) -> Tensor:
 
 MIXING: dict[str, Callable[..., Tensor]] = {
     "attention whose first dimension is time": lambda self, x: self.attention(x),
-    "convolution": lambda self, x: F.conv1d(x.permute(1, 2, 0), torch.ones(WIDTH, WIDTH, 3), padding=1),
     "softmax": lambda self, x: self.first(x).softmax(0),
-    "cumulated": lambda self, x: self.first(x).cumsum(0),
-    "turned": lambda self, x: self.first(x) + x.flip(0),
-    "pooled": lambda self, x: F.avg_pool1d(x.permute(1, 2, 0), 3, 1, 1),
     "norm of each channel over all samples": lambda self, x: torch.renorm(self.first(x), 2, 2, 0.5),
     "each channel normalised over all samples": lambda self, x: F.instance_norm(self.first(x).permute(1, 2, 0)),
     "scaled": lambda self, x: self.last(x) / self.first(x).norm(),
@@ -226,7 +180,6 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "covariance": covariance,
     "one bag": lambda self, x: self.last(self.first(x).amax(0)).square().mean(),
     "shifted": lambda self, x: self.first(x).flatten(0, 1)[:-1].square().mean(),
-    "backwards": lambda self, x: self.last(x)[torch.arange(x.shape[0] - 1, -1, -1)],
     "crosswise": crosswise,
     "rows picked by numbers in the inputs": lambda self, x: self.last(x) + self.first(x)[x[:, 0, 0].long()],
     "rows sent to others": lambda self, x: self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x)),
@@ -277,27 +230,6 @@ def joined(self: nn.Module, x: Tensor) -> Tensor:
     return left * right
 
 
-def alike(self: nn.Module, x: Tensor) -> Tensor:
-    """Takes the kind of one value for another."""
-    return x + self.last.bias.to(x) + self.mean.type_as(x)
-
-
-def centred(self: nn.Module, x: Tensor) -> Tensor:
-    """Uses a mean of the inputs alone: it is computed over the whole batch before the step."""
-    return self.last(x - x.mean(0))
-
-
-def in_turn(self: nn.Module, x: Tensor) -> Tensor:
-    """Picks rows by numbers that follow from the size of the batch: each sample's own, one and several times."""
-    numbers = torch.arange(x.shape[0])
-    flat = self.first(x).flatten(0, 1)
-    last = flat[numbers * LENGTH + LENGTH - 1] + self.last(x)[numbers, 0]
-    return (
-        last[torch.arange(2 * x.shape[0]) // 2]
-        * x[numbers.repeat_interleave(2), torch.randint(LENGTH, (2 * x.shape[0],))]
-    )
-
-
 def ends(self: nn.Module, x: Tensor) -> Tensor:
     """Takes the last place of each sample, which the inputs say, and any other, out of all places of all samples."""
     last = (x[:, :, 0] > 0).sum(1).clamp(max=LENGTH - 1)
@@ -307,9 +239,7 @@ def ends(self: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "function",
-    (ends, auxiliary, chosen, lengths, followed, joined, alike, centred, in_turn),
-    ids=lambda function: function.__name__,
+    "function", (ends, auxiliary, chosen, lengths, followed, joined), ids=lambda function: function.__name__
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
     assert trace(model(function), call_of(model(function), SEQUENCES), CPU).sizes.symbol is not None

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.verify import compare
-from autovaruna.profiler.work import repeated_part
 from tests.graph.models import CPU, Function, traced
 
 X = torch.zeros(3, 4)
@@ -48,17 +46,6 @@ class Fixed(nn.Linear):
         return x.reshape(3, 4) + self.bias  # the reshape
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_operations_keep_what_the_script_says_of_cudnn(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace runs without it."""
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", is_enabled)
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4))
-    graph = traced(model, X).module.graph
-    flags = {str(node.target): node.args[-1] for node in graph.nodes if "_norm" in str(node.target)}
-    assert flags == {"aten.batch_norm.default": is_enabled, "aten.layer_norm.default": is_enabled}
-    assert torch.backends.cudnn.enabled == is_enabled
-
-
 def test_a_branch_on_numbers_is_shown() -> None:
     """The error names the user's line, shows it, and says what to do."""
     with pytest.raises(TraceError) as caught:
@@ -66,26 +53,6 @@ def test_a_branch_on_numbers_is_shown() -> None:
     message = str(caught.value)
     assert f"{__file__}:{line_of('the branch')}" in message and "if x.sum() > 0" in message
     assert "torch.where" in message and "Function" in message
-
-
-class OwnWay(Function):
-    """Is of another class than what stops it, for all of a class are kept."""
-
-
-def own_way(self: Any, x: Tensor) -> Tensor:
-    """Has a way of its own for traces, as libraries do, which fails."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("no trace")
-    return self.branching(self.layer(x)).square().mean()
-
-
-def test_what_stops_a_librarys_own_way_is_not_kept_whole() -> None:
-    """What stops the plain way is."""
-    model = OwnWay(
-        own_way, layer=nn.Linear(4, 4), branching=Function(lambda self, x: x.abs() if x.sum() > 0 else abs(x))
-    )
-    targets = [node.target for node in traced(nn.Sequential(model), X).nodes.values()]
-    assert targets.count(run_opaque) == 1 and torch.ops.aten.linear.default in targets
 
 
 @pytest.mark.parametrize(("kind", "mark"), [(Contrastive, "the product"), (Fixed, "the reshape")])
@@ -174,61 +141,6 @@ def test_the_fingerprint_tells_models_apart() -> None:
     prints.add(traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), X.double()).graph.fingerprint)
     same = traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.zeros(6, 4)).graph.fingerprint
     assert len(prints) == 4 and same in prints
-
-
-def scaled(order: tuple[str, ...]) -> Function:
-    """Returns a model that makes scales by name, in an order of its own, and uses them in another one."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        scales = {name: torch.arange(4) * float(len(name)) for name in order}
-        return self.layer(x) * scales["short"].cos() + x * scales["longer"].sin()
-
-    return Function(forward, layer=nn.Linear(4, 4))
-
-
-def test_the_order_of_what_each_stage_repeats_is_that_of_its_use() -> None:
-    """Once, ranks measured other parts where forward goes over a set, whose order differs between processes."""
-    one, other = (traced(scaled(order), X) for order in (("short", "longer"), ("longer", "short")))
-    assert one.repeated and one.graph.fingerprint == other.graph.fingerprint
-    assert repeated_part(one).signature == repeated_part(other).signature
-
-
-class Hooking(nn.Module):
-    """Hooks a layer in its first call, as transformers do to collect the outputs of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.found: Any = None
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        if not hasattr(self, "is_hooked"):
-            self.layer.register_forward_hook(lambda module, args, out: self.found.append(out))
-            self.is_hooked = True
-        self.found = found = []
-        returned = [self.layer(x).tanh(), *found]
-        self.found = None
-        return returned
-
-
-def test_a_hook_that_forward_registers_is_registered_once() -> None:
-    """Once, the hook stayed and the note of it went: the next call collected each output twice."""
-    model = Hooking()
-    found = traced(model, X)
-    assert not model.layer._forward_hooks and len(found.outputs) == 2
-    compare(found, model, [X], CPU)
-
-
-@pytest.mark.parametrize("branches", [False, True])
-def test_a_model_hears_that_it_is_traced_only_where_it_must(branches: bool) -> None:
-    """Once, libraries went ways of their own, whose kernels round elsewhere: 7e-3 for Llama in bfloat16."""
-
-    def asking(self: Any, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-            return torch.tanh(self.layer(x))
-        return -x if branches and x.sum() > 9 else self.layer(x)
-
-    assert any("tanh" in name for name in traced(Function(asking, layer=nn.Linear(4, 4)), X).nodes) is branches
 
 
 GLOBAL = {"calls": 0}

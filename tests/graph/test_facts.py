@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from operator import getitem
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
-from autovaruna.graph.operators import Means, Merge, Trait, operator_of, rows
+from autovaruna.graph.operators import Merge, rows
 from autovaruna.graph.verify import EagerVsGraph, compare
 from tests.catalogue import CASES
 from tests.graph.models import CPU, Function, named, traced, traced_function
@@ -32,11 +29,6 @@ def test_what_is_written_into_needs_a_gradient() -> None:
 
     model = traced_function(filled, X, layer=nn.Linear(4, 4))
     assert [model.facts[named(model, start)].needs_gradient for start in ("zeros", "ones")] == [True, False]
-
-
-def test_arithmetic_is_counted() -> None:
-    """A linear of 4 by 5 takes 40 operations a sample."""
-    assert traced(nn.Linear(4, 5), X).graph.blocks[0].num_flops_per_sample == 40
 
 
 def test_changes_are_seen_by_what_the_schema_says() -> None:
@@ -203,24 +195,6 @@ def test_operators_that_are_listed_are_there_and_merge_as_they_say() -> None:
             assert torch.equal(whole, operator(parts)), name
 
 
-@pytest.mark.parametrize(
-    ("target", "means", "takes_kind"),
-    [
-        (aten.to.other, Means.LINEAR, True),
-        (aten.to.dtype, Means.LINEAR, False),
-        (aten.sin.default, Means.UNKNOWN, False),
-        (torch.ops.prims.sum.default, Means.UNKNOWN, False),
-        (getitem, Means.UNKNOWN, False),
-    ],
-    ids=str,
-)
-def test_an_overload_may_have_a_row_of_its_own(target: Any, means: Means, takes_kind: bool) -> None:
-    """What is no operator of torch's own has none, whatever its name."""
-    row = operator_of(fx.Graph().call_function(target))
-    assert row.means is means
-    assert (Trait.AS_ANOTHER in row.traits) is takes_kind
-
-
 PADDED = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8).sin()
 PADDING = torch.arange(6) >= torch.tensor([[6], [4], [3], [5]])
 
@@ -292,41 +266,7 @@ def test_a_library_makes_no_other_mask_for_a_trace() -> None:
     assert not [name for name in trace.nodes if name.startswith("cumsum") and trace.nodes[name].users]
 
 
-def test_tensors_that_follow_from_inputs_are_seen_as_fake() -> None:
-    def seen(self: nn.Module, x: Tensor) -> Tensor:
-        is_fake = isinstance(x * 2, torch._subclasses.FakeTensor)
-        return torch.sin(x) if is_fake else torch.cos(x)
-
-    assert named(traced(Function(seen), WIDE), "sin")
-    assert type(torch._subclasses) is type(torch)
-
-
 DRAWN = torch.randn(6, 8)
-
-
-def slices(function: object) -> list[tuple[object, ...]]:
-    """Returns what follows the tensor in each slice of the trace."""
-    nodes = traced_function(function, DRAWN).nodes.values()
-    return [node.args[1:] for node in nodes if node.target is torch.ops.aten.slice.Tensor]
-
-
-def test_whole_dimensions_are_not_sliced() -> None:
-    """Neither the ``:`` before another slice, nor bounds that leave nothing out; a step or a bound stays."""
-    assert slices(lambda self, x: x[:, 2:5] * 2) == [(1, 2, 5)]
-    assert slices(lambda self, x: x[:, :8] * 2 + x[:, 0:8:1]) == []
-    assert len(slices(lambda self, x: x[:, ::2] * 2)) == 1
-    assert len(slices(lambda self, x: x[:, :7] * 2)) == 1
-
-
-def test_what_is_written_to_a_whole_slice_is_written() -> None:
-    """The slice shares its memory with the tensor."""
-
-    def shifted(self: object, x: Tensor) -> Tensor:
-        y = x * 2
-        y[:, :].add_(1)
-        return y
-
-    assert slices(shifted) == []
 
 
 @pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout2d, F.feature_alpha_dropout])
@@ -337,14 +277,6 @@ def test_dropout_that_drops_nothing_is_none(drop: object) -> None:
 
     nodes = traced_function(dropping, torch.randn(6, 8, 2, 2)).nodes.values()
     assert sum("dropout" in str(node.target) for node in nodes) == 1
-
-
-def test_casts_to_the_dtype_that_is_there_are_none() -> None:
-    def casting(self: object, x: Tensor) -> Tensor:
-        return (x * 2).float().to(torch.float64).to(torch.float64, copy=True)
-
-    nodes = traced_function(casting, DRAWN).nodes.values()
-    assert [node.args[1] for node in nodes if node.target is torch.ops.aten.to.dtype] == [torch.float64] * 2
 
 
 def test_a_model_of_nothing_else_computes_nothing() -> None:

@@ -188,10 +188,7 @@ def scripted() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "TorchScript": (
-        lambda: around(scripted()),
-        r"body\S* is a TorchScript module.*take the one that it was made of",
-    ),
+    "TorchScript": (lambda: around(scripted()), r"body\S* is a TorchScript module.*take the one that it was made of"),
     "numbers of Python's": (
         lambda: Own(lambda loss, x, y: random.random() * loss(x, y)),
         r"Python's or numpy's generator.*draw from torch",
@@ -262,27 +259,6 @@ def test_packed_sequences_train_in_a_submodule() -> None:
     train_as_plain(case, pipeline(2), 7, 7)
     measure(case, 7)
     refuse(Reader(True), r"packs sequences at .*test_kept.*total_length=x\.shape\[1\]\)", sentences(4, 0)[1])
-
-
-def columns(self: Any, x: Tensor) -> Tensor:
-    """Embeds columns, and goes by a number; on drawn numbers the embeddings raise."""
-    parts = [layer(x[:, k].long()) for k, layer in enumerate(self.layers)]
-    return torch.cat(parts, 1) if x.max().item() < 100 else x
-
-
-def shared(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Goes through one layer by two ways."""
-    return F.cross_entropy(self.last(self.second(self.first(self.columns(x)))), y)
-
-
-def test_children_of_a_kept_module_run_where_two_others_share_a_child() -> None:
-    """Once torch.export followed the copy that is tried out, by names of its own: 'Unexpected key layers.0@3'."""
-    layers, layer = nn.ModuleList([nn.Embedding(3, 3), nn.Embedding(3, 3)]), nn.Linear(6, 6)
-    kept = Written(columns, layers=layers)
-    ways = {name: nn.Sequential(layer, nn.Tanh()) for name in ("first", "second")}
-    model = Written(shared, columns=kept, **ways, last=nn.Linear(6, CLASSES))
-    x = (torch.arange(SIZE * 5).view(SIZE, 5) % 3).float()
-    same_gradients(pipeline(2), model, lambda wrapped: wrapped(x, BATCH["y"]).backward())
 
 
 def strict(self: Any, x: Tensor) -> Tensor:

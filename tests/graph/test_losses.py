@@ -86,7 +86,7 @@ NO_MEANS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_MEANS)
+@pytest.mark.parametrize("name", some([*NO_MEANS], 8))
 def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
     """The error names the line."""
     case = case_of(name, NO_MEANS[name])
@@ -189,7 +189,7 @@ MEANS = {each.__name__: each for each in (scaled, by_sample, unlisted, guarded, 
 }
 
 
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", some([*MEANS], 4))
 def test_a_mean_is_not(name: str) -> None:
     train_as_plain(case_of(name, MEANS[name]), pipeline(2), 7, 7)
 
@@ -215,18 +215,16 @@ def of_sequences(m: Any, s: Tensor, y: Tensor) -> Tensor:
 
 SUMS: dict[str, Loss] = {
     "by name": lambda m, s, y: F.cross_entropy(s, y, reduction="sum") / 100,
-    "by hand": lambda m, s, y: -0.01 * s.log_softmax(1).gather(1, y[:, None]).sum(),
     "of several": lambda m, s, y: (
         torch.stack([F.cross_entropy(s, y, reduction="sum"), s.square().sum(1).sum()]).sum() / 100
     ),
     "of sequences": of_sequences,
     "times samples": lambda m, s, y: F.cross_entropy(s, y) * y.shape[0] / 100,
-    "times length": lambda m, s, y: 0.1 * y.shape[0] * s.square().mean(),
     "by product": lambda m, s, y: torch.einsum("bc,bc->", s, s) / 100,
 }
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", some([*SUMS], 4))
 def test_a_sum_is_added_up_or_refused(name: str) -> None:
     """With the setting that the error names, the numbers are those of the whole batch."""
     case = case_of(name, SUMS[name])
@@ -237,7 +235,7 @@ def test_a_sum_is_added_up_or_refused(name: str) -> None:
 WHOLE_BATCH = {**NO_MEANS, **SUMS}
 
 
-@pytest.mark.parametrize("name", some([*WHOLE_BATCH], 6))
+@pytest.mark.parametrize("name", some([*WHOLE_BATCH], 3))
 def test_with_one_micro_batch_any_loss_is_that_of_plain_pytorch(name: str) -> None:
     train_as_plain(case_of(name, WHOLE_BATCH[name]), pipeline(2, num_micro_batches=1), 6, 6)
 
@@ -246,10 +244,7 @@ ADDED: dict[str, Loss] = {
     "a divided layer": lambda m, x, y: m.added(x / x.shape[0], y),
     "a counted layer": lambda m, x, y: m.added(x * (y > 0).sum(), y),
     "a penalty a sample": lambda m, x, y: m.added(x, y) + x.shape[0] * m.penalty(),
-    "a quotient": lambda m, x, y: m.added(x, y) / x.shape[0],
     "divided losses": lambda m, x, y: (m.layers(x).square() / x.shape[0]).sum(),
-    "scaled losses": lambda m, x, y: (m.layers(x).square() * x.shape[0]).mean(),
-    "a product": lambda m, x, y: m.added(x, y) * x.shape[0] / 10,
     "a count": lambda m, x, y: m.added(x, y) / (y > 0).sum(),
     "labels left out": lambda m, x, y: F.cross_entropy(m.layers(x), y, ignore_index=0),
 }
@@ -261,7 +256,7 @@ NO_SUMS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("name", some([*ADDED], 4))
 def test_what_is_added_up_is_the_loss_of_the_whole_batch(name: str) -> None:
     """Micro-batches get its size, and what is counted in it, wherever that is what plain PyTorch computes with."""
     train_as_plain(case_of(f"added {name}", ADDED[name], whole=True), pipeline(2, settings=SUM), 7, 6)
@@ -276,12 +271,9 @@ def test_what_is_no_sum_is_not_added_up(name: str) -> None:
 
 OF_SIZE: dict[str, Loss] = {
     "a divided layer": lambda m, x, y: m.losses(m.layers[0](x) / x.shape[0], y).mean(),
-    "a root": lambda m, x, y: m.losses(m.layers[0](x) / x.size(0) ** 0.5, y).sum() / x.size(0),
     "a power": lambda m, x, y: m.losses(m.layers[0](x).sigmoid() ** x.size(0), y).mean(),
-    "a tensor": lambda m, x, y: m.losses(m.layers[0](x) * torch.full((), x.size(0)) / 9, y).mean(),
     "a divided weight": lambda m, x, y: m.losses(F.linear(x, m.layers[0].weight / x.shape[0]), y).mean(),
     "a divided penalty": lambda m, x, y: m.losses(m.layers[0](x), y).mean() + m.penalty() / x.shape[0],
-    "a scaled penalty": lambda m, x, y: m.losses(m.layers[0](x), y).sum() / x.shape[0] + m.penalty() * x.shape[0],
     "divided losses": lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).sum(),
     "shares": lambda m, x, y: (
         m.losses(m.layers[0](x), y) * (x[:, 0].exp() / x[:, 0].exp().sum()) / 2 + m.layers[2](x)[:, 0] / y.sum()
@@ -293,7 +285,7 @@ if torch.__version__ < "2.12":  # its torch.export fixes a batch size that is an
     del OF_SIZE["a power"]
 
 
-@pytest.mark.parametrize("name", OF_SIZE)
+@pytest.mark.parametrize("name", some([*OF_SIZE], 5))
 def test_the_size_is_that_of_the_whole_batch(name: str) -> None:
     train_as_plain(case_of(f"of size {name}", OF_SIZE[name], whole=True), pipeline(2), 7, 6)
 

@@ -18,7 +18,6 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.pieces import Argument, ArgumentSource, Deferred, Piece, direct, extract, split_backward
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.profiler.measure import measure
 from tests.graph.models import Function, traced
 
 
@@ -155,39 +154,6 @@ def test_several_uses_in_a_block_are_added_as_one_backward_adds_them() -> None:
     assert torch.equal(weights[0].grad, weights[1].grad)
 
 
-def test_a_weight_that_something_else_in_its_block_uses_stays() -> None:
-    def also_squared(graph: fx.Graph, x: fx.Node, w: fx.Node) -> fx.Node:
-        product = graph.call_function(
-            torch.ops.aten.mm.default, (x, graph.call_function(torch.ops.aten.t.default, (w,)))
-        )
-        return graph.call_function(torch.add, (product, graph.call_function(torch.square, (w,))))
-
-    def returned(graph: fx.Graph, x: fx.Node, w: fx.Node) -> fx.Node:
-        graph.call_function(torch.ops.aten.mm.default, (x, w))
-        return w
-
-    assert split_backward(in_one_block(also_squared)) is None
-    assert split_backward(in_one_block(returned)) is None
-
-
-def test_under_autocast_no_cast_of_an_activation_stays_in_its_cache() -> None:
-    """The bits of autocast; and what lasts after backward is what came in and out in low precision, not its source."""
-    example = EXAMPLES["used_twice"]
-    model, x = example.model(), torch.randn(example.shape, requires_grad=True)
-    piece = whole(traced(model, x))
-    split = split_backward(piece)
-    assert split is not None
-    results = []
-    for module in (piece.module, split.run):
-        given, deferred = arguments(piece, model, x.detach().requires_grad_()), Deferred()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            (output,) = module(deferred, *given) if module is split.run else module(*given)
-        output.float().sum().backward()
-        deferred.compute([g for a, g in zip(piece.arguments, given, strict=True) if a in split.weights])
-        results.append([output, *(each.grad for each in given)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True) if a is not None)
-
-
 def test_only_operands_and_gradients_last_until_weight_gradients_are_computed() -> None:
     example = EXAMPLES["linear"]
     model, x = example.model(), torch.randn(example.shape)
@@ -223,7 +189,6 @@ def test_what_fails_is_shown_with_the_line_of_its_node() -> None:
     assert frame.filename.startswith("<eval_with_key>") and (frame.line or "").startswith("matmul = ")
 
 
-BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)
 CPU = torch.device("cpu")
 
 
@@ -255,21 +220,3 @@ def test_a_region_keeps_its_precision_and_its_grad_mode() -> None:
     for argument, leaf in zip(piece.arguments, given, strict=True):
         if argument.source is ArgumentSource.PARAMETER:
             assert torch.equal(leaf.grad, model.get_parameter(argument.name).grad)
-
-
-def test_blocks_of_another_precision_are_other_work() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    plain, low = traced_under(model), traced_under(model, BFLOAT16)
-    assert plain.graph.fingerprint != low.graph.fingerprint
-    assert not {block.signature for block in plain.graph.blocks} & {block.signature for block in low.graph.blocks}
-
-
-@pytest.mark.parametrize("around", [nullcontext(), BFLOAT16], ids=["float32", "bfloat16"])
-def test_weights_that_are_cast_count_once_not_once_a_micro_batch(around: Any) -> None:
-    """The copy of the weight is memory of the rank; what a micro-batch keeps does not hold it."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1024, bias=False))
-    graph = traced_under(model, around)
-    copies = sum(block.buffer_bytes for block in graph.graph.blocks)
-    assert copies == (2 * (4 * 4 + 4 + 4 * 1024) if around is BFLOAT16 else 0)
-    costs = measure(graph, model, [2], CPU, iterations=1)
-    assert all(cost.num_bytes.inside < 1024 for cost in costs.values())

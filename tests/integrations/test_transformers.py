@@ -58,19 +58,15 @@ def test_ranks_train_evaluate_and_save_as_plain_trainer(case: str, folder: Path,
     assert len(list((folder / case).glob("checkpoint-*"))) == (1 if case == "lora" else 2)
 
 
-def test_a_checkpoint_goes_on_on_other_ranks_and_in_plain_trainer(folder: Path, on_two: list[dict[str, Any]]) -> None:
-    checkpoint = str(folder / "usual" / f"checkpoint-{program.SAVED}")
-    found = run_on_forks(3, f"{TARGET}:train_on_ranks", ["usual"], str(folder / "three"), 3, checkpoint)
-    is_like_plain(found[0]["usual"], "usual", folder)
-    is_like_plain(program.train("usual", folder / "again", 0, checkpoint), "usual", folder)
-
-
-def test_ranks_of_torchrun_train_as_plain_trainer(folder: Path) -> None:
-    place = folder / "torchrun"
+def test_a_checkpoint_goes_on_on_other_ranks_of_torchrun_and_in_plain_trainer(
+    folder: Path, on_two: list[dict[str, Any]]
+) -> None:
+    checkpoint, place = str(folder / "usual" / f"checkpoint-{program.SAVED}"), folder / "torchrun"
     place.mkdir()
-    done = torchrun(2, TARGET, place)
+    done = torchrun(3, TARGET, place, checkpoint)
     assert done.returncode == 0, done.stderr
     is_like_plain(json.loads((place / "found0.json").read_text()), "usual", folder)
+    is_like_plain(program.train("usual", folder / "again", 0, checkpoint), "usual", folder)
 
 
 def test_a_loss_of_outputs_is_refused_where_losses_of_ranks_are_added(folder: Path) -> None:

@@ -128,5 +128,5 @@ def refuse_outer_loss(folder: str) -> str:
 
 
 if __name__ == "__main__":
-    found = train_on_ranks(["usual"], sys.argv[1], int(os.environ["WORLD_SIZE"]))
+    found = train_on_ranks(["usual"], sys.argv[1], int(os.environ["WORLD_SIZE"]), sys.argv[2])
     Path(sys.argv[1], f"found{os.environ['RANK']}.json").write_text(json.dumps(found["usual"]))

@@ -12,21 +12,21 @@ import torch
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN
 from tests.mpi.launch import run_on_ranks, warm
 from tests.mpi.numbers import optimizer_of, sizes_of, stage_counts
-from tests.products import WHOLE
+from tests.products import WHOLE, some
 from tests.reference import Record, bit_equal, compare, plain_steps
 from tests.session.training import merge, weighted_losses
 
 pytestmark = pytest.mark.timeout(1000)
-NAMES = [case.name for case in PLAIN[:: 1 if WHOLE else 4]]
+NAMES = [case.name for case in PLAIN[:: 1 if WHOLE else 7]]
 LARGEST = [case.name for case in HUGGING_FACE[: None if WHOLE else 1]] if find_spec("transformers") else []
 RANKS = (2, 3, 4) if WHOLE else (2, 3)
-REPLICATED = ["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "lstm", "frozen"]
+REPLICATED = some(["chain", "tied_three_ways", "skip", "outputs_dict", "two_losses", "lstm", "frozen"], 3)
 
 
 def names_on(num_ranks: int) -> list[str]:
     """Returns the models that run on a number of ranks: all on one, half on two, half on three.
 
-    Of the catalogue they are a quarter: `tests.session.test_partitions` runs all of it on ranks that are threads.
+    Of the catalogue they are a seventh: `tests.session.test_partitions` runs all of it on ranks that are threads.
     """
     return drawn(NAMES, num_ranks) + drawn(LARGEST, num_ranks)
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from prediction import SETTINGS, TUNABLES, Found
 
 
-@pytest.mark.parametrize(("name", "num_turns"), [("mlp, 1f1b", 1), *[("mlp, whole batch", 0)] * WHOLE])
+@pytest.mark.parametrize(("name", "num_turns"), [("mlp, 1f1b", int(WHOLE)), *[("mlp, whole batch", 0)] * WHOLE])
 def test_predicted_memory_is_the_resident_set(name: str, num_turns: int, tmp_path: Path) -> None:
     """Bytes are within 15 %, as heaps differ; of seconds, which depend on who else runs, only the order is held."""
     place = next(place for place, setting in enumerate(SETTINGS) if setting.name == name)

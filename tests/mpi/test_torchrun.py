@@ -93,7 +93,7 @@ def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     fault = max(float((tmp_path / f"fault{rank}").read_text()) for rank in range(3))
-    assert time.time() - fault < 10
+    assert time.time() - fault < 30  # the launcher's own wait is longer
     assert all(rank.returncode for rank in ranks)
     text = "".join(texts)
     assert all(words in text for words in ENDS[story]), text

@@ -35,7 +35,7 @@ def lopsided(problem: Problem) -> Problem:
     return replace(problem, graph=replace(graph, parameters=parameters), optimizer_cost=cost)
 
 
-@pytest.mark.parametrize(("seed", "share"), some([(seed, share) for seed in range(5) for share in (0.0, 0.6)], 2))
+@pytest.mark.parametrize(("seed", "share"), some([(seed, share) for seed in range(5) for share in (0.6, 0.0)], 1))
 def test_never_slower_than_a_rule(seed: int, share: float, plans: ModuleType) -> None:
     link = LinkCost(1e-5, 1e9) if seed % 2 else LinkCost(2e-4, 1e7)
     problem = make_problem(14, 4, 12, seed, skips=2, tied=1, link=link)

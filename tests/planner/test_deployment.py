@@ -110,39 +110,6 @@ def test_nonsense_cuts_name_the_nearest(saved: tuple[Path, Deployment], problem:
         plan_from(load(path), problem.graph)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda c: c.pop("stages"), "stages is missing"),
-        (lambda c: c.update(stages=[]), "stages is empty"),
-        (lambda c: c.update(stages=[3]), r"stages\[0\] is 3, expected an object"),
-        (lambda c: c["stages"][1].pop("cut"), r"stages\[1\]\.cut is missing"),
-        (lambda c: c["stages"][1].update(ranks=[7]), r"stages\[1\]\.ranks is \[7\].*0 to 2"),
-        (lambda c: c["stages"][1].update(ranks=[]), r"stages\[1\]\.ranks"),
-        (lambda c: c["stages"][1].update(ranks="0"), "expected a list"),
-        (lambda c: c["stages"][0].update(in_flight=0), r"in_flight is 0, expected a whole number of 1 or more"),
-        (lambda c: c["stages"][0].update(recompute="no"), "expected true or false"),
-        (lambda c: c["stages"][0]["predicted"].pop("forward_seconds"), r"stages\[0\]\.predicted\.forward_seconds"),
-        (lambda c: c.update(schedule="zigzag"), "schedule is 'zigzag', expected one of"),
-        (lambda c: c.update(num_micro_batches=1.5), "num_micro_batches is 1.5, expected a whole number"),
-        (lambda c: c.update(num_micro_batches=True), "expected a whole number"),
-        (lambda c: c.update(format_version=99), "format_version is 99"),
-        (lambda c: c.update(num_microbatches=4), "num_microbatches is unknown; did you mean num_micro_batches"),
-        (lambda c: c["stages"][1].update(inflight=9), r"stages\[1\]\.inflight is unknown; did you mean in_flight"),
-        (lambda c: c["stages"][1].update(zzz=9), r"stages\[1\]\.zzz is unknown; expected one of cut, ranks, "),
-        (lambda c: c["valid_for"].pop("graph"), r"valid_for\.graph is missing"),
-        (lambda c: c["valid_for"].update(hosts=["a"]), "whole number"),
-    ],
-)
-def test_damage_is_named(
-    saved: tuple[Path, Deployment], change: Callable[[dict[str, Any]], object], words: str
-) -> None:
-    path, _ = saved
-    edit(path, change)
-    with pytest.raises(DeploymentError, match=words):
-        load(path)
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00", '{"stages": '])
 def test_no_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.json").write_text(text)

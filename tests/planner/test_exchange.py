@@ -50,20 +50,10 @@ def test_an_idle_rank_hears_of_the_loss_and_tells_of_its_next_call() -> None:
     assert seconds(problem(ALIKE), plan((0,))) == pytest.approx(2 * LATENCY)
 
 
-def test_in_a_pipeline_on_one_batch_nobody_waits_for_a_call() -> None:
-    assert seconds(problem(ALIKE), plan((0,), (1,))) == pytest.approx(0.0)
-
-
 def test_samples_come_once_their_rank_has_heard_of_the_call() -> None:
     """The second micro-batch is rank 1's: it is there two latencies and its transfer after the first begins."""
     transfer = SAMPLE_BYTES * BATCH / 4 / RATE
     assert seconds(problem(APART), plan((0,), (1,))) == pytest.approx(2 * LATENCY + transfer - FORWARD)
-
-
-def test_replicas_begin_when_the_call_is_known_and_end_before_the_next_is() -> None:
-    made = plan((0, 1))
-    summed = replace(made, stages=(replace(made.stages[0], reduce_seconds=2 * LATENCY),))  # the loss comes meanwhile
-    assert seconds(problem(APART), summed) == pytest.approx(2 * LATENCY)
 
 
 def test_outputs_go_to_the_ranks_and_their_gradients_come_back() -> None:
@@ -72,21 +62,6 @@ def test_outputs_go_to_the_ranks_and_their_gradients_come_back() -> None:
     back = LATENCY  # what rank 1 waits for the answer
     found = seconds(problem(ALIKE, has_loss=False), plan((0,), (1,), schedule="gpipe"))
     assert found == pytest.approx(outputs + back)
-
-
-def test_gradients_of_outputs_come_from_the_rank_whose_samples_they_are() -> None:
-    part = BATCH / 4 * OUTPUT_BYTES / RATE
-    turn = LATENCY + 2 * part + LATENCY + part  # two micro-batches of rank 0; the first of their gradients
-    late = 2 * LATENCY + SAMPLE_BYTES * BATCH / 4 / RATE - FORWARD
-    found = seconds(problem(APART, has_loss=False), plan((0,), (1,), schedule="gpipe"))
-    assert found == pytest.approx(late + turn)
-
-
-def test_large_messages_ask_first() -> None:
-    known = problem(ALIKE, has_loss=False)
-    known = replace(known, graph=replace(known.graph, outputs=(Output("scores", NUM_BLOCKS - 1, Size(0, 1e5)),)))
-    found = seconds(known, plan((0,), (1,), schedule="gpipe"))
-    assert found == pytest.approx(3 * LATENCY + BATCH * 1e5 / RATE + LATENCY)
 
 
 def test_outputs_beside_a_loss_delay_the_next_call() -> None:

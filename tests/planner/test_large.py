@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 from autovaruna.planner import prediction as prediction_module
 from autovaruna.planner import search_space
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.prediction import policy_of, schedule_by_parts, telling
+from autovaruna.planner.prediction import policy_of, schedule_by_parts
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
@@ -33,47 +32,6 @@ def built(planner: Planner, replicas: Sequence[int], count: int) -> Plan:
     plan = planner.build(Candidate((0, 3, 5)[: len(replicas)], ranks, count))
     assert plan
     return plan
-
-
-HOSTS = ["aaaaaaaa", "aabbccdd", "abababab", "aaabbbcc", "aaaaaaab"]
-REPLICAS = [(4, 4), (4, 2, 2), (2, 6), (6, 2)]
-
-
-@pytest.mark.parametrize(("hosts", "replicas", "count"), some(list(product(HOSTS, REPLICAS, (12, 13))), 13))
-def test_a_part_tells_all_only_where_parts_are_alike(hosts: str, replicas: tuple[int, ...], count: int) -> None:
-    """Its seconds and the bytes of all ranks are those of the whole to the bit; links may differ from part to part."""
-    problem = make_problem(8, 8, 48)
-    slow = replace(problem.cluster.remote_link, latency_seconds=0.05)
-    problem = replace(problem, cluster=replace(problem.cluster, hosts=tuple(hosts), remote_link=slow))
-    planner = Planner(problem, RangeTables(problem.graph, range(9)))
-    plan = built(planner, replicas, count)
-    whole, part = planner.pipeline(plan), telling(planner.pipeline(plan))
-    assert (part is whole) == (count == 13 or not _are_alike(hosts, plan, math.gcd(*replicas)))
-    of_part, of_whole = (planner.with_bytes(plan, each, simulate(each, policy_of("1f1b"))) for each in (part, whole))
-    assert of_part == of_whole
-    searched = planner.predict(plan)
-    assert searched and searched.predicted_seconds == pytest.approx(simulate(whole, policy_of("1f1b")).step_seconds)
-
-
-def _are_alike(hosts: str, plan: Plan, parts: int) -> bool:
-    """Returns whether messages of a chain of stages go to another host in all parts or in none."""
-    seen: dict[tuple[int, int], set[bool]] = {}
-    for stage, (senders, receivers) in enumerate(pairwise(stage.ranks for stage in plan.stages)):
-        for m in range(math.lcm(len(senders), len(receivers))):
-            pair = hosts[senders[m % len(senders)]], hosts[receivers[m % len(receivers)]]
-            seen.setdefault((stage, m // parts), set()).add(pair[0] == pair[1])
-    return all(len(each) == 1 for each in seen.values())
-
-
-def test_a_part_of_the_ranks_tells_what_all_need() -> None:
-    """Plans with several stages a rank are loosened by one replica of each stage."""
-    planner = Planner(make_problem(8, 8, 16), RangeTables(make_problem(8, 8, 16).graph, range(9)))
-    groups = (0, 1, 2, 3), (4, 5, 6, 7)
-    plan = planner.build(Candidate((0, 2, 4, 6), groups * 2, 16, "textbook", "interleaved"))
-    assert plan
-    part, whole = planner.predict_whole(plan, is_quick=True), planner.predict_whole(plan)
-    assert part.predicted_seconds == pytest.approx(whole.predicted_seconds)
-    assert part.rank_bytes() == pytest.approx(whole.rank_bytes())
 
 
 @pytest.mark.parametrize("seed", some(range(8), 4))

@@ -14,7 +14,6 @@ from autovaruna.graph.records import Graph
 from autovaruna.planner.cost_table import Array, Costs, CostTable
 from autovaruna.planner.prediction import Edges
 from autovaruna.planner.range_tables import RangeTables, gradient_bytes
-from autovaruna.planner.search_space import stage_blocks
 from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel
 from tests.planner.cases import make_graph, make_profile
 
@@ -80,21 +79,6 @@ def test_ranges_hold_what_the_stage_holds(seed: int) -> None:
                 assert getattr(single.of(i, j), name) == getattr(ranges, name)[i, j], (name, i, j)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_what_stages_receive_is_what_edges_carry(seed: int) -> None:
-    graph, rng = case(seed)
-    n = len(graph.blocks)
-    starts = sorted({0, *rng.sample(range(n), min(n, 3))})
-    stages = stage_blocks(starts, n)
-    costs = CostTable(make_profile(graph, rng)).at(2)
-    edges = Edges(graph).between(stages, 2)
-    for s, blocks in enumerate(stages):
-        held = holdings_of_stage(graph, costs, blocks)
-        assert held.received == pytest.approx(sum(e.forward_bytes for e in edges if e.destination == s))
-        assert held.sent == pytest.approx(sum(e.forward_bytes for e in edges if e.source == s))
-        assert held.gradients_sent == pytest.approx(sum(e.backward_bytes for e in edges if e.destination == s))
-
-
 def test_a_value_is_relayed_from_user_to_user() -> None:
     """A value used by three later stages goes a -> b -> c, never a -> c."""
     graph = make_graph(6, num_skips=0)
@@ -102,13 +86,6 @@ def test_a_value_is_relayed_from_user_to_user() -> None:
     graph = Graph(graph.blocks, (far,), graph.inputs, graph.parameters, graph.fingerprint)
     edges = Edges(graph).between(((0, 1), (2, 3), (4,), (5,)), 1)
     assert [(edge.source, edge.destination) for edge in edges] == [(0, 1), (1, 2)]
-
-
-def test_recompute_saves_memory_of_every_micro_batch_but_one() -> None:
-    held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
-    model = MemoryModel(2.0)
-    assert most(model, held, 8, False) - most(model, held, 8, True) == pytest.approx(7 * (100 + 2))
-    assert most(model, held, 8, True) - most(model, held, 7, True) == pytest.approx(3.0)
 
 
 def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batches() -> None:
@@ -120,15 +97,6 @@ def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batc
     assert most(MemoryModel(2.0, work_of_largest=20.0), held, 1, False) == state + 80
     assert most(MemoryModel(2.0, work_of_all=5.0, work_of_largest=20.0), held, 1, False) == state + 50 + 80
     assert most(MemoryModel(2.0, needs_gradient=False, work_of_all=50.0), held, 1, False) < plain
-
-
-def test_memory_is_fragmented_as_far_as_micro_batches_make_and_free_it() -> None:
-    held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
-    solid, holed = MemoryModel(2.0, process_bytes=7.0), MemoryModel(2.0, process_bytes=7.0, fragmentation=1.5)
-    for in_flight in (1, 5):
-        total = most(solid, held, in_flight, False)
-        lasting = 10 + 1 + 2 * 10 + 7 + 10
-        assert most(holed, held, in_flight, False) == pytest.approx(lasting + (total - lasting) * 1.5)
 
 
 def peak_by_hand(saved: Array, work: Array, gradients: Array, in_flight: int, share: int) -> float:
@@ -165,11 +133,6 @@ def test_the_peak_is_that_of_a_step_done_by_hand(seed: int) -> None:
         in_optimizer = model.of_stage(held, needs_recompute=False).least
         assert predicted == pytest.approx(max(peak, in_optimizer)) or in_flight == share > 1
         assert max(peak, in_optimizer) - 1e-6 <= predicted <= most(model, held, in_flight, needs_recompute=False) + 1e-6
-
-
-def test_forward_alone_needs_no_gradients() -> None:
-    held = Holdings(10.0, 10.0, 4.0, 3.0, 2.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=100.0, work=5.0)
-    assert most(MemoryModel(2.0, needs_gradient=False), held, 4, False) == 10 + 1 + 1 + 2 + 2 + 5
 
 
 def test_tied_parameters_count_once_with_an_accumulator_for_each_use() -> None:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
 
 import pytest
 
-from autovaruna.errors import PlanError
 from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.prediction import pipeline_of, policy_of
-from autovaruna.planner.problem import Problem
 from autovaruna.planner.rank_memory import peak_of_instructions
-from autovaruna.planner.records import Peak, Plan, together
+from autovaruna.planner.records import Peak, together
 from autovaruna.planner.search import make_plan, plan_and_choices
 from autovaruna.planner.stage_memory import StageBytes
 from autovaruna.planner.table import explain, plan_table
-from autovaruna.schedule.pipeline import BACKWARD, FORWARD, Instruction, Kind
+from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
-from tests.planner.brute import small_problem
-from tests.planner.cases import make_problem, make_split, make_uneven, with_memory
-from tests.products import some
+from tests.planner.cases import make_problem, make_split
 from tests.schedule.pipelines import chain, placed
 
 PROCESS = 3.0
@@ -80,25 +73,6 @@ def test_it_is_the_most_of_any_moment_and_never_above_what_the_depths_allow(seed
         assert found <= together(peaks)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_with_what_is_deferred_it_is_never_above_what_depths_and_deferral_allow(seed: int) -> None:
-    """Of a few micro-batches those that are deferred are in flight no longer: the two never add up to more."""
-    chance, is_reached = random.Random(seed), False
-    num_stages, count = chance.randint(2, 4), chance.randint(1, 6)
-    pipeline = chain(num_stages, count, depth=lambda n, s: chance.randint(1, count), weight=0.5)
-    for deferred in range(1, count + 1):
-        stages = tuple(replace(stage, deferred=deferred) for stage in pipeline.stages)
-        schedule = simulate(replace(pipeline, stages=stages), POLICIES["zero_bubble"]).schedule
-        for s, stage in enumerate(stages):
-            held = drawn_stage(chance)
-            allowed = held.at(stage.in_flight, count, deferred)
-            assert peak_of_instructions(schedule[s], {s: held}, PROCESS) <= allowed
-            both = held.once + held.each * stage.in_flight + held.each_deferred * deferred
-            assert allowed <= max(both, held.least)
-            is_reached |= allowed < both
-    assert is_reached or count == 1
-
-
 def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
     """Not with all that is in flight: a micro-batch is no longer when it waits for its weight gradients."""
     stages = [StageBytes(5.0, 10.0, 1.0, 5.0, 2.0, 1.0, each_deferred) for each_deferred in (4.0, 24.0)]
@@ -106,14 +80,6 @@ def test_what_is_deferred_counts_from_backward_to_weight_gradients() -> None:
     late = [program[place] for place in (0, 1, 2, 4, 3, 5)]
     held = [peak_of_instructions(each, {0: stage}, 0.0) for each in (program, late) for stage in stages]
     assert held == [25.0, 39.0, 25.0, 53.0]
-
-
-def test_a_rank_without_a_stage_holds_its_process() -> None:
-    problem = make_problem(4, 2, 4, num_stages=1, num_replicas=1)
-    known = replace(problem, cluster=replace(problem.cluster, process_bytes=PROCESS, own_process_bytes=(2.0, 4.0)))
-    plan = make_plan(known)
-    ((used,),) = (stage.ranks for stage in plan.stages)
-    assert plan.rank_bytes()[1 - used] == known.cluster.own_process_bytes[1 - used] < plan.rank_bytes()[used]
 
 
 def test_what_is_shown_of_a_plan_that_fits_by_its_instructions_is_within_the_limit() -> None:
@@ -149,52 +115,3 @@ def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() 
     assert not memory_complaint(plan, valid_for, problem.graph)
     less = tuple(0.9 * max(plan.rank_bytes()) for _ in limits)
     assert "need" in memory_complaint(plan, replace(valid_for, memory_bytes=less), problem.graph)
-
-
-def draw(seed: int, most_each: int) -> Problem:
-    """A small problem on uneven ranks; in most, they have less memory than the best plan would take."""
-    dice = random.Random(seed * 31 + 7)
-    problem = make_uneven(small_problem(seed), dice, dice.randint(1, 2))
-    problem = with_memory(problem, 1e12)
-    constraints = replace(problem.constraints, max_stages_per_rank=most_each)
-    problem = replace(problem, constraints=constraints)
-    share = dice.choice([1e3, 0.95, dice.uniform(0.6, 1.0)])
-    return with_memory(problem, share * max(make_plan(problem).rank_bytes()))
-
-
-@pytest.mark.parametrize("most_each", [1, 2])
-def test_by_an_account_of_its_own_every_rank_has_room(most_each: int) -> None:
-    for seed in some(range(40, 52), 6):
-        problem = draw(seed, most_each)
-        try:
-            plan = make_plan(problem)
-        except PlanError:
-            continue
-        schedule = simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule)).schedule
-        for rank, shown in enumerate(plan.rank_bytes()):
-            needed = _most_held(problem, plan, rank, schedule[rank])
-            assert needed <= shown * (1 + 1e-9) <= problem.cluster.memory_bytes[rank] * (1 + 2e-9), (seed, rank)
-
-
-def _most_held(problem: Problem, plan: Plan, rank: int, instructions: Sequence[Instruction]) -> float:
-    """What a rank holds at the least: its state, gradients once made, and of each micro-batch what backward needs."""
-    costs = problem.cost_table.at(ceil(plan.micro_batch_size - 1e-9))
-    held, each, gradients = 0.0, dict[int, float](), dict[int, float]()
-    for number, stage in enumerate(plan.stages):
-        if rank in stage.ranks:
-            inside = set(stage.blocks)
-            own = [p for p in problem.graph.parameters if inside & set(p.blocks)]
-            gradients[number] = sum(p.num_bytes for p in own)
-            held += gradients[number] * (1.0 + problem.optimizer_bytes_factor)
-            saved = 0.0 if stage.needs_recompute else sum(costs.saved_bytes[block] for block in inside)
-            come = (v for v in problem.graph.values if v.producer not in inside and inside & set(v.consumers))
-            each[number] = saved + sum(v.size.at(int(costs.micro_batch_size)) for v in come)
-    most, begun = held, set[int]()
-    for act in instructions:
-        if act.kind is FORWARD:
-            held += each[act.stage]
-        if act.kind is BACKWARD:
-            held += gradients[act.stage] * (act.stage not in begun) - each[act.stage]
-            begun.add(act.stage)
-        most = max(most, held)
-    return most

@@ -41,12 +41,6 @@ def test_a_rank_holds_less_by_the_state_that_others_own(num_ranks: int) -> None:
     assert whole - shared == pytest.approx(2.0 * (sum(sizes.values()) - owned), rel=0.1)
 
 
-def test_the_largest_parameter_has_one_owner() -> None:
-    sizes = {"embedding": 100.0, "a": 10.0, "b": 9.0, "c": 1.0}
-    owners = share_out(sizes, {**dict.fromkeys(sizes, (0, 1)), "c": (1,)})
-    assert owners == {"embedding": 0, "a": 1, "b": 1}
-
-
 def test_it_is_chosen_where_nothing_else_fits() -> None:
     problem = replicas(4)
     needed = [max(choose(problem, each).rank_bytes()) for each in (False, True)]

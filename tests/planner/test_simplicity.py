@@ -8,7 +8,7 @@ import pytest
 
 from autovaruna.planner.grids import Grid, grids_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
+from autovaruna.planner.records import Simplicity
 from autovaruna.planner.search import make_plan, plan_and_choices
 from autovaruna.planner.table import explain
 from tests.planner.cases import make_problem
@@ -40,28 +40,6 @@ def test_the_printout_names_what_was_given_up() -> None:
     assert "simplicity" not in explain(fastest, problem.graph)
 
 
-def test_of_two_plans_what_makes_the_simpler_one_so_is_named() -> None:
-    plain = make_plan(make_problem(8, 4, 8, num_stages=2, num_replicas=2, schedule="1f1b", max_stages_per_rank=1))
-
-    def named(**changed: object) -> str:
-        faster: Plan = replace(plain, predicted_seconds=0.9 * plain.predicted_seconds, **changed)  # type: ignore[arg-type]
-        return what_was_given_up(plain, faster)
-
-    first, last = plain.stages
-    assert "unequal replicas" in named(stages=(replace(first, ranks=first.ranks[:1]), last))
-    assert "several stages a rank" in named(stages=(first, replace(last, ranks=first.ranks)))
-    assert "the schedule zero_bubble" in named(schedule="zero_bubble")
-    assert "64 micro-batches" in named(num_micro_batches=64)
-    assert "micro-batches of unequal sizes" in named(num_micro_batches=7, micro_batch_size=8 / 7)
-    assert "other cuts is predicted 10.0% faster" in named()
-    assert not what_was_given_up(plain, plain)
-
-
-def test_micro_batches_of_one_size_are_simpler_than_fewer_of_unequal_sizes() -> None:
-    plan = make_plan(make_problem(8, 2, 8, num_stages=2, num_micro_batches=8))
-    assert Simplicity.of(plan) < Simplicity.of(replace(plan, num_micro_batches=7, micro_batch_size=8 / 7))
-
-
 def test_all_grids_are_rows_of_the_table_the_fastest_first() -> None:
     problem = make_problem(12, 4, 16)
     plan, rows = plan_and_choices(within(problem, 0.02))
@@ -82,13 +60,6 @@ def test_rows_are_what_the_user_decided_and_what_fits() -> None:
     limit = sorted(max(row.rank_bytes()) for row in everything)[len(everything) // 2]
     fitting = plan_and_choices(make_problem(6, 4, 8, memory_bytes=limit))[1]
     assert fitting and all(max(row.rank_bytes()) <= limit for row in fitting)
-
-
-def test_of_many_ranks_all_grids_that_leave_none_over_are_rows() -> None:
-    """96 ranks: the 24 that are spread evenly in ratio have no 16, and no 48."""
-    grids = {grid[:2] for grid in grids_of(make_problem(60, 96, 96), 60)}
-    assert {stages for stages, _ in grids} >= {stages for stages in range(1, 61) if 96 % stages == 0}
-    assert len(grids) < 35
 
 
 def test_micro_batches_of_one_sample_are_a_row_where_replicas_do_not_divide_the_batch() -> None:

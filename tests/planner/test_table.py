@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from rich.console import Console
 
-from autovaruna.planner.infeasible import ranks_text, readable
-from autovaruna.planner.prediction import pipeline_of
+from autovaruna.planner.infeasible import readable
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, module_range, plan_table, seconds, summary
-from autovaruna.schedule.bound import lower_bound
 from tests.planner.cases import make_graph, make_problem
 
 
@@ -53,13 +49,6 @@ def test_explained_time_adds_up_to_the_step() -> None:
     assert "proven bound" in text
 
 
-def test_the_factor_on_what_micro_batches_take_is_told() -> None:
-    problem = make_problem(8, 2, 4)
-    holed = replace(problem, cluster=replace(problem.cluster, fragmentation=1.25))
-    assert "fragmentation" not in explain(make_plan(problem), problem.graph)
-    assert "and 1.25 times what micro-batches make and free" in explain(make_plan(holed), problem.graph)
-
-
 def test_both_bounds_are_told_where_ranks_may_hold_several_stages() -> None:
     problem = make_problem(12, 3, 3, num_replicas=1, num_micro_batches=3)
     plan = make_plan(problem)
@@ -68,33 +57,3 @@ def test_both_bounds_are_told_where_ranks_may_hold_several_stages() -> None:
     assert f"at most {plan.gap:.1%} above the best plan" in text
     assert "single stages   no plan with one stage a rank takes less than " + seconds(plan.single_bound_seconds) in text
     assert "all work" in plan.bound_proof and "with one stage a rank" in plan.bound_proof
-
-
-def test_what_any_schedule_of_the_stages_takes_is_told() -> None:
-    problem = make_problem(8, 3, 12, num_stages=3, num_replicas=1, schedule="gpipe", max_stages_per_rank=1)
-    plan = make_plan(problem)
-    least = lower_bound(pipeline_of(plan, problem.graph))
-    assert f"no schedule of them takes less than {seconds(least)}" in explain(plan, problem.graph)
-    assert plan.bound_seconds <= least <= plan.predicted_seconds
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        (range(8), "layers"),
-        (range(6), "layers.0 .. 2"),
-        (range(2, 4), "layers.1"),
-        (range(2, 7), "layers.1 .. 3 (part)"),
-        (range(1, 2), "layers.0.part1"),
-    ],
-)
-def test_modules_of_a_stage(blocks: range, expected: str) -> None:
-    assert module_range(blocks, make_graph(8)) == expected
-
-
-def test_units() -> None:
-    assert [seconds(value) for value in (2.5, 0.0123, 4e-6)] == ["2.5 s", "12.3 ms", "4 us"]
-    assert [readable(value) for value in (512, 2048, 3 * 2**30)] == ["512 bytes", "2 KiB", "3 GiB"]
-    assert ranks_text((0, 1, 2, 3, 6)) == "0-3, 6"
-    assert ranks_text(tuple(range(3, 1024, 35))) == "3-1018 by 35"
-    assert ranks_text((0, 4)) == "0, 4"

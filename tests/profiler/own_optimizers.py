@@ -61,16 +61,6 @@ class Lamb(AdaBelief):
         return found * parameter.norm() / (found.norm() + 1e-6)
 
 
-class MasterAdam(AdaBelief):
-    """Steps over copies of the parameters in float32."""
-
-    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        master = state.setdefault("master", parameter.float().clone())
-        before = parameter.clone()
-        master.add_(super().update(master, gradient.float(), state), alpha=-0.5)
-        return before - master.to(parameter.dtype)
-
-
 class Prodigy(EachAlone):
     """Estimates one learning rate from sums over all parameters (after Mishchenko and Defazio, 2023)."""
 
@@ -182,11 +172,7 @@ def lookahead(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return Lookahead(torch.optim.Adam(parameters, lr=0.01))
 
 
-SEPARATE: dict[str, MakeOptimizer] = {
-    "lamb": Lamb,
-    "master": MasterAdam,
-    "lookahead": lookahead,
-}
+SEPARATE: dict[str, MakeOptimizer] = {"lamb": Lamb, "lookahead": lookahead}
 JOINT: dict[str, MakeOptimizer] = {
     "lamb_that_clips": lambda parameters: Lamb(parameters, max_norm=0.1),
     "prodigy": Prodigy,

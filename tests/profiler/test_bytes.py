@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Thread
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,24 +98,6 @@ def test_memory_of_a_kernel_counts() -> None:
         torch.ones(8).sum()
         operations = seen.restart()
     assert peak >= 4 * NUM_BYTES > operations
-
-
-def test_threads_do_not_see_each_other() -> None:
-    found: dict[int, int] = {}
-
-    def work(count: int) -> None:
-        for _ in range(5):
-            with AllocationMeter() as meter:
-                held = [megabyte() for _ in range(count)]
-                found[count] = meter.restart()
-                del held
-
-    threads = [Thread(target=work, args=(count,)) for count in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {count: count * NUM_BYTES for count in (1, 2, 3)}
 
 
 def test_a_script_that_is_profiled_stays_so() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,13 +90,6 @@ def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path: Path, caplo
     assert len(caplog.messages) == 1 and "cannot be written" in caplog.text
 
 
-def test_many_writers_of_one_part_leave_one_whole_file(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: cache(tmp_path).write({KEY: COST}), range(64)))
-    assert [path.name for path in tmp_path.glob("*/*")] == ["abc-4.json"]
-    assert json.loads(file_of(tmp_path).read_text())["environment"] == {"device": "test"}
-
-
 def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
     """Neither another number of layers, nor another batch size of the call, nor other names of modules matter."""
 
@@ -178,25 +170,6 @@ def test_the_environment_names_threads_and_neighbours() -> None:
     here = environment(CPU)
     assert "1 threads" in here["device"] and here["torch"] == torch.__version__
     assert environment(CPU, 4) != here
-
-
-def by_total(self: Any, x: Tensor, mask: Tensor) -> Tensor:
-    return self.layers[0](x).square().sum() / mask.sum()
-
-
-def by_value(self: Any, x: Tensor, mask: Tensor) -> Tensor:
-    h = self.layers[0](x)
-    return h.square().sum() / h.detach().abs().sum()
-
-
-def test_the_cost_of_a_value_is_none_of_what_a_stage_is_given() -> None:
-    """Once, a run after one whose blocks did the same work on a scalar from another block ended in an IndexError."""
-    x, mask = torch.zeros(3, WIDTH), torch.ones(3, 2)
-    of_value, of_total = (Function(forward, layers=Mlp(1).layers) for forward in (by_value, by_total))
-    known = measured(of_value, {}, x, mask)
-    graph = traced(of_total, x, mask)
-    shared = {key: known[key] for key in lasting_parts(graph, [2]) if key in known}
-    assert shared and profile(graph, of_total, [2], CPU, shared, iterations=1).costs
 
 
 def test_every_cost_fits_a_part_or_is_measured_again() -> None:

@@ -10,14 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from autovaruna._torch import TorchDispatchMode
 from autovaruna.errors import MeasureError
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
@@ -31,7 +28,7 @@ from autovaruna.profiler.work import MeasuredPart, Samples, block_parts, make_wo
 from tests.catalogue import CASES
 from tests.graph.models import Function
 from tests.products import some
-from tests.profiler.clock import TICK_SECONDS, plain_seconds, work_clock
+from tests.profiler.clock import plain_seconds, work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 from tests.profiler.test_roofline import COMPUTE
 
@@ -52,37 +49,6 @@ def test_a_block_that_raises_is_named() -> None:
     with pytest.raises(MeasureError, match=r"solve.*5 samples.*singular") as caught:
         measure(graph, model, [5], CPU)
     assert caught.value.__cause__ is not None
-
-
-def drawing(self: nn.Module, x: Tensor) -> Tensor:
-    """Draws and scores by probabilities."""
-    share = torch.sigmoid(self.inner(x))
-    drawn = torch.distributions.Bernoulli(share).sample() * torch.multinomial(share.detach(), 1)
-    return F.binary_cross_entropy(share, torch.bernoulli(share.detach())) + (torch.poisson(share) + drawn).mean()
-
-
-class Refusals(TorchDispatchMode):
-    """Notes the operations that raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception:
-            self.noted.append(str(func))
-            raise
-
-
-def test_probabilities_are_never_tried_on_other_numbers() -> None:
-    """A kernel of a GPU that refuses its numbers takes the process with it: there is no second try."""
-    model = Function(drawing, inner=nn.Linear(4, 4))
-    graph = traced(model, torch.zeros(3, 4))
-    with Refusals() as refusals:
-        assert measure(graph, model, [2], CPU)
-    assert not refusals.noted
 
 
 @pytest.mark.parametrize("name", ["dropout", "batch_norm", "moving_average", "constant"])
@@ -156,14 +122,6 @@ def test_empty_calls_and_splitting_do_little_work() -> None:
     with work_clock(clocks):
         assert all(0 <= seconds < 1e-5 for seconds in (*clocks.call_seconds(2, CPU), clocks.split_seconds(CPU)))
     assert all(seconds > 0 for seconds in clocks.call_seconds(2, CPU)) and clocks.split_seconds(CPU) >= 0
-
-
-def test_speed_is_that_of_a_fixed_kernel() -> None:
-    """Two products and two passes over their results, each time."""
-    with work_clock(clocks):
-        pace = measure_pace(CPU)
-    assert pace.typical == pytest.approx(pace.mean) == pytest.approx(TICK_SECONDS * 2 * (256**3 + 2 * 256**2))
-    assert measure_pace(CPU).typical > 0
 
 
 def test_half_of_the_arithmetic_of_a_linear_backward_is_the_weights() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -55,40 +54,6 @@ def test_state_is_what_a_real_step_keeps(name: str) -> None:
     assert found == pytest.approx(kept_factor(MAKERS[name](model)), abs=1e-9)
 
 
-class Following(torch.optim.Optimizer):
-    """Asks for another optimizer, and keeps slow weights in a state of its own, as Lookahead does."""
-
-    def __init__(self, base: torch.optim.Optimizer, num_steps: int) -> None:
-        self.base, self.param_groups, self.num_steps = base, base.param_groups, num_steps
-        self.defaults, self.state = base.defaults, defaultdict(dict)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.base.step()
-        for each in parameters_of(self):
-            self.state[each].setdefault("slow", each.detach().clone())
-
-
-def test_one_that_asks_for_more_than_parameters_is_tried_out() -> None:
-    """What both keep counts. Once, the user had to say how much that is."""
-    model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 8))
-    momentum = MAKERS["momentum"](model)
-    made = Following(momentum, 3)
-    assert state_factor(made) == pytest.approx(2.0)
-    assert measure_step(made, CPU).seconds_per_parameter > 0.0
-    assert not made.state and not momentum.state and len(parameters_of(momentum)) == 4
-
-
-def test_the_users_optimizer_is_not_touched() -> None:
-    """Neither numbers nor state nor groups change."""
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = model.weight.clone()
-    state_factor(optimizer)
-    measure_step(optimizer, CPU)
-    assert torch.equal(model.weight, before) and not optimizer.state
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
-
-
 def test_a_loop_needs_bytes_for_one_tensor_and_foreach_for_all() -> None:
     """AdamW makes the root of its second moment, and what it divides by; one tensor after the other, or all at once."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -97,16 +62,6 @@ def test_a_loop_needs_bytes_for_one_tensor_and_foreach_for_all() -> None:
     of_all, of_largest = work_factors(torch.optim.AdamW(model.parameters(), foreach=True), CPU)
     assert of_all == pytest.approx(1.0, abs=0.01) and of_largest == pytest.approx(0.0, abs=0.01)
     assert work_factors(torch.optim.SGD(model.parameters(), lr=0.1), CPU) == (0.0, 0.0)
-
-
-def test_a_loop_holds_something_of_the_tensor_before() -> None:
-    """The name of what AdamW divides by is bound to the last tensor's until the next one's is there."""
-    tables = nn.ModuleList(nn.Embedding(64, 64) for _ in range(3))
-    _, of_largest = work_factors(torch.optim.AdamW(tables.parameters(), foreach=False), CPU)
-    assert of_largest == pytest.approx(3.0, abs=0.01)
-    apart = nn.ModuleList([nn.Embedding(16, 64), nn.Embedding(64, 64)])
-    _, of_largest = work_factors(torch.optim.AdamW(apart.parameters(), foreach=False), CPU)
-    assert of_largest == pytest.approx(2.25, abs=0.01)
 
 
 def test_a_step_with_a_closure_is_tried_out() -> None:
@@ -151,18 +106,6 @@ def test_the_steps_of_a_model_are_predicted_from_its_own_shapes(
         plain = plain_step_seconds(model, make(model), clock)
     assert found.seconds(4, sum(each.nbytes for each in model.parameters())) == pytest.approx(plain, rel=0.1)
     assert begin < 1000
-
-
-def test_a_large_matrix_is_extrapolated_by_its_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix that takes longer than the budget is tried out as a smaller one of its shape."""
-    model = nn.Linear(2048, 1024, bias=False)
-    made = Cubic(model.parameters(), lr=0.1)
-    monkeypatch.setattr(optimizer_trial, "_BUDGET_SECONDS", 100.0)  # of this clock
-    with work_clock(optimizer_trial) as clock:
-        found, taken = measure_step(made, CPU), clock()
-        plain = plain_step_seconds(model, made, clock)
-    assert found.seconds(1, model.weight.nbytes) == pytest.approx(plain, rel=0.5)
-    assert taken < plain / 4
 
 
 BUILT_IN = {
@@ -228,18 +171,6 @@ def test_noise_small_gradients_and_groups_are_seen() -> None:
 
 def test_what_cannot_be_tried_says_why() -> None:
     assert "its attribute held holds a Linear" in steps_of(Unknown(parameters()), CPU).what
-
-
-@pytest.mark.parametrize("name", [*SEPARATE, *JOINT])
-def test_a_parameter_alone_is_tried_beside_one_like_it(name: str) -> None:
-    """Once, a tied weight alone was no subject for a trial, and its optimizer's state could not be shared."""
-    optimizer = {**SEPARATE, **JOINT}[name](parameters()[:1])
-    assert steps_of(optimizer, CPU).kind == (
-        "separate" if name in SEPARATE else "joint" if name == "lbfgs" else "unknown"
-    )
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
-    frozen = torch.optim.SGD([each.requires_grad_(False) for each in parameters()], lr=0.1)
-    assert steps_of(frozen, CPU).kind == "separate"
 
 
 @pytest.mark.parametrize("name", [*SEPARATE, *JOINT])

@@ -38,15 +38,6 @@ def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     assert 1e12 * sum(cost.backward_seconds for cost in costs) == pytest.approx(backward.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.parametrize(("width", "share"), [(1024, 1.0), (1025, 0.125)])
-def test_products_of_unaligned_16_bit_rows_reach_a_share(width: int, share: float) -> None:
-    device = replace(COMPUTE, flops_per_second={"float32": 1e12, "bfloat16": 1e12}, unaligned_share=0.125)
-    model = nn.Linear(64, width, bias=False).bfloat16()
-    graph = traced(model, torch.randn(16, 64, dtype=torch.bfloat16))
-    [cost] = predict(graph, model, [16], device).costs[0]
-    assert cost.forward_seconds == pytest.approx(2 * 16 * 64 * width / 1e12 / share)
-
-
 def test_attention_counts_as_the_products_that_it_stands_for() -> None:
     query, key, value = (torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3))
     with flop_counter() as kernel:
@@ -77,15 +68,6 @@ def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
         assert found == pytest.approx(real, rel=0.1)
 
 
-def test_recurrent_layers_keep_what_their_kernel_keeps() -> None:
-    model = Function(lambda self, x: self.lstm(x)[0].square().mean(), lstm=nn.LSTM(64, 256, batch_first=True))
-    graph = traced(model, torch.zeros(3, 20, 64))
-    predicted = predict(graph, model, [8], SPEC).costs[0]
-    measured = profile(graph, model, [8], CPU, iterations=1, budget_seconds=0).costs[0]
-    found, real = (sum(cost.saved_bytes for cost in costs) for costs in (predicted, measured))
-    assert found == pytest.approx(real, rel=0.1)
-
-
 def test_seconds_are_the_greatest_of_arithmetic_bytes_and_the_least_time() -> None:
     model = Mlp(1)
     graph = traced(model, torch.zeros(3, WIDTH))
@@ -114,19 +96,6 @@ def test_views_and_lookups_touch_no_more_than_they_must() -> None:
     assert touched(aten.relu_.default, table) == 2 * table.numel() * 4
     assert touched(aten.copy_.default, table, torch.zeros(100, 8)) == 2 * table.numel() * 4
     assert touched(aten.add.Tensor, table, torch.zeros(1, 8).expand(100, 8)) == 2 * table.numel() * 4 + 8 * 4
-
-
-def test_attention_with_dropout_keeps_no_scores_on_a_gpu() -> None:
-    """The kernels of the CPU cannot drop, so that torch falls back to one that keeps every score."""
-
-    def attended(self: nn.Module, x: Tensor) -> Tensor:
-        y = self.linear(x).unsqueeze(1)
-        return nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5).square().mean()
-
-    model = Function(attended, linear=nn.Linear(8, 8))
-    graph = traced(model, torch.zeros(3, 64, 8))
-    on_cpu, on_gpu = (predict(graph, model, [1], replace(SPEC, kind=kind)).costs[0] for kind in ("cpu", "cuda"))
-    assert sum(c.saved_bytes for c in on_cpu) - sum(c.saved_bytes for c in on_gpu) > 64 * 64 * 4
 
 
 def test_a_prediction_says_that_it_is_one() -> None:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
-import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autovaruna import AutoVaruna
-from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.mail import Mail, MessageKind, Stream
-from autovaruna.runtime.program import Program
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.transport.base import SMALL_BYTES
-from autovaruna.runtime.world import Message, World
 from tests.catalogue import PLAIN
 from tests.ranks import make_worlds
 from tests.reference import sgd
-from tests.session.training import QUIET, Setup, train
+from tests.session.training import Setup, train
 
 pytestmark = pytest.mark.timeout(60)
 CASE = next(case for case in PLAIN if case.max_stages >= 2).without_dropout()
@@ -61,17 +52,6 @@ def test_a_message_takes_few_calls() -> None:
     assert calls_of_python(message) <= 32
 
 
-def test_the_gradient_of_what_arrives_is_no_copy_and_keeps_its_strides() -> None:
-    """A leaf copies a gradient that somebody else holds, and one of other strides into its own."""
-    tensor, gradients = torch.randn(8, 1, 3, 5), dict[str, torch.Tensor]()
-    received = tensor.as_strided(tensor.shape, (15, 1, 5, 1))
-    gradient = tensor.as_strided(tensor.shape, (15, 9, 5, 1))
-    arrived = arrive(received, gradients, "x")
-    assert arrived.stride() == received.stride() and arrived.data_ptr() == received.data_ptr()
-    go_backward([arrived], [gradient])
-    assert gradients["x"] is gradient and gradient.stride() == (15, 9, 5, 1)
-
-
 def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question goes through Python, for each parameter that other ranks hold."""
     asked: list[str] = []
@@ -96,25 +76,6 @@ def test_a_step_asks_nothing_of_what_is_elsewhere(monkeypatch: pytest.MonkeyPatc
     assert asked == []
 
 
-def test_small_messages_ask_for_no_progress_between_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the transport takes as long as calls of Python do; large messages need one, and sums more."""
-    looks: list[Message] = []
-    is_done = Message.is_done
-    monkeypatch.setattr(Message, "is_done", lambda self: (looks.append(self), is_done(self))[1])
-    monkeypatch.setattr(World, "progress", lambda self: pytest.fail("more than a look"))
-    worlds = make_worlds(2)
-    small, large = torch.ones(8), torch.ones(SMALL_BYTES)
-    for tensor, expected in ((small, 0), (large, 1)):
-        pending = worlds[1].receive([torch.empty_like(tensor)], 0, 0)
-        worlds[1].poll()
-        assert len(looks) == expected
-        worlds[0].send([tensor], 1, 0)
-        pending.wait()
-        looks.clear()
-        worlds[1].poll()
-        assert not looks
-
-
 def each_step(
     monkeypatch: pytest.MonkeyPatch, setup: Setup, measure: Callable[[Callable[[], object]], float]
 ) -> list[float]:
@@ -133,12 +94,6 @@ def each_step(
     return found
 
 
-def cpu_seconds(act: Callable[[], object]) -> float:
-    before = time.process_time()
-    act()
-    return time.process_time() - before
-
-
 def test_a_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 261, and then 235; what does not change is not worked out again, no generator saved if none is used."""
     assert each_step(monkeypatch, Setup(((0,),), 1), calls_of_python)[-1] <= 170
@@ -148,39 +103,3 @@ def test_a_micro_batch_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 59 for a forward and a backward of two stages; at a millisecond of arithmetic each call counts."""
     few, many = (each_step(monkeypatch, Setup(((0,), (0,)), num), calls_of_python)[-1] for num in (4, 8))
     assert (many - few) / 4 <= 48
-
-
-def test_each_of_thousands_of_micro_batches_takes_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand took 78 s a step, fifty times as long each as one of a hundred."""
-    few, many = (min(each_step(monkeypatch, Setup(((0,), (0,)), num), cpu_seconds)) / num for num in (100, 2000))
-    assert many <= 2 * few
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_later_steps_of_a_size_work_out_no_messages(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, task = [], Program._task
-    monkeypatch.setattr(Program, "_task", lambda self, *args: (made.append(args), task(self, *args))[1])
-    sizes = [8, 5, 8, 5, 8]
-    setup = Setup(((0,), (1,)), 4, settings={"reduction": reduction})
-    train(CASE, setup, [CASE.batch(size, step) for step, size in enumerate(sizes)], sgd)
-    forwards_and_backwards_of_two_stages = 4 * 4
-    assert len(made) == len(set(sizes)) * forwards_and_backwards_of_two_stages
-
-
-def train_on_ones(model: AutoVaruna, num_steps: int) -> None:
-    """Goes forward and backward some times."""
-    for _ in range(num_steps):
-        model(torch.ones(8, 3)).sum().backward()
-
-
-def test_a_trace_calls_nothing_between_instructions(tmp_path: Path) -> None:
-    """What is written is made of what was noted later, for several steps at once."""
-    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Flatten(), torch.nn.Linear(3, 1))
-    calls = {}
-    for is_on in (False, True):
-        settings = {"trace_events": True, "trace_events_file": str(tmp_path / "events.json")} if is_on else {}
-        model = AutoVaruna(copy.deepcopy(net), **QUIET, num_micro_batches=8, **settings)
-        train_on_ones(model, 40)
-        calls[is_on] = calls_of_python(partial(train_on_ones, model, 7))
-    instructions = 7 * 16
-    assert calls[True] - calls[False] <= instructions + 7 * 4

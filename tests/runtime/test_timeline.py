@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from autovaruna import AutoVaruna, ConfigError
 from autovaruna.__main__ import main
-from autovaruna.runtime.timeline import account, offset_to_first
+from autovaruna.runtime.timeline import account
 from tests.catalogue import PLAIN
-from tests.ranks import run_ranks
 from tests.reference import sgd
-from tests.session.training import QUIET, Setup, train
+from tests.session.training import Setup, train
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 NUM_STEPS = 3
@@ -63,16 +60,6 @@ def test_every_message_is_an_arrow_that_arrives_after_it_left(trace: Path) -> No
             assert ends[name] > begins[sender] - 500, "clocks of one host are within half a millisecond"
 
 
-def test_a_long_run_writes_every_step_and_predicts_every_eighth(tmp_path: Path) -> None:
-    path, num_steps = tmp_path / "events.json", 48
-    train(CASE, Setup(((0,),), 1, settings=traced(path)), [CASE.batch(2, 0)] * num_steps, sgd, [[2]] * num_steps)
-    steps: dict[int, list[int]] = {0: [], 1: []}
-    for row in rows_of(path):
-        if row["ph"] == "X" and row["name"] == "0F0":
-            steps[row["pid"]].append(row["args"]["step"])
-    assert steps == {0: list(range(1, 49)), 1: [*range(1, 34), 41]}
-
-
 def test_the_command_shows_and_draws_a_trace(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main(["trace", str(trace), "--plot", str(tmp_path / "step.png")]) == 0
@@ -99,31 +86,6 @@ def test_a_step_is_reported_in_the_log(tmp_path: Path, caplog: pytest.LogCapture
     assert "bubble  imbalance  messages" in caplog.text
 
 
-def step_of(model: AutoVaruna) -> None:
-    model(torch.ones(4, 3)).sum().backward()
-
-
-@pytest.mark.parametrize("setting", ["trace_events_file", "dump_graph"])
-def test_a_file_that_cannot_be_written_is_named_with_its_setting(setting: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    settings = {**QUIET, "num_micro_batches": 2, "trace_events": True, setting: str(tmp_path / "file" / "inner.json")}
-    with pytest.raises(ConfigError, match=f"{setting}: .*inner.json cannot be written"):
-        step_of(AutoVaruna(torch.nn.Linear(3, 1), **settings))
-
-
-def test_training_goes_on_when_its_trace_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, a full disk ended a run for its trace."""
-    path = tmp_path / "events.json"
-    model = AutoVaruna(torch.nn.Linear(3, 1), **QUIET, num_micro_batches=2, **traced(path))
-    step_of(model)
-    path.unlink()
-    path.mkdir()
-    with caplog.at_level(logging.WARNING):
-        step_of(model)
-        step_of(model)
-    assert caplog.text.count("the trace ends here") == 1
-
-
 def test_lost_time_adds_up_and_is_told_apart() -> None:
     """Rank 1 waits 1 s for rank 0's work and 0.5 s for its message, works 1 s less, and is done when rank 0 is."""
     spans = [[("0F0", 0.0, 0.0, 1.0), ("0B0", 1.0, 2.7, 4.0)], [("1F0", 0.0, 1.5, 2.0), ("1B0", 2.1, 2.1, 2.6)]]
@@ -138,8 +100,3 @@ def test_lost_time_adds_up_and_is_told_apart() -> None:
     assert lost[1].overhead_seconds == pytest.approx(0.1)
     assert lost[1].imbalance_seconds == pytest.approx(1.3)
     assert lost[0].imbalance_seconds == 0.0
-
-
-def test_clocks_of_one_process_are_the_same() -> None:
-    offsets = run_ranks(3, offset_to_first)
-    assert max(map(abs, offsets)) < 5e-3

@@ -56,7 +56,7 @@ def test_bytes_of_strangers_end_nothing() -> None:
     server, draw = Server(TOKEN, echo), random.Random(0)
     assert ask(server.port, {"a": 1}) == {"a": 1}
     num_threads, memory = threading.active_count(), 0
-    for count in range(10_000):
+    for count in range(4_000):
         with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=5.0) as stranger:
             stranger.sendall(bytes_of_a_stranger(draw))
         if count == 1000:
@@ -64,7 +64,7 @@ def test_bytes_of_strangers_end_nothing() -> None:
         if count % 1000 == 999:
             assert ask(server.port, {"count": count}) == {"count": count}
     wait_for(lambda: threading.active_count() <= num_threads, "the end of all threads")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 16 << 10  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 8 << 10  # KiB
     assert len(os.listdir("/proc/self/fd")) < 200
 
 
@@ -75,16 +75,6 @@ def test_strangers_who_stay_keep_nobody_out() -> None:
     assert ask(server.port, {"a": 1}) == {"a": 1}
     for stranger in crowd:
         stranger.close()
-
-
-def test_a_friend_stays_while_strangers_come() -> None:
-    server = Server(TOKEN, echo)
-    with connect("127.0.0.1", server.port, TOKEN) as friend:
-        crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(600)]
-        friend.send_bytes(b'{"b": 2}')
-        assert json.loads(friend.recv_bytes()) == {"b": 2}
-        for stranger in crowd:
-            stranger.close()
 
 
 def test_another_token_opens_nothing() -> None:

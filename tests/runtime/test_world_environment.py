@@ -9,11 +9,8 @@ from autovaruna.interception.ending import status_of
 from autovaruna.profiler.records import LinkCost
 from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads, single_world
 from autovaruna.runtime.torch_channel import neighbours
-from autovaruna.runtime.transport.layout import is_dense
-from autovaruna.runtime.world import World
 from autovaruna.session import links
 from autovaruna.session.links import measure_sums, sample_of_gradients
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -75,40 +72,3 @@ def test_a_rank_alone_has_free_links() -> None:
 def test_the_gradients_that_are_summed_are_the_models_own(sizes: list[int], num_tensors: int, num_bytes: int) -> None:
     taken = list(sample_of_gradients(sizes))
     assert (len(taken), 4 * sum(taken)) == (num_tensors, num_bytes)
-
-
-def fake_clock(monkeypatch: pytest.MonkeyPatch, num_bad: int) -> None:
-    """Lets a message take 1 us and 1 ns a byte, but the first `num_bad` large ones of each rank take less."""
-    bad = [num_bad, num_bad]
-
-    def seconds(world: World, peer: int, num_bytes: int, num_times: int, device: torch.device) -> float:
-        bad[world.rank] -= num_bytes == links.LONG_BYTES
-        return 5e-7 if bad[world.rank] >= 0 and num_bytes == links.LONG_BYTES else 1e-6 + 1e-9 * num_bytes
-
-    monkeypatch.setattr(links, "one_way_seconds", seconds)
-
-
-def test_a_noisy_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_clock(monkeypatch, num_bad=2)
-    for local, remote in run_ranks(2, lambda world: links.measure_links(world, CPU)):
-        assert local == remote
-        assert local.bytes_per_second == pytest.approx(1e9)
-        assert local.latency_seconds == pytest.approx(1e-6, rel=0.5)
-
-
-def test_a_measurement_that_stays_noisy_is_used_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake_clock(monkeypatch, num_bad=3)
-    for local, remote in run_ranks(2, lambda world: links.measure_links(world, CPU)):
-        assert local == remote
-        assert 0 < local.latency_seconds <= 1e-6 and 0 < local.bytes_per_second < float("inf")
-    assert "between ranks 0 and 1 a message of 256 bytes took longer" in caplog.text
-
-
-def test_dense_means_no_holes_and_no_overlaps() -> None:
-    full = torch.zeros(2, 3, 4)
-    for dense in (full, full.permute(2, 0, 1), full[:1], full[0], torch.zeros(0, 3), torch.tensor(1.0)):
-        assert is_dense(dense)
-    for other in (full[:, :2], full[..., ::2], torch.zeros(1).expand(4), full.as_strided((2, 2, 2), (1, 3, 3))):
-        assert not is_dense(other)

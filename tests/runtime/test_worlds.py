@@ -10,9 +10,7 @@ import torch
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.environment import single_world
-from autovaruna.runtime.transport.base import GROUP_CHANNEL, TensorTransfer
-from autovaruna.runtime.transport.threads import ThreadTransport
-from autovaruna.runtime.world import World, differences
+from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 from tests.runtime.world_laws import LAWS
 
@@ -39,35 +37,6 @@ def test_abort_prints_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"):
         single_world().abort(ValueError("no"), "rank 0, stage 1")
     assert capfd.readouterr().err.startswith("rank 0, stage 1:\nValueError: no")
-
-
-class Late(TensorTransfer):
-    """A message that comes a while after it came."""
-
-    def __init__(self, pending: TensorTransfer) -> None:
-        self.pending = pending
-        self.due = time.monotonic() + 0.1
-
-    def is_done(self) -> bool:
-        return time.monotonic() > self.due and self.pending.is_done()
-
-
-def test_a_sum_is_done_when_all_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of 2 MiB and a bit: the bit is exchanged once, and came before the second exchange of the rest."""
-    post_receive = ThreadTransport.post_receive
-
-    def post(self: ThreadTransport, tensor: torch.Tensor, source: int, channel: int, tag: int) -> TensorTransfer:
-        pending = post_receive(self, tensor, source, channel, tag)
-        return Late(pending) if channel == GROUP_CHANNEL and tag % 4 == 1 else pending
-
-    monkeypatch.setattr(ThreadTransport, "post_receive", post)
-
-    def run(world: World) -> bool:
-        tensor = torch.full(((2 << 18) + 100,), float(1 + world.rank))
-        world.all_reduce(tensor, (0, 1))
-        return bool((tensor == 3).all())
-
-    assert run_ranks(2, run) == [True, True]
 
 
 def compute_for_ever(world: World) -> None:
@@ -183,9 +152,3 @@ def test_slow_ranks_are_never_accused() -> None:
         world.barrier("end")
 
     run_ranks(3, run)
-
-
-def test_a_long_difference_is_shown_where_it_begins() -> None:
-    one, two = ({"attributes": f"{'same,' * 1000}scale:{value},{'more,' * 1000}"} for value in (1, 2))
-    words = differences([one, two])
-    assert "same,scale:1,more" in words and "same,scale:2,more" in words and len(words) < 1000

@@ -189,21 +189,6 @@ def test_each_rule(rule: int, pipeline: Pipeline, broken: str, place: str) -> No
     assert place in str(error.value)
 
 
-def test_error_of_a_long_schedule_shows_the_place_alone() -> None:
-    pipeline = chain(1, 1000)
-    row = list(simulate(pipeline, POLICIES["1f1b"]).schedule[0])
-    row[1000], row[1002] = row[1002], row[1000]
-    with pytest.raises(ScheduleError, match="rule 2") as error:
-        check((tuple(row),), pipeline)
-    assert "... " in str(error.value) and len(str(error.value)) < 300
-
-
-def test_replay_of_another_order_takes_its_own_time() -> None:
-    pipeline = chain(2, 2, depth=lambda n, s: 2)
-    assert replay(pipeline, parse(GOOD)).step_seconds == 6.0
-    assert replay(pipeline, parse(GOOD.replace("0F1 0B0", "0B0 0F1"))).step_seconds == 8.0
-
-
 def test_gpipe_says_what_it_needs() -> None:
     with pytest.raises(ScheduleError, match="stage 0: gpipe holds 5 micro-batches in flight, the plan allows 2"):
         simulate(chain(2, 5), POLICIES["gpipe"])
@@ -252,11 +237,6 @@ def test_textbook_depth_is_enough_without_latency_and_one_less_is_not() -> None:
         assert simulate(less, POLICIES["1f1b"]).step_seconds > lower_bound(less)
 
 
-def test_a_deeper_plan_beyond_the_deepest_changes_nothing() -> None:
-    steps = {simulate(chain(3, 5, depth=lambda n, s, d=d: d), POLICIES["varuna"]).schedule for d in (5, 6, 50)}
-    assert len(steps) == 1
-
-
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 
 
@@ -274,16 +254,6 @@ def scaled(stage: StageTimes, factor: float) -> StageTimes:
     return dataclasses.replace(stage, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
 
-@pytest.mark.parametrize(("num_ranks", "each", "rounds"), product((2, 3, 4, 6, 8), (2, 4), (1, 2, 4)))
-def test_fill_and_drain_are_divided_by_the_stages_of_a_rank(num_ranks: int, each: int, rounds: int) -> None:
-    """With multiples of P micro-batches, and enough in flight, there is no other bubble."""
-    count = num_ranks * rounds
-    pipeline = in_turn(num_ranks, each, count, "latency")
-    ideal = 3 * (count + (num_ranks - 1) / each)
-    assert simulate(pipeline, POLICIES["interleaved"]).step_seconds == pytest.approx(ideal)
-    assert ideal <= simulate(pipeline, POLICIES["deepest_first"]).step_seconds <= ideal * 1.1
-
-
 def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd() -> None:
     """Stages differ by 15 % either way; a step takes 3 % more than nothing can beat, with 1F1B 10 %."""
     chance = random.Random(0)
@@ -297,12 +267,6 @@ def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd(
         for name, found in over.items():
             found.append(simulate(pipeline, POLICIES[name]).step_seconds / lower_bound(pipeline))
     assert statistics.mean(over["interleaved"]) < 1.03 < statistics.mean(over["1f1b"])
-
-
-def test_memory_stays_near_that_of_one_stage_a_rank() -> None:
-    """Rank 0 holds P (1 + 1 / v) micro-batches of its stages together, not the M that it has."""
-    peaks = simulate(in_turn(4, 2, 64), POLICIES["interleaved"]).peak_in_flight
-    assert (peaks[0][0] + peaks[4][0]) / 2 <= 6
 
 
 def test_the_turn_is_the_ranks_own() -> None:

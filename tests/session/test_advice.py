@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, AutoVarunaError
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.products import some
 from tests.reference import gradients_of
 from tests.session.training import QUIET, Setup
 
@@ -96,7 +97,7 @@ def named_in(text: str) -> dict[str, Any]:
     return {name: ast.literal_eval(value) for name, value in _SETTING.findall(text)}
 
 
-@pytest.mark.parametrize("case", FOLLOWED)
+@pytest.mark.parametrize("case", some([*FOLLOWED], 4))
 def test_advice_leads_on(case: str) -> None:
     make, arguments, settings, names = FOLLOWED[case]
     model = make()

@@ -54,7 +54,7 @@ def without_buffers(record: Record, other: Record, has_all: bool) -> Record:
     return Record(record.losses, record.gradients, record.weights, kept)
 
 
-@pytest.mark.parametrize(("optimizer", "case"), diagonal(OPTIMIZERS, PLAIN), ids=str)
+@pytest.mark.parametrize(("optimizer", "case"), some(diagonal(OPTIMIZERS, PLAIN), 14), ids=str)
 def test_a_pipeline_trains_as_plain_pytorch(optimizer: str, case: Case) -> None:
     hold(case, pipeline(min(2, case.max_stages)), optimizer, has_all_buffers=True)
 
@@ -67,7 +67,7 @@ def test_replicas_train_as_plain_pytorch(setup: str, case: Case) -> None:
     hold(case, given, "sgd", has_all_buffers=False)  # statistics of two samples amplify the last bit
 
 
-@pytest.mark.parametrize("case", some(HUGGING_FACE[1:], 3), ids=str)
+@pytest.mark.parametrize("case", some(HUGGING_FACE[1:], 2), ids=str)
 def test_a_hugging_face_model_trains_as_plain_pytorch(case: Case) -> None:
     pytest.importorskip("transformers")
     hold(case, Setup(((0,), (1, 0)), 3), "adamw", has_all_buffers=False)

@@ -125,37 +125,6 @@ def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) ->
         torch.testing.assert_close(state, expected)
 
 
-class Reader(nn.Module):
-    """Reads from left to right: PyTorch looks at the numbers of its mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
-
-    def read(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.body(self.first(x), mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.read(x))
-
-
-def test_a_method_may_look_at_constants() -> None:
-    """Once, it was taken for one that no trace is possible of, and refused for weights that are elsewhere."""
-    plain, x = Reader(), torch.randn(8, 3, 8)
-    expected = plain.read(x).detach()
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        part = slice(4 * rank, 4 * rank + 4)
-        model(x[part]).sum().backward()
-        with torch.no_grad():
-            torch.testing.assert_close(model.read(x[part]), expected[part])
-
-    on_ranks(SETUPS["two"], plain, run)
-
-
 @pytest.mark.parametrize("loss_of", [beside, inner])
 def test_gradients_from_beside_the_wrapper_are_noticed(loss_of: Callable[..., Tensor]) -> None:
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import errno
-import io
 import json
 import logging
-import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -177,50 +174,6 @@ def test_a_broken_one_is_refused_if_it_must_be_used_else_planned_again(
     assert any(re.search(words, line) and "a copy is kept" in line for line in lines())
     assert Path(f"{file}.damaged").read_bytes() == before
     start(load_deployment=True)
-
-
-def test_what_cannot_be_read_or_copied_is_named(file: Path, lines: Callable[[], list[str]]) -> None:
-    """Once, keeping a copy failed with a bare ``IsADirectoryError``."""
-    file.unlink()
-    file.mkdir()
-    start()
-    told = [
-        f"{file} cannot be read: ",
-        "no copy of it can be kept: ",
-        f"the plan is not kept: the deployment cannot be written to {file}",
-    ]
-    assert all(any(said in line for line in lines()) for said in told)
-
-
-def test_what_nobody_may_read_is_not_replaced(
-    file: Path, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, a plan edited by hand was gone after the log had said that no copy of it could be kept."""
-    before, real = file.read_bytes(), io.open
-
-    def refuse(opened: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.fspath(opened) == str(file):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(opened, *args, **kwargs)
-
-    for load_deployment in ("auto", False):
-        with monkeypatch.context() as patch:
-            patch.setattr(io, "open", refuse)
-            start(load_deployment=load_deployment)
-        assert file.read_bytes() == before
-        assert any("is there, but cannot be read (Permission denied), so that" in line for line in lines())
-
-
-def test_a_copy_of_a_damaged_one_is_a_new_file(file: Path, tmp_path: Path) -> None:
-    """Once, its name was followed where somebody had made a link of it."""
-    file.write_text("edited")
-    file.chmod(0o600)
-    (tmp_path / "other").write_text("of others")
-    Path(f"{file}.damaged").symlink_to(tmp_path / "other")
-    start()
-    assert (tmp_path / "other").read_text() == "of others"
-    copy = Path(f"{file}.damaged1")
-    assert copy.read_text() == "edited" and copy.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("act", some(["trace", "measure", "make_plan", "save"], 2))

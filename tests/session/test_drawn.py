@@ -197,7 +197,7 @@ def test_any_calls_train_as_plain_pytorch(seed: int) -> None:
         return
 
 
-@pytest.mark.parametrize("seed", drawn_seeds(40, times=100))
+@pytest.mark.parametrize("seed", drawn_seeds(25, times=100))
 def test_a_drawn_model_that_may_mix_samples_is_right_or_refused(seed: int) -> None:
     """Micro-batches are of three, two and two samples."""
     case = draw_mixed(seed)
@@ -221,7 +221,7 @@ def draw_sizes(chance: random.Random, num_ranks: int) -> list[int]:
             return sizes
 
 
-@pytest.mark.parametrize("seed", some(range(60), 12))
+@pytest.mark.parametrize("seed", some(range(60), 8))
 def test_any_setup_trains_as_plain_pytorch(seed: int) -> None:
     chance = random.Random(seed)
     case = chance.choice(CASES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler import measure
 from autovaruna.profiler.bytes import Bytes
-from autovaruna.profiler.measure import Key, Pace, PartCost, settle
+from autovaruna.profiler.measure import Key, Pace, PartCost
 from autovaruna.runtime.environment import LOCAL_RANK_VARIABLES
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring, traces
@@ -161,20 +160,6 @@ def test_all_ranks_hear_of_a_difference_unless_that_is_turned_off(monkeypatch: p
     assert all(isinstance(each, float) for each in call(check_trace=False))
 
 
-@pytest.mark.parametrize("place", ["meta", "cpu"])
-def test_one_rank_compares_where_the_model_has_memory(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    monkeypatch.setattr(traces, "compare", lambda *args: looks.append(len(args[2][0])))
-
-    def be_rank(world: Any) -> None:
-        with torch.device(place):
-            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        AutoVaruna(model, num_micro_batches=2, num_stages=2, device="cpu", **QUIET)(torch.ones(6, 8))
-
-    run_ranks(2, be_rank)
-    assert looks == ([] if place == "meta" else [4])
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """Counts what is measured, by part and micro-batch size, on all ranks together."""
@@ -204,30 +189,6 @@ def test_a_second_run_measures_nothing(measured: Counter[tuple[str, int]]) -> No
     assert set(measured.values()) == {1}
 
 
-def test_hosts_that_know_different_parts_measure_what_none_knows(
-    measured: Counter[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_ranks(2, lambda world: first_call(8, num_stages=2, profile_cache=tmp_path / "all"))
-    files = sorted((tmp_path / "all").glob("*/*.json"))
-    for place, file in enumerate(files[1:]):  # the first one is known nowhere
-        copied = tmp_path / f"host{place % 2}" / file.parent.name / file.name
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_text(file.read_text())
-    measured.clear()
-    cache_of = measuring.cache_of
-    monkeypatch.setattr(
-        measuring, "cache_of", lambda settings, device, _, **more: cache_of(settings, device, 2, **more)
-    )
-
-    def on_own_host(world: World) -> None:
-        world.hosts = ("host0", "host1")
-        first_call(8, num_stages=2, profile_cache=tmp_path / f"host{world.rank}")
-
-    run_ranks(2, on_own_host)
-    assert [f"{signature}-{size}.json" for signature, size in measured] == [files[0].name]
-    assert all((tmp_path / host / files[0].parent.name / files[0].name).exists() for host in ("host0", "host1"))
-
-
 PARTS = "abcde"
 
 
@@ -252,29 +213,6 @@ def test_a_rank_differs_if_it_does_at_every_look(looks: list[list[float]], speed
 
 
 @pytest.mark.parametrize(
-    ("paces", "speeds", "of_samples"),
-    [
-        ([Pace(1, 1), Pace(1, 2)], (1, 0.5), (1, 1)),  # a program takes every other turn on the core of rank 1
-        ([Pace(1, 1), Pace(2, 2)], (2, 1), (2, 1)),  # rank 1 is a slower machine
-        ([Pace(1, 2), Pace(1, 2)], (0.5, 0.5), (1, 1)),
-    ],
-    ids=["shared core", "slow machine", "both shared"],
-)
-def test_a_step_gets_the_mean_and_samples_the_median(
-    paces: list[Pace], speeds: tuple[float, ...], of_samples: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(world: World) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        watch = SpeedWatch(world, torch.device("cpu"))
-        watch.sample()
-        return watch.speeds(), watch.speeds_of_samples()
-
-    threads: Iterator[Pace] = iter(paces)
-    monkeypatch.setattr("autovaruna.session.measuring.measure_pace", lambda device: next(threads))
-    for found in run_ranks(2, run):
-        assert sorted(found[0]) == sorted(speeds) and sorted(found[1]) == sorted(of_samples)
-
-
-@pytest.mark.parametrize(
     ("factors", "speeds"), [((1.0, 1.15), (1.0, 1 / 1.15)), ((), (1.0, 1.0)), ((1.2,), (1.0, 1.0))]
 )
 def test_a_rank_whose_steps_were_slow_is_planned_for(
@@ -291,12 +229,6 @@ def test_a_rank_whose_steps_were_slow_is_planned_for(
 
     assert job_place() == JobPlace(str(tmp_path), 1, factors=factors)
     assert run_ranks(2, run) == [speeds, speeds]
-
-
-def test_disturbed_seconds_do_not_count() -> None:
-    """Each kind of seconds for itself; what lies within noise is averaged."""
-    settled = settle([cost(1.0), cost(1.2), PartCost(5.0, 2.2, Bytes(0, (), (), 0, 0))])
-    assert settled.seconds == pytest.approx((1.1, 2.2, 0, 0))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -324,22 +256,6 @@ def test_every_part_is_measured_on_two_ranks(num_ranks: int, iterations: int, mo
             {name: 1 + place for place, name in enumerate(PARTS)}
         )
     assert len(set(measured)) == len(PARTS) * min(num_turns, num_ranks) and len(measured) == len(PARTS) * num_turns
-
-
-def test_what_takes_longer_than_the_budget_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget limited samples alone: the parts of a large convolutional model were all made and run again."""
-    monkeypatch.setattr(measuring, "BUDGET_SECONDS", 0.0)
-    places: list[int] = []
-
-    def run(world: World) -> dict[Key, PartCost]:
-        def measure_own(turn: Turn) -> dict[Key, PartCost]:
-            places.append(turn.place)
-            return {(PARTS[world.rank], 4): cost(1.0)}
-
-        return measure_together(SpeedWatch(world, torch.device("cpu")), 5, measure_own)
-
-    assert all(set(found) == {("a", 4), ("b", 4)} for found in run_ranks(2, run))
-    assert places == [0, 0]
 
 
 CPU, META = torch.device("cpu"), torch.device("meta")

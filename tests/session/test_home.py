@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 from autovaruna import AutoVaruna, load_checkpoint
-from autovaruna.__main__ import main
 from autovaruna.elastic.options import read_options
 from autovaruna.profiler.cache import load_measured, save_measured
 from autovaruna.profiler.records import BlockCost, Profile
 from autovaruna.varuna.profiler import ProfileFolder
-
-TARGET = str(Path(__file__).parents[1] / "commands" / "targets.py")
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +40,6 @@ def test_profiles_are_there(home: Path) -> None:
     save_measured("~/profile.json", profile)
     assert (home / "profile.json").is_file() and load_measured("~/profile.json", Profile) == profile
     assert ProfileFolder("~/folder").path == home / "folder"
-
-
-def test_deployments_are_there(home: Path, tmp_path: Path, capsys: Any) -> None:
-    words = ["--ranks", "2", "--device", "h100", "--output=~/plan.json"]
-    assert main(["plan", f"{TARGET}:mlp", *words]) == 0 and (home / "plan.json").is_file()
-    assert main(["show", "~/plan.json"]) == 0 and "stage" in capsys.readouterr().out
-    assert not list((tmp_path / "here").iterdir())
 
 
 def test_the_launcher_s_files_are_there(home: Path) -> None:

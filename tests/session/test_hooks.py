@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, CutPoint
+from autovaruna import AutoVaruna
 from autovaruna.errors import TraceError
-from autovaruna.graph.call import describe
-from autovaruna.graph.trace import trace
 from tests.reference import sgd
 from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline
 
@@ -74,28 +71,6 @@ def test_a_hook_sees_each_sample_once(setup: str) -> None:
             torch.testing.assert_close(rows[rows.sum(1).argsort()], wanted[wanted.sum(1).argsort()])
 
 
-class Locked:
-    """Counts samples under a lock, which can neither be copied nor pickled."""
-
-    def __init__(self) -> None:
-        self.lock, self.num_samples = Lock(), 0
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        with self.lock:
-            self.num_samples += len(output)
-
-
-def test_a_hook_may_hold_what_cannot_be_copied() -> None:
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> int:
-        watch = Locked()
-        model.module[2].register_forward_hook(watch)
-        for _ in range(2):
-            model(X[:4]).square().mean().backward()
-        return watch.num_samples
-
-    assert sum(on_ranks(SETUPS["two"], layers(), run)) == 16
-
-
 def test_a_hook_may_come_and_go() -> None:
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[int]:
         counts = []
@@ -122,19 +97,6 @@ def test_a_result_that_is_changed_in_place_is_refused() -> None:
             model(X)
 
     on_ranks(pipeline(2, num_micro_batches=2), layers(True), run)
-
-
-def test_a_cut_point_between_hooks_stays_one() -> None:
-    """Marks of both kinds are on one tensor; what hooks compute for themselves changes no name of the model's."""
-    seen: list[Tensor] = []
-    model = nn.Sequential(nn.Linear(6, 6), CutPoint(), nn.Tanh(), nn.Linear(6, 1))
-    for layer in model:
-        layer.register_forward_hook(lambda *given: seen.append(given[2].detach().tanh()))
-    wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
-    wrapped(X).square().mean().backward()
-    assert [len(each) for each in seen] == [4] * 8
-    (mark,) = trace(model, describe(model, (X,), {})[1], torch.device("cpu")).graph.cut_marks
-    assert (mark.name, mark.block) == ("1", 1)
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

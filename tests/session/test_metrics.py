@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.runtime import metrics as metrics_module
-from autovaruna.runtime.metrics import Metrics, StepSeconds, sum_of_squares
+from autovaruna.runtime.metrics import StepSeconds
 from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 from tests.session.training import QUIET, trace_shared
@@ -199,33 +199,3 @@ def test_without_an_optimizer_a_step_ends_where_the_next_begins() -> None:
     assert model.metrics.step == 2 and model.metrics.learning_rates == ()
     assert model.metrics.seconds is not None and model.metrics.seconds.optimizer == 0
     assert model.metrics.samples_per_second == pytest.approx(BATCH / model.metrics.seconds.step)
-
-
-def test_norms_that_would_take_too_long_are_measured_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_module, "_SHARE_FOR_NORM", 0.0)
-    _, said = train(Words(), 0, 4, **QUIET)
-    assert {now["norm of"] for now in said} == {1}
-
-
-def test_squares_of_many_kinds_add_up() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,))  # one element, twice
-    found = sum_of_squares([torch.full((2,), 2.0), torch.ones(3, dtype=torch.float64), sparse])
-    assert found.item() == pytest.approx(8 + 3 + 9)
-    assert sum_of_squares([]).item() == 0
-
-
-def test_a_backward_that_is_not_followed_by_a_step_changes_no_seconds() -> None:
-    found = Metrics()
-    found.begin_call(0.0, 4, 0)
-    found.record(1, None, str, is_loss=False)
-    assert found.step == 1 and found.seconds is None and found.to_dict() == {}
-
-
-@pytest.mark.parametrize(("held", "shown"), [(None, {}), (0.0, {0: 0.0}), (5.0, {0: 5.0})])
-def test_memory_is_shown_where_the_system_says_it(held: float | None, shown: dict[int, float]) -> None:
-    found = Metrics()
-    found.follow(0, 1, lambda: None, lambda: held)
-    for began in (0.0, 1.0):
-        found.begin_call(began, 4, 0)
-        found.record(1, None, str, is_loss=False)
-    assert found.rank_memory_bytes == shown

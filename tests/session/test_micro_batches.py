@@ -104,17 +104,6 @@ def test_synchronised_statistics_are_those_of_all() -> None:
         torch.testing.assert_close(found, model()(X).detach())
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_the_log_says_what_is_counted_over(num_micro_batches: int, caplog: pytest.LogCaptureFixture) -> None:
-    on_ranks(pipeline(2, num_micro_batches=num_micro_batches), model(), output)
-    told = [
-        each.getMessage()
-        for each in caplog.records
-        if "count over micro-batches of 4 samples, of 8;" in each.getMessage()
-    ]
-    assert len(told) == num_micro_batches - 1
-
-
 def test_the_size_can_be_set() -> None:
     wrapped = AutoVaruna(model(), batch_norm_samples=4, **QUIET)
     plain = model()

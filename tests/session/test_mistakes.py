@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, OrderError, TraceError
-from autovaruna.errors import PlanError
 from autovaruna.graph.call import describe
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
@@ -41,12 +40,6 @@ def optional(self: Any, x: Tensor, y: Tensor, options: Any = None) -> Tensor:
 class Options:
     def __init__(self, scale: float) -> None:
         self.scale = scale
-
-
-def test_a_model_without_parameters_is_one_block() -> None:
-    """There is nothing to train, and every operation could be repeated; a stage still has to hold something."""
-    model = Written(lambda self, x, y: (x * y[:, None]).mean())
-    assert torch.allclose(AutoVaruna(model, **ONE)(**BATCH), model(**BATCH))
 
 
 def test_option_objects_are_told_apart_by_what_they_hold() -> None:
@@ -167,20 +160,6 @@ def test_an_encoder_with_a_mask_made_from_the_length_runs_once_the_batch_is_name
     expected = step_of(model, WORDS)
     wrapped = AutoVaruna(model, num_micro_batches=2, batch_dims={"src": 1, "y": 1}, **QUIET)
     compare(step_of(wrapped, WORDS), expected)
-
-
-class TwoSteps(torch.optim.SGD):
-    """Wants a closure, as sharpness-aware minimisation does."""
-
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None, "it requires a closure"
-        return super().step(closure)
-
-
-def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
-    model = graph()
-    with pytest.raises(PlanError, match=r"(?s)requires a closure.*optimizer_bytes_factor.*num_stages=1 and num"):
-        AutoVaruna(model, TwoSteps(model.parameters(), lr=0.1), **WHOLE, **QUIET)(random(7, 4), random(7, 7))
 
 
 def masking(self: Any, x: Tensor, y: Tensor) -> Tensor:

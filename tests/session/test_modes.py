@@ -93,26 +93,6 @@ def test_outputs_come_in_their_container(kind: str) -> None:
     on_ranks(pipeline(2), case.model(), run)
 
 
-def turned(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """Returns views that lie in memory in another order than that of their dimensions."""
-    out = self.last(self.first(x))
-    return out, out.view(-1, 2, 3).transpose(1, 2), out.t()
-
-
-@pytest.mark.parametrize("num_micro_batches", (1, 2))
-def test_outputs_lie_in_memory_as_in_plain_pytorch(num_micro_batches: int) -> None:
-    """Once, the last bit of a mean over them differed, which adds them up in the order of memory."""
-    plain, x = Written(turned, first=nn.Linear(4, 6), last=nn.Linear(6, 6)), torch.randn(6, 4)
-    expected = [each.stride() for each in plain(x)]
-
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        outputs = model(x)
-        assert [each.stride() for each in outputs] == expected
-        torch.testing.assert_close(outputs[2].t(), outputs[0])
-
-    on_ranks(pipeline(2, num_micro_batches=num_micro_batches), plain, run)
-
-
 def flat(value: Any) -> Any:
     """Turns an `Answer` into a tuple, which comparisons know."""
     return (value.scores, value.features) if isinstance(value, Answer) else value
@@ -179,13 +159,6 @@ def test_the_loss_in_a_tuple(kind: str, caplog: pytest.LogCaptureFixture) -> Non
     compare(Record(gradients=[found[0] | found[1]]), Record(gradients=[gradients_of(plain)]))
     said = [each for each in caplog.messages if "backward starts from" in each or OWN_SAMPLES in each]
     assert len(said) == (remark is not None) and all(re.search(str(remark), each) for each in said)
-
-
-def test_a_loss_may_be_asked_for_by_mode() -> None:
-    def backward(output: Any, step: int) -> None:
-        (output["loss"] + output["scores"].square().mean()).backward()
-
-    hold(CASES["loss_and_scores"], backward, pipeline(2, settings={"loss_mode": "outputs"}))
 
 
 @pytest.mark.parametrize(("is_loss", "setup"), diagonal([True, False], SETUPS))

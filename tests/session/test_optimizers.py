@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, InputError, RankError
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Case
-from tests.catalogue.small import WIDTH, Written, hidden
+from tests.catalogue.small import Written, hidden
 from tests.products import some
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
 from tests.ranks import run_ranks
@@ -168,42 +168,6 @@ def test_other_steps_are_as_in_plain_pytorch(story: str) -> None:
     hold(STORIES[story], adamw)
 
 
-def listed(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Makes an optimizer that remembers the script's own list of parameters."""
-    every = list(parameters)
-    optimizer = adamw(every)
-    optimizer.script = every
-    return optimizer
-
-
-def test_lists_of_parameters_show_what_is_elsewhere() -> None:
-    """Once, groups and older lists held this rank's parameters, or old ones: a sum over them was that of one rank.
-
-    `test_ordinary_scripts` holds that such a sum is refused.
-    """
-
-    def run(model: Any, optimizer: Any, rank: int) -> int:
-        backward(model)
-        for parameters in ([each for group in optimizer.param_groups for each in group["params"]], optimizer.script):
-            assert list(map(id, parameters)) == list(map(id, model.parameters()))
-        return sum(each.is_meta for each in model.parameters())
-
-    assert all(on_ranks(TWO, CHAIN.model(), run, listed, token_of(CHAIN)))
-
-
-def test_a_step_that_fails_leaves_the_groups_whole() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> None:
-        step(model, optimizer)
-        optimizer.param_groups[0]["betas"] = None
-        for each in model.parameters():
-            each.grad = torch.zeros_like(each)
-        with pytest.raises(TypeError):
-            optimizer.step()
-        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
-
-    on_ranks(TWO, CHAIN.model(), run, adamw, token_of(CHAIN))
-
-
 def step_of_prodigy(model: Any, optimizer: Any) -> None:
     JOINT["prodigy"](model.parameters()).step()
 
@@ -280,23 +244,6 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
             loss_of(model) if act is None else act(model, optimizer)
 
     on_ranks(setup, CHAIN.model(), run, make, token_of(CHAIN))
-
-
-def tied(self: Any, x: Tensor) -> Tensor:
-    return (torch.tanh(x @ self.weight) @ self.weight.t()).square().mean()
-
-
-def test_one_parameter_is_trained_with_shared_state(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, it was refused: there was no second one to try the optimizer with."""
-    caplog.set_level(logging.INFO, "autovaruna.session.preparation")
-
-    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
-        for _ in range(3):
-            descend(model(torch.linspace(-1.0, 1.0, 6 * WIDTH).view(6, WIDTH)), optimizer)
-        return dict(model.state_dict())
-
-    as_plain(SHARED, Written(tied, weight=nn.Parameter(torch.eye(WIDTH) / 2)), story, adamw)
-    assert caplog.text.count("shard_optimizer has nothing to share out") == 1
 
 
 def judge(self: Any, states: Tensor, actions: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import random
 import threading
@@ -17,12 +16,10 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, CheckpointError, ConfigError, RankError
 from autovaruna.elastic.rank_script import SAVED
-from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.transport.base import TensorTransfer
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
 from autovaruna.runtime.world import World
 from tests.catalogue.small import WIDTH, Classifier, Written, hidden, labelled
-from tests.collector import spare_collector
 from tests.products import some
 from tests.ranks import RankThread, run_ranks
 from tests.session.training import QUIET, trace_shared
@@ -408,33 +405,6 @@ def test_several_models_are_refused(tmp_path: Path) -> None:
 def scoring(has_loss: bool) -> nn.Module:
     judge = lambda self, x: self.net(x).square().mean() if has_loss else self.net(x)  # noqa: E731
     return Written(judge, net=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-
-
-@pytest.mark.parametrize("has_loss", [True, False])
-def test_a_loss_that_is_looked_at_later_keeps_nothing_of_its_step(
-    has_loss: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's loss is looked at in the next step; gradients that somebody held until then would be copied."""
-    waiting: list[Any] = []
-    monkeypatch.setattr(Metrics, "record", lambda self, *args, **settings: waiting.append(args))
-    net = scoring(has_loss)
-    model = AutoVaruna(net, sgd(net), num_micro_batches=2, **QUIET)
-
-    def step() -> list[Tensor]:
-        """Returns the gradients and outputs of any call that are there after it, beside those of parameters."""
-        net.zero_grad()
-        out = model(torch.ones(8, 4))
-        (out if has_loss else out.square().mean()).backward()
-        del out
-        gc.collect()
-        known = {id(each) for weight in net.parameters() for each in (weight, weight.grad)}
-        tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.shape in ((4, 4), (8, 2))]
-        return [each for each in tensors if id(each) not in known]
-
-    step()
-    spare_collector()  # what was there before does not count
-    assert not step()
-    assert len(waiting) == 2
 
 
 @pytest.mark.parametrize("has_loss", [True, False])

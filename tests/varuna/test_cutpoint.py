@@ -85,13 +85,6 @@ def test_it_is_found_wherever_it_is(modules: dict[str, Any], name: str) -> None:
     assert marks(Model(lambda m, x: m.second(m.cuts[0](m.first(x))), **modules))[name].block > 0
 
 
-def test_a_branch_that_is_not_taken_has_no_cut_point() -> None:
-    def act(m: Any, x: Tensor) -> Tensor:
-        return m.second(m.one(m.first(x)) if x.dim() == 2 else m.other(m.first(x)))
-
-    assert list(marks(Model(act, one=CutPoint(), other=CutPoint()))) == ["one"]
-
-
 def test_a_loop_has_one_for_each_turn() -> None:
     tokens = torch.zeros(6, 5, dtype=torch.long)
     found = marks(net(), tokens, tokens)
@@ -103,28 +96,6 @@ def test_a_loop_has_one_for_each_turn() -> None:
 def test_one_used_twice_is_named() -> None:
     with pytest.raises(TraceError, match=r"CutPoint cut is used 2 times"):
         traced(Model(lambda m, x: m.cut(m.second(m.cut(m.first(x)))), cut=CutPoint()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.complex64])
-def test_its_tensor_has_any_dtype_and_shape(dtype: torch.dtype) -> None:
-    def act(m: Any, x: Tensor) -> Tensor:
-        made = m.first(x)
-        flags = m.cut(made.detach().mul(9).to(dtype).t().unsqueeze(0))
-        return m.second(made) * (flags.real if dtype.is_complex else flags).float().sum((0, 1))[:, None]
-
-    assert marks(Model(act, cut=CutPoint()))["cut"].name == "cut"
-
-
-def test_strides_are_those_of_the_tensor() -> None:
-    """A reshape after a cut point must be the copy that eager mode makes, not a view that it cannot make."""
-
-    def act(m: Any, x: Tensor) -> Tensor:
-        return m.second(m.cut(m.first(x).unsqueeze(1).expand(-1, 3, -1)).reshape(-1, 8))
-
-    model = traced(Model(act, cut=CutPoint()))
-    x = torch.randn(6, 8)
-    model.module.load_state_dict({}, strict=False)
-    assert model.graph.cut_marks[0].block > 0 and Model(act, cut=CutPoint())(x).isfinite()
 
 
 @pytest.mark.parametrize(

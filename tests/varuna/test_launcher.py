@@ -20,7 +20,6 @@ from autovaruna import run_varuna
 from autovaruna.elastic import rank_script, stub
 from autovaruna.elastic.host_list import list_hosts
 from autovaruna.elastic.job import JobOutput, MpiJob, find_mpirun
-from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.options import read_options, read_variables
 from autovaruna.errors import ConfigError
 
@@ -139,14 +138,6 @@ def test_output_is_that_of_its_rank(written: bytes, shown: str, ended: dict[int,
     assert target.read() == shown and output.ended == ended and not output.started
 
 
-def test_each_rank_that_runs_is_told() -> None:
-    started: list[int] = []
-    output = JobOutput(lambda: started.append(1))
-    output.follow(io.BytesIO(f"[1,0]<stderr>: {rank_script.STARTED}\n".encode() * 2), shown := io.StringIO())
-    output.wait()
-    assert started == [1, 1] and output.started and not shown.getvalue()
-
-
 def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -156,16 +147,6 @@ def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.
     output.wait()
     os.close(writer)
     assert stream.closed and capsys.readouterr().err.count("the output is lost from here on") == 1
-
-
-def test_events_that_nobody_reads_any_more_do_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stream:
-        for target in (stream, None):
-            monkeypatch.setattr(sys, "stderr", target)
-            EventLog("events").record("start", "start on 2 ranks")
-    assert len(Path("events").read_text().splitlines()) == 2
 
 
 def test_a_machine_that_is_listed_several_times_has_as_many_times_the_ranks() -> None:

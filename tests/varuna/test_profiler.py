@@ -112,12 +112,6 @@ def test_memory_is_a_limit(tmp_path: Path) -> None:
         AutoConfig(4, 8, tmp_path, memory_bytes=2**30).get_min()
 
 
-def test_a_chunk_size_is_kept(folder: Path) -> None:
-    config = AutoConfig(4, 16, folder, chunk_size=2)
-    assert {choice.micro_batch_size for choice in config.choices} == {2}
-    assert config.info(2).num_micro_batches == 8
-
-
 def test_folders_of_an_older_library_are_read(folder: Path, tmp_path: Path) -> None:
     """They do not say what each rank's own process holds."""
     for path in folder.glob("*.json"):
@@ -141,10 +135,3 @@ def test_what_is_missing_or_damaged_is_named(folder: Path, tmp_path: Path) -> No
     (tmp_path / "cluster.json").write_text((folder / "cluster.json").read_text().replace("0", "1", 1))
     with pytest.raises(MeasureError, match=r"cluster\.json is damaged: checksum is .* take checksum out"):
         AutoConfig(2, 8, tmp_path)
-
-
-def test_links_are_not_invented(tmp_path: Path) -> None:
-    profiled(tmp_path, (1,), num_ranks=1)
-    assert AutoConfig(1, 4, tmp_path).get_min()[0] == 1
-    with pytest.raises(MeasureError, match="no link is known"):
-        AutoConfig(2, 4, tmp_path)

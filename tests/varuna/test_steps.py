@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from autovaruna.config.settings import resolve
@@ -64,54 +63,6 @@ def test_stages_start_at_cut_points_unless_the_model_is_partitioned_for_the_user
     found, allowed = starts(False)
     assert set(found) <= set(allowed)
     assert len(starts(True)[0]) == 1
-
-
-class LossAlone(nn.Module):
-    """May be cut before its loss only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.cutpoint = nn.ModuleDict({"embedding": net().embedding, "head": net().head}), CutPoint()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hidden = self.net["embedding"](x)
-        return F.cross_entropy(self.cutpoint(self.net["head"](hidden)).flatten(0, 1), y.flatten())
-
-
-@pytest.mark.parametrize("fp16", [False, True])
-def test_a_stage_without_parameters_makes_an_optimizer_like_any_other(fp16: bool) -> None:
-    def script(world: Any) -> Any:
-        model = wrap("0;1", 6, 2, model=LossAlone(), fp16=fp16)
-        losses = steps(model, range(3), max_norm=0.5)
-        saved = model.optimizer.state_dict()["param_groups"][0]["params"]
-        return losses, [name for name, each in model.named_parameters() if each.numel()], saved
-
-    first, last = on_ranks(2, script)
-    assert first[0] == last[0] and first[0][2] < first[0][0]
-    assert len(first[1]) == len(first[2]) > 0 and last[1] == last[2] == []
-    if not fp16:
-        assert close(first[0], plain_steps(LossAlone(), 6, range(3), max_norm=0.5))
-
-
-def test_chunks_of_one_sample_need_no_batch_that_divides() -> None:
-    """Once, replicas of 3 and 2 samples asked for 6 micro-batches of 5 samples, which was refused."""
-
-    def script(world: Any) -> Any:
-        model = wrap("0,2;1,3", 5, 1)
-        return model.model.plan.num_micro_batches, steps(model, range(2))
-
-    expected = plain_steps(net(), 5, range(2))
-    assert all(number == 5 and close(losses, expected) for number, losses in on_ranks(4, script))
-
-
-def test_a_script_may_leave_zero_grad_out_or_call_it() -> None:
-    def script(world: Any) -> Any:
-        model = wrap(None)
-        first = steps(model, range(2))
-        model.zero_grad()
-        return first + steps(model, range(2, 4))
-
-    assert close(on_ranks(1, script)[0], plain_steps(net(), 6, range(4)))
 
 
 PAIRS = [
