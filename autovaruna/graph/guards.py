@@ -35,9 +35,9 @@ OF_MODULES = frozenset(vars(nn.Module()))
 """What torch itself keeps in every module."""
 _VALUES = methodcaller("values")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
-_RECORDS_DEPTH, _DEPTH = 2, 3
+_RECORDS_DEPTH, _DEPTH = 2, 6
 _MOST = 1000
 """Entries of a container that is looked into, and objects of a model."""
 _MOST_TRIES = 3
@@ -64,23 +64,46 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
 
 
-def entries(path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = False) -> Iterator[tuple[str, Any]]:
+class _Many:
+    """What a container of many entries holds; equal to another that holds the same."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: tuple[Any, ...]) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return isinstance(other, _Many) and self.held == other.held
+        except Exception:  # tensors that are not the same have no one answer
+            return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def entries(
+    path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = False, seen: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yields the plain values, tensors and numbers out of them in a container with their paths, and arrays in words.
 
-    `with_code`, also functions and classes.
+    `with_code`, also functions and classes, and containers of many entries as one; `seen` are those that were met.
     """
+    seen = set() if seen is None else seen
     is_code = with_code and callable(value) and not isinstance(value, nn.Module)
     if is_code or is_plain(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
         yield path, value
     elif is_array(type(value)):
         yield path, words(value)
-    elif depth and isinstance(value, _CONTAINERS):
+    elif depth and isinstance(value, _CONTAINERS) and id(value) not in seen:
+        seen.add(id(value))
         held = items_of(value, _MOST)
         yield path, len(held)
+        if with_code and not held:
+            yield path, _Many(tuple(items_of(value)))
         if isinstance(value, set | frozenset):
             held = list(enumerate(sorted([inner for _, inner in held], key=repr)))
         for name, inner in held:
-            yield from entries(f"{path}.{name}", inner, depth - 1, with_code=with_code)
+            yield from entries(f"{path}.{name}", inner, depth - 1, with_code=with_code, seen=seen)
 
 
 def records(model: nn.Module) -> list[tuple[str, Any]]:
@@ -305,7 +328,8 @@ class Guards:
         if is_plain(value):
             return value
         known, before, count = self._counts.get(name, (value, version, 0))
-        self._counts[name] = value, version, count + (known is not value or before != version)
+        is_other = known != value if isinstance(value, _Many) else known is not value
+        self._counts[name] = value, version, count + (is_other or before != version)
         return self._counts[name][2]
 
     def _read(self) -> list[Any]:
@@ -315,7 +339,7 @@ class Guards:
             held = [[*entries(full, place[name], with_code=True)] for full, place, name in self._containers]
         except KeyError:  # one is gone
             return []
-        values += [[(path, each if isinstance(each, _PLAIN) else id(each)) for path, each in found] for found in held]
+        values += [[(path, each if isinstance(each, (*_PLAIN, _Many)) else id(each)) for path, each in found] for found in held]
         values += [id(place.get(name)) for place, name in self._objects]
         values += [version_of(each) for each in self._tensors]
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +20,7 @@ from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
 
-_CONTAINERS = (list, dict, OrderedDict, set)
+_CONTAINERS = (list, dict, OrderedDict, set, deque)
 
 _MOST_NAMES = 5
 
