@@ -81,6 +81,9 @@ class _Many:
     __hash__ = None  # type: ignore[assignment]
 
 
+_BY_VALUE = (*_PLAIN, _Many)
+
+
 def entries(
     path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = False, seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
@@ -339,7 +342,9 @@ class Guards:
             held = [[*entries(full, place[name], with_code=True)] for full, place, name in self._containers]
         except KeyError:  # one is gone
             return []
-        values += [[(path, each if isinstance(each, (*_PLAIN, _Many)) else id(each)) for path, each in found] for found in held]
+        values += [
+            [(path, each if isinstance(each, _BY_VALUE) else id(each)) for path, each in found] for found in held
+        ]
         values += [id(place.get(name)) for place, name in self._objects]
         values += [version_of(each) for each in self._tensors]
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
