@@ -160,7 +160,7 @@ class Guards:
         self._model = model
         self._ignored: set[str] = set()
         self._tries: Counter[str] = Counter()
-        self._counts: dict[str, tuple[Any, int, int]] = {}
+        self._counts: dict[str, tuple[Any, Any, int]] = {}
         self._is_started = False
         self._methods = {"forward"}
         self._outside: list[OutsidePlace] = []
@@ -323,10 +323,10 @@ class Guards:
         for path, each in found:
             if type(each) is Tensor and path + NUMBERS not in self._ignored and not each.is_inference():
                 self._tensors.append(each)
-                self._last[path + NUMBERS] = self._count(path + NUMBERS, each, version_of(each))
+                self._last[path + NUMBERS] = self._count(path + NUMBERS, each, _writes_of(each))
                 self._where |= {path + NUMBERS: (each, "")} if each.device == self._device else {}
 
-    def _count(self, name: str, value: Any, version: int = 0) -> Any:
+    def _count(self, name: str, value: Any, version: Any = 0) -> Any:
         """Returns a value that is equal on every rank: how often an object was replaced, or written into."""
         if is_plain(value):
             return value
@@ -346,7 +346,7 @@ class Guards:
             [(path, each if isinstance(each, _BY_VALUE) else id(each)) for path, each in found] for found in held
         ]
         values += [id(place.get(name)) for place, name in self._objects]
-        values += [version_of(each) for each in self._tensors]
+        values += map(_writes_of, self._tensors)
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
         values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))
         return values
@@ -380,6 +380,11 @@ def _put(held: Any, name: str, value: Any) -> None:
         held.pop(name, None)
     else:
         held[name] = value
+
+
+def _writes_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns what changes where numbers are written into a tensor, or others are put into its ``data``."""
+    return version_of(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _kind(module: nn.Module) -> str:

@@ -97,7 +97,7 @@ def read_outside(owners: Iterable[Any], methods: Iterable[str]) -> list[OutsideP
 
 
 @cache
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module is of an installed package: of what it holds, numbers, texts and tensors alone count."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
@@ -216,10 +216,10 @@ class _Walk:
             number = f"#{self._num_of[path]}" * (self._num_of[path] > 1)
             is_open = owner is not None and not isinstance(held, _Attributes)
             self.places[key] = OutsidePlace(path[:-1] + number + path[-1], held, is_open=is_open)
-        is_installed = _is_installed(path.partition(":")[0])
+        of_package = is_installed(path.partition(":")[0])
         for name in sorted(found & held.keys()):
             value = held.get(name)
-            if isinstance(value, _NUMBERS) or not (is_installed or isinstance(value, ModuleType)):
+            if isinstance(value, _NUMBERS) or not (of_package or isinstance(value, ModuleType)):
                 self.places[key].names.add(name)
             self.follow(f"{path}{name}", value, names, depth)
 

@@ -143,6 +143,7 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "a queue": (lambda self, h: h * QUEUE[-1], lambda: QUEUE.append(2.0)),
     "another tensor": (lambda self, h: h * TENSOR, lambda: setattr(HERE, "TENSOR", torch.zeros(4))),
     "a tensor in place": (lambda self, h: h * WRITTEN.sum().item(), lambda: WRITTEN.zero_()),
+    "a tensor's data": (lambda self, h: h * WRITTEN.sum().item(), lambda: setattr(WRITTEN, "data", torch.zeros(4))),
     "a branch": (branching, lambda: setattr(HERE, "BRANCH", Kind.TWO)),
     "slots": (lambda self, h: h * SLOTTED.temp, lambda: setattr(SLOTTED, "temp", 2.0)),
     "a method of an object": (lambda self, h: h * SCHEDULE.value(), lambda: setattr(SCHEDULE, "step", 1)),
@@ -302,6 +303,41 @@ def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(recheck, "TIME_SHARE", 1.0)  # however long a step takes here
     with pytest.raises(TraceError, match=r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"):
         losses(ours, lambda self, h: h * CONTEXT.get(), [lambda: CONTEXT.set(2.0)] * 10)
+
+
+COUNTED, REMEMBERED = SimpleNamespace(calls=0), dict[int, Tensor]()
+
+
+def remembering(self: Any, h: Tensor) -> Tensor:
+    if h.shape[1] not in REMEMBERED:
+        REMEMBERED[h.shape[1]] = torch.linspace(0, 1, 4)
+    return h * REMEMBERED[h.shape[1]]
+
+
+def counting(self: Any, h: Tensor) -> Tensor:
+    COUNTED.calls += 1
+    return h * 2 if COUNTED.calls > 10 else h
+
+
+def test_what_forward_keeps_outside_is_no_value_of_the_trace() -> None:
+    """Once, a table of positions held those that the trace had put there, and the first call failed."""
+    expected = losses(lambda model, optimizer: model, remembering, [lambda: None])
+    REMEMBERED.clear()
+    assert losses(ours, remembering, [lambda: None]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_number_outside_that_forward_changes_is_refused() -> None:
+    """Once, its first value held for ever where it made no difference in the first two calls."""
+    with pytest.raises(TraceError, match=r"changes the Python number .*test_outside:COUNTED\.calls"):
+        losses(ours, counting, [])
+
+
+def test_an_attribute_that_is_new_is_the_models() -> None:
+    model = Net(lambda self, h: h * getattr(self, "later", 1.0))
+    wrapped = ours(model, sgd(model.parameters()))
+    before = wrapped(X, Y).item()
+    wrapped.later = 2.0
+    assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before
 
 
 def test_a_model_that_was_prepared_is_followed() -> None:
