@@ -212,6 +212,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     return before, after
 
 
+def generalize(function: Any) -> None:
+    """Has TorchScript forget the sizes that it has specialised a function for, which has run before."""
+    function._debug_flush_compilation_cache()
+
+
 @cache
 def warn_of_untried() -> None:
     """Logs one warning if this version of torch is not one that the library was tried on."""

@@ -546,9 +546,10 @@ class AutoVaruna(nn.Module):
         return wraps(value)(partial(self._call_method, name)) if method_of(self.module, value, name) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets on the wrapped model what it has and the wrapper does not (``model.temperature = 0.5``)."""
+        """Sets on the wrapped model what the wrapper does not have (``model.temperature = 0.5``)."""
         module = self.__dict__.get("module")
-        is_own = module is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(module, name)
+        is_own = module is None or name in self.__dict__ or hasattr(type(self), name)
+        is_own = is_own or (name.startswith("_") and not hasattr(module, name))  # the wrapper's parts, as they are made
         super().__setattr__(name, value) if is_own else setattr(module, name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

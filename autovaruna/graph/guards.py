@@ -35,9 +35,9 @@ OF_MODULES = frozenset(vars(nn.Module()))
 """What torch itself keeps in every module."""
 _VALUES = methodcaller("values")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
-_RECORDS_DEPTH, _DEPTH = 2, 3
+_RECORDS_DEPTH, _DEPTH = 2, 6
 _MOST = 1000
 """Entries of a container that is looked into, and objects of a model."""
 _MOST_TRIES = 3
@@ -64,23 +64,49 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
 
 
-def entries(path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = False) -> Iterator[tuple[str, Any]]:
+class _Many:
+    """What a container of many entries holds; equal to another that holds the same."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: tuple[Any, ...]) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return isinstance(other, _Many) and self.held == other.held
+        except Exception:  # tensors that are not the same have no one answer
+            return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_BY_VALUE = (*_PLAIN, _Many)
+
+
+def entries(
+    path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = False, seen: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yields the plain values, tensors and numbers out of them in a container with their paths, and arrays in words.
 
-    `with_code`, also functions and classes.
+    `with_code`, also functions and classes, and containers of many entries as one; `seen` are those that were met.
     """
+    seen = set() if seen is None else seen
     is_code = with_code and callable(value) and not isinstance(value, nn.Module)
     if is_code or is_plain(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
         yield path, value
     elif is_array(type(value)):
         yield path, words(value)
-    elif depth and isinstance(value, _CONTAINERS):
+    elif depth and isinstance(value, _CONTAINERS) and id(value) not in seen:
+        seen.add(id(value))
         held = items_of(value, _MOST)
         yield path, len(held)
+        if with_code and not held:
+            yield path, _Many(tuple(items_of(value)))
         if isinstance(value, set | frozenset):
             held = list(enumerate(sorted([inner for _, inner in held], key=repr)))
         for name, inner in held:
-            yield from entries(f"{path}.{name}", inner, depth - 1, with_code=with_code)
+            yield from entries(f"{path}.{name}", inner, depth - 1, with_code=with_code, seen=seen)
 
 
 def records(model: nn.Module) -> list[tuple[str, Any]]:
@@ -134,7 +160,7 @@ class Guards:
         self._model = model
         self._ignored: set[str] = set()
         self._tries: Counter[str] = Counter()
-        self._counts: dict[str, tuple[Any, int, int]] = {}
+        self._counts: dict[str, tuple[Any, Any, int]] = {}
         self._is_started = False
         self._methods = {"forward"}
         self._outside: list[OutsidePlace] = []
@@ -297,15 +323,16 @@ class Guards:
         for path, each in found:
             if type(each) is Tensor and path + NUMBERS not in self._ignored and not each.is_inference():
                 self._tensors.append(each)
-                self._last[path + NUMBERS] = self._count(path + NUMBERS, each, version_of(each))
+                self._last[path + NUMBERS] = self._count(path + NUMBERS, each, _writes_of(each))
                 self._where |= {path + NUMBERS: (each, "")} if each.device == self._device else {}
 
-    def _count(self, name: str, value: Any, version: int = 0) -> Any:
+    def _count(self, name: str, value: Any, version: Any = 0) -> Any:
         """Returns a value that is equal on every rank: how often an object was replaced, or written into."""
         if is_plain(value):
             return value
         known, before, count = self._counts.get(name, (value, version, 0))
-        self._counts[name] = value, version, count + (known is not value or before != version)
+        is_other = known != value if isinstance(value, _Many) else known is not value
+        self._counts[name] = value, version, count + (is_other or before != version)
         return self._counts[name][2]
 
     def _read(self) -> list[Any]:
@@ -315,9 +342,11 @@ class Guards:
             held = [[*entries(full, place[name], with_code=True)] for full, place, name in self._containers]
         except KeyError:  # one is gone
             return []
-        values += [[(path, each if isinstance(each, _PLAIN) else id(each)) for path, each in found] for found in held]
+        values += [
+            [(path, each if isinstance(each, _BY_VALUE) else id(each)) for path, each in found] for found in held
+        ]
         values += [id(place.get(name)) for place, name in self._objects]
-        values += [version_of(each) for each in self._tensors]
+        values += map(_writes_of, self._tensors)
         values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
         values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))
         return values
@@ -351,6 +380,11 @@ def _put(held: Any, name: str, value: Any) -> None:
         held.pop(name, None)
     else:
         held[name] = value
+
+
+def _writes_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns what changes where numbers are written into a tensor, or others are put into its ``data``."""
+    return version_of(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _kind(module: nn.Module) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NUMBERS = (bool, int, float, str, type(None), Tensor)
 _LEADS: dict[type, tuple[str, ...]] = {
     **{MethodType: ("__func__", "__self__"), staticmethod: ("__func__",), classmethod: ("__func__",)},
@@ -38,7 +38,7 @@ _OF_LAUNCHERS = frozenset(f"{of}RANK" for of in ("", "LOCAL_", "GROUP_", "NODE_"
 )
 """Variables of the environment that each rank has to itself, and that libraries set late."""
 _IMMUTABLE_TYPE = 1 << 8
-_MOST, _DEPTH = 1000, 3
+_MOST, _DEPTH = 1000, 6
 _MOST_FUNCTIONS = 5000
 _LOAD_GLOBAL, _IMPORT, _EXTEND = (dis.opmap[name] for name in ("LOAD_GLOBAL", "IMPORT_NAME", "EXTENDED_ARG"))
 _IS_SHIFTED = sys.version_info >= (3, 11)
@@ -97,7 +97,7 @@ def read_outside(owners: Iterable[Any], methods: Iterable[str]) -> list[OutsideP
 
 
 @cache
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether a module is of an installed package: of what it holds, numbers, texts and tensors alone count."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
@@ -108,7 +108,7 @@ def _is_of_library(value: Any) -> bool:
     return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
 
 
-def items_of(container: Any, most: int) -> list[tuple[Any, Any]]:
+def items_of(container: Any, most: int = sys.maxsize - 1) -> list[tuple[Any, Any]]:
     """Returns what a container holds, each with its key or place; empty if that is more than `most`.
 
     No method of a class of its own is called: it might load what a library has, or raise.
@@ -216,10 +216,10 @@ class _Walk:
             number = f"#{self._num_of[path]}" * (self._num_of[path] > 1)
             is_open = owner is not None and not isinstance(held, _Attributes)
             self.places[key] = OutsidePlace(path[:-1] + number + path[-1], held, is_open=is_open)
-        is_installed = _is_installed(path.partition(":")[0])
+        of_package = is_installed(path.partition(":")[0])
         for name in sorted(found & held.keys()):
             value = held.get(name)
-            if isinstance(value, _NUMBERS) or not (is_installed or isinstance(value, ModuleType)):
+            if isinstance(value, _NUMBERS) or not (of_package or isinstance(value, ModuleType)):
                 self.places[key].names.add(name)
             self.follow(f"{path}{name}", value, names, depth)
 

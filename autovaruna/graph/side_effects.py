@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,12 @@ from autovaruna._torch import FakeTensor
 from autovaruna.errors import TraceError
 from autovaruna.graph.constant_values import is_known
 from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records, restored
+from autovaruna.graph.outside import OutsidePlace, is_installed, read_outside
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
 
-_CONTAINERS = (list, dict, OrderedDict, set)
+_CONTAINERS = (list, dict, OrderedDict, set, deque)
 
 _MOST_NAMES = 5
 
@@ -29,10 +30,12 @@ _MOST_NAMES = 5
 def restored_attributes(model: nn.Module) -> Iterator[None]:
     """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
 
-    A model that is run on fake tensors may keep some of them.
+    A model that is run on fake tensors may keep some of them, or of what they are made into, in a table outside of it.
     """
     places = [vars(owner) for owner in (*model.modules(), *(each for _, each in records(model)))]
-    held = [value for place in places for value in place.values() if type(value) in _CONTAINERS]
+    held = [value for place in places for value in place.values()]
+    held += [place.held.get(name) for place in outside_of(model) for name in place.names]
+    held = [value for value in held if type(value) in _CONTAINERS]
     with restored([*places, *held]):
         yield
 
@@ -83,6 +86,18 @@ def _is_left(value: Any) -> bool:
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter) and not is_known(value)
 
 
+def outside_of(model: nn.Module) -> list[OutsidePlace]:
+    """Returns what the forward of a model reads from outside of it, but for what is installed."""
+    owners = [*model.modules(), *(each for _, each in records(model))]
+    return [each for each in read_outside(owners, ("forward",)) if not is_installed(each.path.partition(":")[0])]
+
+
+def numbers_in(places: Iterable[OutsidePlace]) -> dict[tuple[str, str], Any]:
+    """Returns the numbers that are outside of a model, with no path, by name."""
+    found = ((place.path + name, place.held.get(name)) for place in places for name in place.names)
+    return {("", name): value for name, value in found if isinstance(value, int | float) and type(value) is not bool}
+
+
 def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Returns the numbers that are attributes of the model's modules, by module path and name."""
     return {
@@ -98,7 +113,7 @@ class StateError(TraceError):
 
 
 def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
-    """Refuses a forward that changes numbers which are attributes of modules: a trace would fix them."""
+    """Refuses a forward that changes numbers of modules, or outside of the model: a trace would fix them."""
     for (path, name), value in after.items():
         old = before.get((path, name))
         if old is not None and old != value:

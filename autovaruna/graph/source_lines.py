@@ -38,6 +38,16 @@ def users_line() -> str:
     return f" at {file}:{line} ({linecache.getline(file, line, frame.f_globals).strip()})"
 
 
+def line_with(words: re.Pattern[str], module: nn.Module) -> str:
+    """Returns `` at file:line (code)`` of the first line of a module's forward that has some words, or of its first."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None:
+        return ""
+    lines = {line: linecache.getline(code.co_filename, line).strip() for *_, line in code.co_lines() if line}
+    found = next((line for line, text in sorted(lines.items()) if words.search(text)), code.co_firstlineno)
+    return f" at {code.co_filename}:{found} ({lines.get(found, '')})"
+
+
 def running_modules() -> tuple[nn.Module, ...]:
     """Returns the modules whose forward runs now, the innermost first."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))

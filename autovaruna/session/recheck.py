@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import torch
@@ -128,14 +128,14 @@ class TraceRecheck:
 
     def _calls_now(self, traced: TracedModel) -> list[Any]:
         """Returns what the forward calls of torch now; empty: it needs numbers, and cannot be checked."""
-        before = perf_counter()
+        before = thread_time()
         try:
             return _torch_calls(self._model, traced.call, self._traces.device)
         except Exception as error:
             logger.debug("the forward is not looked at again: %s", error)
             return []
         finally:
-            self._expected_seconds = perf_counter() - before
+            self._expected_seconds = thread_time() - before
             self._seconds_left -= self._expected_seconds
 
     def _compare_anew(self, traced: TracedModel) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,9 @@ Act = Callable[[Any, Tensor], Tensor]
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 WEIGHT, UNREAD, TENSOR, WRITTEN, SWITCH = 1.0, 1.0, torch.ones(4), torch.ones(4), torch.ones(())
 TABLE: dict[str, Any] = {"deep": {"t": 1.0}, "act": torch.relu}
-LIST, QUEUE = [1.0], deque([1.0])
+DEEPER: dict[str, Any] = {"a": [{"b": [{"c": 1.0}]}]}
+LIST, MANY, QUEUE = [1.0], [1.0] * 2000, deque([1.0])
+CONTEXT = ContextVar("CONTEXT", default=1.0)
 ARGS = SimpleNamespace(temp=1.0, inner=SimpleNamespace(temp=1.0))
 SLOPE = functools.partial(F.leaky_relu, negative_slope=0.1)
 CONFIG = ModuleType("own_config")
@@ -132,8 +135,15 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "a dict": (lambda self, h: h * TABLE["deep"]["t"], lambda: TABLE["deep"].update(t=2.0)),
     "a function in a dict": (lambda self, h: TABLE["act"](h), lambda: TABLE.update(act=torch.sin)),
     "a list": (lambda self, h: h * LIST[0], lambda: LIST.__setitem__(0, 2.0)),
+    "one of many": (lambda self, h: h * MANY[7], lambda: MANY.__setitem__(7, 2.0)),
+    "deep inside": (
+        lambda self, h: h * DEEPER["a"][0]["b"][0]["c"],
+        lambda: DEEPER["a"][0]["b"][0].update(c=2.0),
+    ),
+    "a queue": (lambda self, h: h * QUEUE[-1], lambda: QUEUE.append(2.0)),
     "another tensor": (lambda self, h: h * TENSOR, lambda: setattr(HERE, "TENSOR", torch.zeros(4))),
     "a tensor in place": (lambda self, h: h * WRITTEN.sum().item(), lambda: WRITTEN.zero_()),
+    "a tensor's data": (lambda self, h: h * WRITTEN.sum().item(), lambda: setattr(WRITTEN, "data", torch.zeros(4))),
     "a branch": (branching, lambda: setattr(HERE, "BRANCH", Kind.TWO)),
     "slots": (lambda self, h: h * SLOTTED.temp, lambda: setattr(SLOTTED, "temp", 2.0)),
     "a method of an object": (lambda self, h: h * SCHEDULE.value(), lambda: setattr(SCHEDULE, "step", 1)),
@@ -163,7 +173,7 @@ def begin() -> None:
     Schedule.step = 0
     vars(SCHEDULE).clear()
     TABLE.update(deep={"t": 1.0}, act=torch.relu)
-    LIST[0] = QUEUE[0] = 1.0
+    LIST[0] = MANY[7] = DEEPER["a"][0]["b"][0]["c"] = 1.0
     WRITTEN.fill_(1.0)
     SLOPE.keywords.update(negative_slope=0.1)
     os.environ.pop("OWN", None)
@@ -243,10 +253,45 @@ def test_a_value_of_one_rank_is_told() -> None:
 
 
 def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deque is not looked into: the second step is refused, with the line and both numbers."""
+    """A variable of a context is not looked into: the second step is refused, with the line and both numbers."""
     monkeypatch.setattr(recheck, "TIME_SHARE", 1.0)  # however long a step takes here
     with pytest.raises(TraceError, match=r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"):
-        losses(ours, lambda self, h: h * QUEUE[0], [lambda: QUEUE.__setitem__(0, 2.0)] * 10)
+        losses(ours, lambda self, h: h * CONTEXT.get(), [lambda: CONTEXT.set(2.0)] * 10)
+
+
+COUNTED, REMEMBERED = SimpleNamespace(calls=0), dict[int, Tensor]()
+
+
+def remembering(self: Any, h: Tensor) -> Tensor:
+    if h.shape[1] not in REMEMBERED:
+        REMEMBERED[h.shape[1]] = torch.linspace(0, 1, 4)
+    return h * REMEMBERED[h.shape[1]]
+
+
+def counting(self: Any, h: Tensor) -> Tensor:
+    COUNTED.calls += 1
+    return h * 2 if COUNTED.calls > 10 else h
+
+
+def test_what_forward_keeps_outside_is_no_value_of_the_trace() -> None:
+    """Once, a table of positions held those that the trace had put there, and the first call failed."""
+    expected = losses(lambda model, optimizer: model, remembering, [lambda: None])
+    REMEMBERED.clear()
+    assert losses(ours, remembering, [lambda: None]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_number_outside_that_forward_changes_is_refused() -> None:
+    """Once, its first value held for ever where it made no difference in the first two calls."""
+    with pytest.raises(TraceError, match=r"changes the Python number .*test_outside:COUNTED\.calls"):
+        losses(ours, counting, [])
+
+
+def test_an_attribute_that_is_new_is_the_models() -> None:
+    model = Net(lambda self, h: h * getattr(self, "later", 1.0))
+    wrapped = ours(model, sgd(model.parameters()))
+    before = wrapped(X, Y).item()
+    wrapped.later = 2.0
+    assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before
 
 
 def test_a_model_that_was_prepared_is_followed() -> None:

@@ -20,7 +20,16 @@ from autovaruna._torch import BACKWARD_HOOKS, EXPORT, FAKE_TENSORS, FUNCTORCH, F
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.advice import advice
-from autovaruna.graph.source_lines import chain_of, first_line, is_users, modules_of, origin, users_line, where_raised
+from autovaruna.graph.source_lines import (
+    chain_of,
+    first_line,
+    is_users,
+    line_with,
+    modules_of,
+    origin,
+    users_line,
+    where_raised,
+)
 
 _SPARSE: dict[Any, int] = {
     torch.ops.aten.embedding.default: 4,
@@ -41,6 +50,7 @@ _BOUNDS = re.compile(r"Expected op to be '==', got \S+ for (.*\bbatch\b.*)")
 """What torch says of a bound on the batch size that is no whole number."""
 _INTO = "into a submodule, or into a function with @autovaruna.keep_whole, which is then kept whole"
 DRAWN = "it draws from Python's or numpy's generator, and a trace would fix what it drew (draw from torch)"
+_DRAWS = re.compile(r"\b(random|np|numpy|randint|uniform|choice|shuffle)\b *[.(]")
 _NUMPY = re.compile(r"\b(np|numpy)\b|\bfrom_numpy\(")
 _TRANSFORM = "function transform of torch.func"
 TRANSFORMS = tuple(str(Path(*FUNCTORCH.split("."), name)) for name in ("eager_transforms.py", "vmap.py"))
@@ -202,7 +212,7 @@ def explain(
             f"torch, such as torch.sign(x) for np.sign(x); or move the line {_INTO} as one operation."
         )
     elif isinstance(error, InModuleError) and str(error) == DRAWN:
-        where = ""
+        where = line_with(_DRAWS, model.get_submodule(error.path))
         text = (
             f"{DRAWN}. Expected draws from torch, as torch.rand(()) < 0.5 in torch.where; or move the line that draws "
             "into a submodule, which is then kept whole, and draws alike on all ranks."

@@ -26,6 +26,7 @@ from autovaruna._torch import (
     ModuleStackTracer,
     all_true,
     convert_impl,
+    generalize,
     pack_by_lengths,
     replaced,
     subclasses,
@@ -88,7 +89,10 @@ class Idioms(TorchFunctionMode):
 
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             act = partial(plain, function)
-            return self._call(function, act, args, kwargs) if get_ident() == tracing else act(*args, **kwargs)
+            if get_ident() != tracing:
+                return act(*args, **kwargs)
+            generalize(function)
+            return self._call(function, act, args, kwargs)
 
         with replaced(ScriptFunction, "__call__", call):
             yield

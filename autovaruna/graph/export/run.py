@@ -61,6 +61,8 @@ from autovaruna.graph.side_effects import (
     StateError,
     check_state,
     left_tensors,
+    numbers_in,
+    outside_of,
     plain_state,
     restored_attributes,
     warn_of_left,
@@ -201,7 +203,8 @@ class FlatCall(nn.Module):
         restart()
         args, kwargs = call.arguments(tensors)
         before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
-        numbers = plain_state(self.model)
+        outside = outside_of(self.model)
+        numbers = plain_state(self.model) | numbers_in(outside)
         with ExitStack() as stack:
             hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
             idioms = self.idioms, self.idioms.scripted_functions()
@@ -211,7 +214,7 @@ class FlatCall(nn.Module):
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
-        check_state(numbers, plain_state(self.model))
+        check_state(numbers, plain_state(self.model) | numbers_in(outside))
         left = left_tensors(self.model)
         for module, buffers in before:
             _write_back(module, buffers)
