@@ -25,7 +25,7 @@ from autovaruna.runtime.environment import get_world
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(?P<info>[^\n`]+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-BARE = {"README.md", "docs/index.md", "docs/migration.md", "docs/morphing.md", "docs/slurm.md"} | {
+BARE = {"README.md", "docs/index.md", "docs/migration.md", "docs/morphing.md"} | {
     "docs/how-to/slurm.md",
     "docs/how-to/morphing.md",
     "docs/how-to/start-and-end.md",
