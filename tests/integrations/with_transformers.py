@@ -127,11 +127,6 @@ def refuse_outer_loss(folder: str) -> str:
     return ""
 
 
-def train_and_be_refused(cases: list[str], folder: str) -> dict[str, Any]:
-    """Does both on two ranks, in one job."""
-    return train_on_ranks(cases, folder, 2) | {"refused": refuse_outer_loss(f"{folder}/outer")}
-
-
 if __name__ == "__main__":
     found = train_on_ranks(["usual"], sys.argv[1], int(os.environ["WORLD_SIZE"]), sys.argv[2])
     Path(sys.argv[1], f"found{os.environ['RANK']}.json").write_text(json.dumps(found["usual"]))
