@@ -45,8 +45,8 @@ def start(command: list[str], directory: Path) -> str:
     return result.stdout
 
 
-USUAL = [("train_digits", 2), ("finetune_hf", 1), ("varuna_bert", 1)]
-MORE = [("finetune_hf", 2), ("train_digits", 1), ("tutorial", 1), ("varuna_gpt", 1)]
+USUAL = [("train_digits", 2), ("finetune_hf", 1), ("varuna_bert", 1), ("tutorial", 1)]
+MORE = [("finetune_hf", 2), ("train_digits", 1), ("varuna_gpt", 1)]
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), USUAL + MORE * WHOLE)

@@ -38,7 +38,6 @@ SlurmdSpoolDir={folder}/%n
 StateSaveLocation={folder}/state
 SlurmUser=root
 SelectType=select/cons_tres
-SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=1
 SlurmctldLogFile={folder}/controller.log
 SlurmdLogFile={folder}/%n.log
 SlurmdParameters=config_overrides

@@ -75,24 +75,6 @@ def test_a_bound_on_the_batch_size_is_said() -> None:
         traced(model, X)
 
 
-def test_a_branch_on_large_batches_is_refused_unless_they_are_huge() -> None:
-    """Libraries ask whether a tensor is too large for a kernel: there is no batch of so many samples."""
-
-    def branching(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        out = self.layer(x) + self.layer(y.flatten().reshape(x.shape[0], -1))
-        if x.shape[0] >= self.many or out.numel() > 2**40:
-            out = out.tanh()
-        return out.square().mean()
-
-    model = Function(branching, layer=nn.Linear(4, 4), many=2**20)
-    assert traced(model, X, X).greatest == 2**20 - 1
-    model.many = 64
-    with pytest.raises(
-        TraceError, match=r"at .*x\.shape\[0\] >= self\.many.*it holds for batch <= 63 alone.*dynamic_batch=False"
-    ):
-        traced(model, X, X)
-
-
 def test_a_lazy_parameter_is_refused() -> None:
     """A parameter without a shape is named."""
     with pytest.raises(TraceError, match=r"weight has no shape yet.*run one batch"):

@@ -47,13 +47,3 @@ def test_explained_time_adds_up_to_the_step() -> None:
     shares = [float(line.split()[1].rstrip("%")) for line in text.splitlines() if "mean over ranks" in line]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert "proven bound" in text
-
-
-def test_both_bounds_are_told_where_ranks_may_hold_several_stages() -> None:
-    problem = make_problem(12, 3, 3, num_replicas=1, num_micro_batches=3)
-    plan = make_plan(problem)
-    text = explain(plan, problem.graph)
-    assert 0 < plan.bound_seconds < plan.single_bound_seconds
-    assert f"at most {plan.gap:.1%} above the best plan" in text
-    assert "single stages   no plan with one stage a rank takes less than " + seconds(plan.single_bound_seconds) in text
-    assert "all work" in plan.bound_proof and "with one stage a rank" in plan.bound_proof

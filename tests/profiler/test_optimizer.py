@@ -64,14 +64,6 @@ def test_a_loop_needs_bytes_for_one_tensor_and_foreach_for_all() -> None:
     assert work_factors(torch.optim.SGD(model.parameters(), lr=0.1), CPU) == (0.0, 0.0)
 
 
-def test_a_step_with_a_closure_is_tried_out() -> None:
-    """LBFGS asks for one; it keeps a direction, a gradient, and pairs of changes."""
-    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(5, 3))], max_iter=3, history_size=2)
-    assert state_factor(optimizer) >= 3.0
-    assert measure_step(optimizer, torch.device("cpu")).seconds_per_parameter > 0.0
-    assert not optimizer.state
-
-
 class Cubic(torch.optim.SGD):
     """Multiplies every matrix by itself, as Muon and Shampoo do, many times."""
 
