@@ -27,17 +27,21 @@ _MOST_NAMES = 5
 
 
 @contextmanager
-def restored_attributes(model: nn.Module) -> Iterator[None]:
+def restored_attributes(model: nn.Module) -> Iterator[list[OutsidePlace]]:
     """Puts back the attributes of modules and of their objects when the context ends; new ones are taken away.
 
     A model that is run on fake tensors may keep some of them, or of what they are made into, in a table outside of it.
+    Yields what the forward reads from outside, but for what is installed.
     """
-    places = [vars(owner) for owner in (*model.modules(), *(each for _, each in records(model)))]
+    owners = [*model.modules(), *(each for _, each in records(model))]
+    places = [vars(owner) for owner in owners]
+    outside = read_outside(owners, ("forward",))
+    outside = [each for each in outside if not is_installed(each.path.partition(":")[0])]
     held = [value for place in places for value in place.values()]
-    held += [place.held.get(name) for place in outside_of(model) for name in place.names]
+    held += [place.held.get(name) for place in outside for name in place.names]
     held = [value for value in held if type(value) in _CONTAINERS]
     with restored([*places, *held]):
-        yield
+        yield outside
 
 
 def changed_attributes(model: nn.Module, own: nn.Module) -> list[str]:
@@ -84,12 +88,6 @@ def _is_left(value: Any) -> bool:
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return bool(free_unbacked_symbols(value))
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter) and not is_known(value)
-
-
-def outside_of(model: nn.Module) -> list[OutsidePlace]:
-    """Returns what the forward of a model reads from outside of it, but for what is installed."""
-    owners = [*model.modules(), *(each for _, each in records(model))]
-    return [each for each in read_outside(owners, ("forward",)) if not is_installed(each.path.partition(":")[0])]
 
 
 def numbers_in(places: Iterable[OutsidePlace]) -> dict[tuple[str, str], Any]:

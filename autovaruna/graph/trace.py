@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import sympy
@@ -80,11 +80,11 @@ def trace(
         TraceError: the model cannot be traced.
     """
     warn_of_untried()
-    began = perf_counter()
+    began = thread_time()
     try:
         return _trace_with_hooks(model, call, device, options)
     except TraceError as error:
-        if options.free or perf_counter() - began > _MOST_TRIED_SECONDS:
+        if options.free or thread_time() - began > _MOST_TRIED_SECONDS:
             raise
         raise _with_tried_advice(error, model, call, device, options) from error
 
@@ -99,7 +99,9 @@ def _with_tried_advice(
         with suppress(TraceError, InputError):
             _trace(model, call.with_batch(dimensions), device, options)
             return type(error)(text.replace(said, naming(dimensions)).replace(EXAMPLE, f"(batch_dims={dimensions})"))
-    return type(error)(text.replace(said, naming({}))) if said in text else error
+    first = next(spec.name for spec in call.inputs if spec.is_batch)
+    text = text.replace(said, naming({})).replace(EXAMPLE, EXAMPLE.replace("x", first))
+    return type(error)(text) if text != str(error) else error
 
 
 def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions) -> TracedModel:

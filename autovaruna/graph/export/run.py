@@ -55,6 +55,7 @@ from autovaruna.graph.module_state import example_inputs, unchecked_distribution
 from autovaruna.graph.opaque.functions import kept_functions
 from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque
+from autovaruna.graph.outside import OutsidePlace
 from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
 from autovaruna.graph.random import python_generators, recorded_draws
 from autovaruna.graph.side_effects import (
@@ -62,7 +63,6 @@ from autovaruna.graph.side_effects import (
     check_state,
     left_tensors,
     numbers_in,
-    outside_of,
     plain_state,
     restored_attributes,
     warn_of_left,
@@ -190,8 +190,11 @@ def _warn(model: nn.Module, new: list[str], error: Exception) -> None:
 class FlatCall(nn.Module):
     """Calls the model on a flat list of tensors and returns a flat tuple of them."""
 
-    def __init__(self, attempt: ExportAttempt, keeper: OpaqueCalls, idioms: Idioms) -> None:
+    def __init__(
+        self, attempt: ExportAttempt, keeper: OpaqueCalls, idioms: Idioms, outside: list[OutsidePlace]
+    ) -> None:
         super().__init__()
+        self.outside = outside
         self.model, self.attempt, self.keeper, self.idioms = attempt.model, attempt, keeper, idioms
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -203,8 +206,7 @@ class FlatCall(nn.Module):
         restart()
         args, kwargs = call.arguments(tensors)
         before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
-        outside = outside_of(self.model)
-        numbers = plain_state(self.model) | numbers_in(outside)
+        numbers = plain_state(self.model) | numbers_in(self.outside)
         with ExitStack() as stack:
             hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
             idioms = self.idioms, self.idioms.scripted_functions()
@@ -214,7 +216,7 @@ class FlatCall(nn.Module):
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
         outputs, tree = flatten(returned, "output")
-        check_state(numbers, plain_state(self.model) | numbers_in(outside))
+        check_state(numbers, plain_state(self.model) | numbers_in(self.outside))
         left = left_tensors(self.model)
         for module, buffers in before:
             _write_back(module, buffers)
@@ -299,7 +301,7 @@ class ExportAttempt:
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         model, kept, sizes, is_dynamic = self.model, self.kept, self.sizes, self.options.is_dynamic
         with (
-            restored_attributes(model),
+            restored_attributes(model) as outside,
             compiling_nothing(),  # torch.compile has nothing to compile on fake tensors
             torch.jit.optimized_execution(False),  # type: ignore[attr-defined]  # it would ask for sizes as numbers
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
@@ -315,7 +317,7 @@ class ExportAttempt:
             modules_followed(),
             without_cudnn() as has_cudnn,
         ):
-            flat = FlatCall(self, keeper, Idioms(keeper.functions))
+            flat = FlatCall(self, keeper, Idioms(keeper.functions), outside)
             try:
                 graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
                 if drawn:
