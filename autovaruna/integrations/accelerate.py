@@ -6,11 +6,12 @@ the model, `save_state` and `load_state` hold the whole model's state, on any nu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.operations import recursively_apply
 from torch import nn
 
 from autovaruna.api import AutoVaruna
@@ -72,14 +73,19 @@ class Accelerator(accelerate.Accelerator):
         if self.device_placement if device_placement is None else device_placement:
             model = model.to(self.device)
         wrapper = AutoVaruna(model, found[0] if found else None, scaler=self.scaler, **self._settings)
-        wrapper.forward = convert_outputs_to_fp32(self._in_autocast(wrapper.forward))
+        if self.native_amp:
+            wrapper.forward = self._in_autocast(wrapper.forward)
         self._models.append(wrapper)
         return wrapper
 
     def _in_autocast(self, forward: Any) -> Any:
+        """Returns a forward in mixed precision, whose outputs are float32, as accelerate makes it."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.autocast():
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+            # Not convert_outputs_to_fp32: it asks for the dtype of a key-value cache, which stays on its stage.
+            return recursively_apply(torch.Tensor.float, output, test_type=_is_half)
 
         return call
 
@@ -89,7 +95,9 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns the whole model's state on every rank. Collective."""
-        return model.state_dict() if isinstance(model, AutoVaruna) else super().get_state_dict(model, unwrap)
+        if not isinstance(model, AutoVaruna):
+            return super().get_state_dict(model, unwrap)
+        return OrderedDict(model.state_dict())  # accelerate leaves tied weights out of an OrderedDict alone
 
     def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Saves the whole model's weights, as accelerate does. Collective."""
@@ -100,6 +108,10 @@ def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer has a parameter of a model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for parameter in parameters_of(optimizer))
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
 
 class _Whole(nn.Module):

@@ -145,6 +145,9 @@ class AutoVarunaMixin(_Other):
                 self.create_optimizer()
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's stands around it
             settings = {"reduction": self._reduction, **(getattr(self.args, "autovaruna", None) or {})}
+            if isinstance(self.model, transformers.PreTrainedModel):  # as saving does, or the next step traces again
+                self.model.config.dtype = str(self.model.dtype).removeprefix("torch.")
+                self.model.config.architectures = [type(self.model).__name__]
             wrapper = AutoVaruna(self.model, optimizer, scaler=self.accelerator.scaler, **settings)
             self.model_wrapped = wrapper
         return wrapper

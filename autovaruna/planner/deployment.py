@@ -87,7 +87,10 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     limits = zip_longest(saved.memory_bytes, now.memory_bytes, fillvalue=0.0)
     if saved.num_ranks == now.num_ranks and not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in limits):
         told.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
-    return told + _changed("setting ", _plain(saved.settings), _plain(now.settings))
+    settings = [_plain(each.settings) for each in (saved, now)]
+    if saved.graph != now.graph:  # what optimizers hold is measured, and of another model another
+        settings = [{**each, "optimizer_bytes_factor": None} for each in settings]
+    return told + _changed("setting ", *settings)
 
 
 def _changed(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

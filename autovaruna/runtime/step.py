@@ -48,8 +48,8 @@ _ALL = tuple(Kind)
 _FORWARDS = (Kind.FORWARD,)
 _BACKWARDS = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT
 _OF_OWN_SAMPLES = (
-    "the loss is made outside of the model, by each rank of its own samples, as in DistributedDataParallel: have "
-    "forward return one that sums over samples (with reduction='sum') or compares them with each other"
+    "the loss is made outside of the model, by each rank of its own samples, as in DistributedDataParallel: right for "
+    "a mean over samples. One that sums over samples (with reduction='sum') or compares them belongs in forward"
 )
 _OF_OUTPUTS = (
     "backward starts from %s of what forward returns, once all forwards of the call are done. Return the loss that the "

@@ -35,6 +35,7 @@ SlurmctldPort={ports[0]}
 SlurmctldPidFile={folder}/controller.pid
 SlurmdPidFile={folder}/%n.pid
 SlurmdSpoolDir={folder}/%n
+TmpFS={folder}/%n
 StateSaveLocation={folder}/state
 SlurmUser=root
 SelectType=select/cons_tres
@@ -102,7 +103,7 @@ def test_what_slurm_is_asked_for_in_vain_is_told(tmp_path: Path, monkeypatch: py
         requeue({"SLURM_JOB_ID": "7"})
 
 
-@pytest.mark.parametrize("name", ["run", "mpirun", "srun"])
+@pytest.mark.parametrize("name", ["run", "mpirun", "srun", "torchrun"])
 def test_a_template_is_options_and_one_command(name: str) -> None:
     first, *lines = (EXAMPLES / "slurm" / f"{name}.sbatch").read_text().splitlines()
     assert first == "#!/bin/bash" and all(line.startswith("#") for line in lines[:-1]) and lines[-1].startswith("exec ")
@@ -140,11 +141,11 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def submit(self, name: str, options: str, command: str) -> str:
+    def submit(self, name: str, options: str, command: str, starter: str = "python -m autovaruna run") -> str:
         """Submits a batch job that writes to ``name.out``; returns its number."""
         script = self.folder / f"{name}.sbatch"
         more = f"--output={name}.out --open-mode=append --requeue {options}"
-        script.write_text(f"#!/bin/bash\n#SBATCH {more}\nexec {sys.executable} -m autovaruna run {command}\n")
+        script.write_text(f"#!/bin/bash\n#SBATCH {more}\nexec {starter} {command}\n")
         return self.run("sbatch", "--parsable", str(script)).strip()
 
     def output(self, name: str) -> str:
@@ -274,3 +275,11 @@ def test_ranks_run_on_the_hosts_of_the_allocation_or_on_those_that_are_named(clu
     }[hosts]
     cluster.submit(name, "--nodes=2 --ntasks-per-node=2", f"{options} names.py")
     wait_until(lambda: all(words in cluster.output(name) for words in expected), lambda: cluster.output(name))
+
+
+def test_srun_with_pmix_joins_the_ranks_by_mpi(cluster: Cluster) -> None:
+    if "pmix" not in cluster.run("srun", "--mpi=list"):
+        pytest.skip("this Slurm has no PMIx")
+    cluster.submit("pmix", "--nodes=2 --ntasks-per-node=2", "python names.py", "srun --mpi=pmix")
+    expected = {f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)}
+    wait_until(lambda: all(words in cluster.output("pmix") for words in expected), lambda: cluster.output("pmix"))

@@ -35,6 +35,12 @@ def test_an_accelerate_loop_trains_saves_and_resumes_as_plain(tmp_path: Path) ->
     check(run_on_forks(3, f"{TARGET}:train_on_ranks", str(folder), 3, True)[1], expected)
 
 
+def test_an_unmodified_gpt2_trains_in_bf16_as_plain(tmp_path: Path) -> None:
+    """Once, a key-value cache among the outputs was refused, and tied weights ended save_state."""
+    (expected,) = run_on_forks(1, f"{TARGET}:train_gpt2", str(tmp_path / "plain"), 0)
+    assert run_on_forks(2, f"{TARGET}:train_gpt2", str(tmp_path / "ranks"), 2)[0] == pytest.approx(expected, rel=1e-2)
+
+
 def test_libraries_see_the_ranks_of_mpirun() -> None:
     found = run_on_forks(2, f"{TARGET}:group_on_ranks")
     assert [rank["group"] for rank in found] == [(0, 2), (1, 2)]

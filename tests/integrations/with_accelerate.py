@@ -58,6 +58,37 @@ def train_on_ranks(folder: str, num_ranks: int, resume: bool = False) -> dict[st
     return train(Path(folder), num_ranks, resume)
 
 
+def train_gpt2(folder: str, num_ranks: int) -> list[float]:
+    """Returns bf16 losses of a GPT-2, which ties weights and returns a key-value cache, and one after loading."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    if num_ranks:
+        from autovaruna.integrations.accelerate import Accelerator
+    else:
+        from accelerate import Accelerator  # type: ignore[assignment]
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **({"autovaruna": SETTINGS} if num_ranks else {}))
+    torch.manual_seed(0)
+    size = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0}
+    config = GPT2Config(**size, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    model: Any = GPT2LMHeadModel(config)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
+    tokens = torch.randint(16, (16, 8), generator=torch.Generator().manual_seed(1))
+    loader: Any = DataLoader(TensorDataset(tokens), batch_size=4 // (num_ranks or 1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for (x,) in loader:
+        output = model(input_ids=x, labels=x)
+        assert output.logits.dtype == torch.float32
+        accelerator.backward(output.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(output.loss.detach()).mean().item())
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    with torch.no_grad():
+        return [*losses, accelerator.gather(model(input_ids=x, labels=x).loss).mean().item()]
+
+
 def group_on_ranks() -> dict[str, Any]:
     """Returns what torch.distributed, accelerate and torchmetrics see of the ranks."""
     import os

@@ -107,6 +107,16 @@ def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) 
     assert "rank      : 1" in cause and "rank 1 failed:" in cause and "ValueError: the story's error" in cause
 
 
+def test_torchrun_passes_on_the_signals_that_its_option_names(tmp_path: Path) -> None:
+    """Without it, torchrun ends from SIGUSR1, and nothing is saved. Its own status is 1, whatever that of its ranks."""
+    options = ["--nproc-per-node=2", f"--master-port={free_port()}", "--signals-to-handle=SIGTERM,SIGUSR1"]
+    words = ["-m", "torch.distributed.run", *options, "-m", MODULE, "signalled", str(tmp_path)]
+    done = run_group([sys.executable, *words], 200, ENV)
+    (saved,) = tmp_path.glob("step-*")
+    assert f"got SIGUSR1: saved step {int(saved.name[5:])}, and end with status 75" in done.stderr, done.stderr
+    assert done.returncode == 1
+
+
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2"}
 
