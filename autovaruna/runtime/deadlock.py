@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.exchange import LABEL, Parts, RankExchange, digest, keep_part
-from autovaruna.runtime.transport.base import EAGER_LOOKS, EAGER_SECONDS, Transport
+from autovaruna.runtime.transport.base import EAGER_SECONDS, Transport
 from autovaruna.runtime.transport.values import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -379,10 +379,10 @@ class RankWatch:
         """
         started = now = 0.0
         long_wait: LongWait | None = None
-        num_turns, num_looks = 0, EAGER_LOOKS if self.transport.cores_per_rank == 1.0 else 1
+        num_turns = 0
         while not is_done():
             num_turns += 1
-            if num_turns % num_looks and now - started < EAGER_SECONDS:
+            if num_turns & 31 and now - started < EAGER_SECONDS:
                 os.sched_yield()  # to a process that is not ours, too
                 continue
             now = time.monotonic()

@@ -25,8 +25,8 @@ CARRIER_CHANNEL = 4
 """Not of the transport: tensors that a carrier moves."""
 SMALL_BYTES = 4 << 10
 """Messages of so few bytes are sent at once by every MPI, without an agreement with the receiver."""
-EAGER_SECONDS, EAGER_LOOKS = 3e-3, 32
-"""So long a waiting rank looks so many times before it rests; then, or where ranks share cores, once."""
+EAGER_SECONDS = 3e-3
+"""So long a waiting rank looks many times before it rests; then once, and leaves its core to ranks that work."""
 
 Pair = tuple[int, int]
 """The rank that sends, and the one that receives."""
