@@ -46,8 +46,8 @@ class ValueSource(Flag):
     STATE = auto()  # parameters and buffers
 
 
-class Reach(IntEnum):
-    """How far the numbers of a value reach over the batch."""
+class Dependence(IntEnum):
+    """How the numbers of a value depend on the batch."""
 
     NONE = 0  # they do not depend on it
     COUNTS = 1  # integers or masks, or what was counted from them
@@ -85,7 +85,7 @@ class BatchValue:
     """
 
     source: ValueSource = ValueSource.NONE
-    reach: Reach = Reach.NONE
+    dependence: Dependence = Dependence.NONE
     share: BatchShare | None = None
     merge: Merge | None = None
     is_extreme: bool = False
@@ -198,7 +198,7 @@ class Counting(TorchFunctionMode):
         return result
 
 
-class Means(Enum):
+class Linearity(Enum):
     """What an operator makes of numbers that are sums or means over samples."""
 
     UNKNOWN = auto()
@@ -211,8 +211,8 @@ class Means(Enum):
     BREAK = auto()  # what it makes of a mean, or of samples, is no mean
 
 
-SCALING = frozenset({Means.MULTIPLY, Means.DIVIDE})
-KEEPING = frozenset({Means.LINEAR, Means.VIEW})
+SCALING = frozenset({Linearity.MULTIPLY, Linearity.DIVIDE})
+KEEPING = frozenset({Linearity.LINEAR, Linearity.VIEW})
 
 
 class Trait(Flag):
@@ -254,7 +254,7 @@ class Operator:
         drops: places of a probability to drop numbers, and of whether it does so at all.
     """
 
-    means: Means = Means.UNKNOWN
+    linearity: Linearity = Linearity.UNKNOWN
     traits: Trait = Trait.NONE
     merge: Merge | None = None
     along: Lengths | None = None
@@ -313,7 +313,7 @@ def _others(node: fx.Node) -> Iterable[Any]:
     return shape
 
 
-_LINEAR, _VIEW, _BREAK, _UNKNOWN = Means.LINEAR, Means.VIEW, Means.BREAK, Means.UNKNOWN
+_LINEAR, _VIEW, _BREAK, _UNKNOWN = Linearity.LINEAR, Linearity.VIEW, Linearity.BREAK, Linearity.UNKNOWN
 _ROWS = Trait.TAKES_ROWS | Trait.BY_INDEX
 _LABELS = Operator(traits=Trait.AVERAGES_LABELS)
 _TABLE: tuple[tuple[str, Operator], ...] = (
@@ -328,8 +328,8 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("addcdiv", Operator(_LINEAR, factors=((1,), 2, False))),
     ("to _to_copy clone detach lift_fresh_copy", Operator(_LINEAR, Trait.SAME_NUMBER)),
     ("to.other", Operator(_LINEAR, Trait.SAME_NUMBER | Trait.AS_ANOTHER)),
-    ("mul mul_", Operator(Means.MULTIPLY)),
-    ("div div_", Operator(Means.DIVIDE)),
+    ("mul mul_", Operator(Linearity.MULTIPLY)),
+    ("div div_", Operator(Linearity.DIVIDE)),
     ("isnan isinf isfinite", Operator(traits=Trait.TELLS_FINITE)),
     ("logical_not logical_and logical_or bitwise_not bitwise_and bitwise_or", Operator(traits=Trait.JOINS_MASKS)),
     # shapes
@@ -363,8 +363,8 @@ _TABLE: tuple[tuple[str, Operator], ...] = (
     ("norm linalg_vector_norm linalg_norm dist std var std_mean var_mean logsumexp prod trapezoid", Operator(_BREAK)),
     ("median nanmedian nanmean quantile mode linalg_det logdet linalg_slogdet", Operator(_BREAK)),
     # sums of products
-    ("mv dot vdot inner baddbmm einsum tensordot", Operator(Means.PRODUCT, Trait.ADDS_UP)),
-    ("linear matmul mm bmm addmm", Operator(Means.PRODUCT, Trait.ADDS_UP | Trait.LAYER)),
+    ("mv dot vdot inner baddbmm einsum tensordot", Operator(Linearity.PRODUCT, Trait.ADDS_UP)),
+    ("linear matmul mm bmm addmm", Operator(Linearity.PRODUCT, Trait.ADDS_UP | Trait.LAYER)),
     # along a dimension
     ("softmax log_softmax _softmax _log_softmax", Operator(_BREAK, along=_by_dimension)),
     ("kthvalue", Operator(_BREAK, counts_along=_by_dimension)),
@@ -442,7 +442,7 @@ def has(node: fx.Node, trait: Trait) -> bool:
 def is_listed(node: fx.Node) -> bool:
     """Whether it is known how an operator makes one number of several samples; others are tried out."""
     row = operator_of(node)
-    is_known = row.means in (Means.LINEAR, Means.PRODUCT) or Trait.ADDS_UP in row.traits
+    is_known = row.linearity in (Linearity.LINEAR, Linearity.PRODUCT) or Trait.ADDS_UP in row.traits
     return is_known or arguments(node).get("reduction") in (MEAN, SUM)
 
 

@@ -19,7 +19,7 @@ from autovaruna.graph.facts import Fact, KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.operators import (
     SCALING,
-    Means,
+    Linearity,
     Merge,
     ScalingUse,
     arguments,
@@ -211,7 +211,7 @@ def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mappin
             seen = [weights[each] for each in node.all_input_nodes if each in weights]
             if seen:
                 weights[node] = seen[0]
-        is_saved = name_of(node) in _LAYERS or operator_of(node).means in SCALING | {Means.PRODUCT}
+        is_saved = name_of(node) in _LAYERS or operator_of(node).linearity in SCALING | {Linearity.PRODUCT}
         if is_saved and not precision_of(node):
             multiplied = [each for each in _multiplied(node) if each.name in facts and facts[each.name].needs_gradient]
             if len(multiplied) > 1:

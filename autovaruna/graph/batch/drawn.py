@@ -23,7 +23,7 @@ from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 from autovaruna.graph.operators import (
     KEEPING,
     SCALING,
-    Means,
+    Linearity,
     ScalingUse,
     Trait,
     ValueSource,
@@ -87,17 +87,17 @@ class Powers:
             for scale in self._scales(node):
                 yield node, power + self._is_sum(node) + scale
             return
-        means, source = operator_of(node).means, self._values[node].source
-        if means in SCALING:
+        linearity, source = operator_of(node).linearity, self._values[node].source
+        if linearity in SCALING:
             yield from self._scaled(node, power, seen)
-        elif means in KEEPING or means is Means.PRODUCT:
+        elif linearity in KEEPING or linearity is Linearity.PRODUCT:
             for each in node.all_input_nodes:
                 yield from self._reduced(each, power, seen)
         elif power not in (self._is_added, 1.0) and ValueSource.STATE in source and ValueSource.BATCH not in source:
             yield node, power
 
     def _scaled(self, node: fx.Node, power: float, seen: set[Any]) -> Iterator[tuple[fx.Node, float]]:
-        is_quotient = operator_of(node).means is Means.DIVIDE
+        is_quotient = operator_of(node).linearity is Linearity.DIVIDE
         for value, scale in [node.args[:2], *([] if is_quotient else [node.args[1::-1]])]:
             by = self._power(scale)
             if by is not None:
@@ -107,7 +107,7 @@ class Powers:
         """Returns the powers of the batch size that scale the terms of what a node adds up of samples."""
 
         def terms(last: fx.Node) -> Iterable[fx.Node]:
-            is_through = last is node or last.target is getitem or operator_of(last).means in KEEPING | SCALING
+            is_through = last is node or last.target is getitem or operator_of(last).linearity in KEEPING | SCALING
             return filter(self._grows, last.all_input_nodes) if is_through else ()
 
         found: dict[fx.Node, set[float]] = {}
@@ -116,10 +116,10 @@ class Powers:
             return found.get(factor, {0.0}) if self._grows(factor) else {self._power(factor) or 0.0}
 
         for term in sorted(reached([node], terms)):
-            means = operator_of(term).means
-            if means in SCALING:
+            linearity = operator_of(term).linearity
+            if linearity in SCALING:
                 first, second = map(powers_of, term.args[:2])
-                sign = -1.0 if means is Means.DIVIDE else 1.0
+                sign = -1.0 if linearity is Linearity.DIVIDE else 1.0
                 made = {one + sign * other for one in first for other in second}
                 found[term] = {math.nan if math.isnan(each) else each for each in made}  # one object, not many
             else:

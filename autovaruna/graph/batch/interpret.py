@@ -22,8 +22,8 @@ from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
 from autovaruna.graph.operators import (
     BatchShare,
     BatchValue,
+    Dependence,
     Merge,
-    Reach,
     Trait,
     ValueSource,
     aten,
@@ -67,8 +67,10 @@ class BatchAnalysis:
             fact = facts.get(node.name)
             for storage in fact.writes - self._state if fact is not None else ():
                 for each in in_memory.get(storage, ()):  # it is read by this name later
-                    known, reach = self._of[each], self._of_numbers(each, value.reach)
-                    self._of[each] = replace(known, source=known.source | value.source, reach=max(known.reach, reach))
+                    known, dependence = self._of[each], self._of_numbers(each, value.dependence)
+                    self._of[each] = replace(
+                        known, source=known.source | value.source, dependence=max(known.dependence, dependence)
+                    )
             for storage in fact.makes if fact is not None else ():
                 in_memory.setdefault(storage, []).append(node)
 
@@ -82,16 +84,16 @@ class BatchAnalysis:
         return self[node].share in (BatchShare.FIXED, BatchShare.WHOLE)
 
     def _value(self, node: fx.Node) -> BatchValue:
-        source, reach = self._source(node), self._reach(node)
+        source, dependence = self._source(node), self._dependence(node)
         if node not in self._known:
-            return BatchValue(source, reach)
+            return BatchValue(source, dependence)
         share, merge = self._share(node)
         is_extreme = merge in (Merge.LARGEST, Merge.SMALLEST)
         if share is BatchShare.WHOLE and merge is None:
             is_extreme = all(
                 self[each].is_extreme for each in node.all_input_nodes if self[each].share is BatchShare.WHOLE
             )
-        return BatchValue(source, reach, share, merge, is_extreme)
+        return BatchValue(source, dependence, share, merge, is_extreme)
 
     def _source(self, node: fx.Node) -> ValueSource:
         if node.op == "placeholder":
@@ -105,30 +107,30 @@ class BatchAnalysis:
             return found & ~ValueSource.SAMPLES | (ValueSource.TOTAL if is_of_batch(node) else ValueSource.NONE)
         return found
 
-    def _reach(self, node: fx.Node) -> Reach:
+    def _dependence(self, node: fx.Node) -> Dependence:
         if node.op == "placeholder":
-            return self._of_numbers(node, Reach.SAMPLES if node.name in self._batch else Reach.NONE)
+            return self._of_numbers(node, Dependence.SAMPLES if node.name in self._batch else Dependence.NONE)
         fact = self._facts.get(node.name)
         if node.op != "call_function" or fact is None:
-            return Reach.NONE
+            return Dependence.NONE
         if fact.writes & fact.makes & self._state or node in self._becomes_state:  # it is a parameter or buffer now
-            return Reach.NONE
+            return Dependence.NONE
         if has(node, Trait.SHAPE_ALONE) or is_of_batch(node):
-            return Reach.NONE
-        most = max((self[each].reach for each in read(node)), default=Reach.NONE)
-        if fact.needs_gradient and Reach.NONE < most < Reach.SAMPLES:
-            most = Reach.SAMPLES
+            return Dependence.NONE
+        most = max((self[each].dependence for each in read(node)), default=Dependence.NONE)
+        if fact.needs_gradient and Dependence.NONE < most < Dependence.SAMPLES:
+            most = Dependence.SAMPLES
         return self._of_numbers(node, most)
 
-    def _of_numbers(self, node: fx.Node, most: Reach) -> Reach:
+    def _of_numbers(self, node: fx.Node, most: Dependence) -> Dependence:
         """Returns the reach of a result that depends on what reaches as far as `most`, by its kind and shape."""
         tensors = tensors_in(node.meta.get("val"))
-        if most is Reach.NONE or not tensors:
-            return Reach.NONE
-        if most >= Reach.SAMPLES and any(map(is_differentiable, tensors)):
-            return Reach.SAMPLES if is_long(node) else Reach.ALL
-        is_joint = any(self[each].reach is Reach.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
-        return Reach.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Reach.COUNTS
+        if most is Dependence.NONE or not tensors:
+            return Dependence.NONE
+        if most >= Dependence.SAMPLES and any(map(is_differentiable, tensors)):
+            return Dependence.SAMPLES if is_long(node) else Dependence.ALL
+        is_joint = any(self[each].dependence is Dependence.COUNTS_OF_SEVERAL or is_long(each) for each in read(node))
+        return Dependence.COUNTS_OF_SEVERAL if is_joint and not is_long(node) else Dependence.COUNTS
 
     def _share(self, node: fx.Node) -> tuple[BatchShare, Merge | None]:
         if node.op == "placeholder":

@@ -20,7 +20,7 @@ from autovaruna.graph.batch.drawn import ALL, SIZES, computed, is_random, places
 from autovaruna.graph.batch.interpret import BatchAnalysis, read
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
-from autovaruna.graph.operators import Reach, Trait, arguments, has, name_of, reached
+from autovaruna.graph.operators import Dependence, Trait, arguments, has, name_of, reached
 
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"})
 _BY_SAMPLE = torch.arange(ALL)
@@ -44,7 +44,7 @@ class SampleOrders:
         self._fitting: dict[tuple[fx.Node, int], bool] = {}
         self.torn: dict[fx.Node, str] = {}
         for node in graph.module.graph.nodes if graph.sizes.symbol is not None else ():
-            if self.values[node].reach is Reach.NONE or node.op == "output":
+            if self.values[node].dependence is Dependence.NONE or node.op == "output":
                 continue
             try:
                 self._rows[node] = self._found(node)
@@ -75,7 +75,7 @@ class SampleOrders:
 
     def fits(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether what follows from sizes alone is, for a micro-batch, what its samples meet of it in a node."""
-        others = [each for each in (node, *read(node)) if self.values[each].reach is not Reach.NONE]
+        others = [each for each in (node, *read(node)) if self.values[each].dependence is not Dependence.NONE]
         alike = [each for each in others if self._num_rows(each) == self._num_rows(source)]
         rows = next((rows for each in alike if (rows := self.of(each)) is not None), self.of(source))
         if rows is None or (source, id(rows)) in self._fitting:
@@ -89,7 +89,7 @@ class SampleOrders:
             return True
 
         def is_drawn(each: fx.Node) -> bool:
-            is_sized = each.op == "call_function" and self.values[each].reach is Reach.NONE
+            is_sized = each.op == "call_function" and self.values[each].dependence is Dependence.NONE
             return not is_sized or is_random(each) or "empty" in name_of(each)
 
         made_of = reached([node], lambda each: () if is_drawn(each) else _tensors_of(each))

@@ -24,8 +24,8 @@ from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 from autovaruna.graph.operators import (
     MEAN,
-    Means,
-    Reach,
+    Dependence,
+    Linearity,
     Trait,
     ValueSource,
     arguments,
@@ -65,14 +65,16 @@ class _Meetings:
 
     def joins_counts(self, node: fx.Node) -> bool:
         """Whether what was counted over the batch meets samples, or an operation along the batch makes counts."""
-        if is_long(node) and any(self._reach(each) is Reach.COUNTS_OF_SEVERAL for each in read(node)):
+        if is_long(node) and any(self._dependence(each) is Dependence.COUNTS_OF_SEVERAL for each in read(node)):
             return True
-        is_count = Reach.NONE < self._reach(node) < Reach.SAMPLES
+        is_count = Dependence.NONE < self._dependence(node) < Dependence.SAMPLES
         return is_count and isinstance(node.target, OpOverload) and self._runs_along(node, is_count)
 
     def words(self, node: fx.Node) -> str:
         """Returns how a node mixes samples; empty if it does not."""
-        if node in self._orders.torn and (self._reach(node) >= Reach.SAMPLES or not has(node, Trait.BY_INDEX)):
+        if node in self._orders.torn and (
+            self._dependence(node) >= Dependence.SAMPLES or not has(node, Trait.BY_INDEX)
+        ):
             return self._orders.torn[node]
         if not isinstance(node.target, OpOverload):
             return self._inside(node)
@@ -81,7 +83,7 @@ class _Meetings:
             return f"the value {node.name} has the shape {tuple(value.shape)}"
         if words := self._by_place(node) or _in_bags(node) or self._by_count(node):
             return words
-        if self._reach(node) < Reach.SAMPLES:
+        if self._dependence(node) < Dependence.SAMPLES:
             return ""
         if words := self._brought_back(node):
             return words
@@ -89,8 +91,8 @@ class _Meetings:
             return f"{node.name} runs along the batch"
         return self._cut(node)
 
-    def _reach(self, node: fx.Node) -> Reach:
-        return self._values[node].reach
+    def _dependence(self, node: fx.Node) -> Dependence:
+        return self._values[node].dependence
 
     def _runs_along(self, node: fx.Node, is_count: bool = False) -> bool:
         """Whether the operation of a node goes from sample to sample."""
@@ -102,24 +104,26 @@ class _Meetings:
 
     def _brought_back(self, node: fx.Node) -> str:
         """Finds what was made of all samples and meets each of them, or a layer, again."""
-        made_of_all = [each for each in read(node) if self._reach(each) is Reach.ALL]
+        made_of_all = [each for each in read(node) if self._dependence(each) is Dependence.ALL]
         if not made_of_all:
             return ""
         what = f"{made_of_all[0].name}, which is made of several samples,"
-        if self._reach(node) is Reach.SAMPLES:
+        if self._dependence(node) is Dependence.SAMPLES:
             return f"{what} meets each sample in {node.name}"
-        others = [each for each in node.all_input_nodes if self._reach(each) is Reach.NONE]
+        others = [each for each in node.all_input_nodes if self._dependence(each) is Dependence.NONE]
         if has(node, Trait.LAYER) and any(self._facts[each.name].needs_gradient for each in others):
             return f"{what} goes through the layer {node.name}"
         return ""
 
     def _by_place(self, node: fx.Node) -> str:
         """Finds numbers for samples that follow from their places in the batch, and are computed with."""
-        most = max((self._reach(each) for each in read(node)), default=Reach.NONE)
-        if has(node, Trait.TAKES_ROWS) is (most >= Reach.SAMPLES) or not any(map(is_differentiable, _tensors_of(node))):
+        most = max((self._dependence(each) for each in read(node)), default=Dependence.NONE)
+        if has(node, Trait.TAKES_ROWS) is (most >= Dependence.SAMPLES) or not any(
+            map(is_differentiable, _tensors_of(node))
+        ):
             return ""
         for source in read(node):
-            is_of_sizes = self._reach(source) is Reach.NONE and self._sizes.has_samples(source)
+            is_of_sizes = self._dependence(source) is Dependence.NONE and self._sizes.has_samples(source)
             if is_of_sizes and not self._orders.fits(source, node):
                 return (
                     f"{source.name}, whose rows follow from their places in the batch, is computed with in {node.name}"
@@ -148,7 +152,7 @@ class _Meetings:
         kept = opaque_module_of(node.args[0])  # type: ignore[arg-type]
         assert kept is not None
         what = f"what {kept.path}, which is kept whole, returns"
-        if self._reach(node) is Reach.NONE:
+        if self._dependence(node) is Dependence.NONE:
             return f"the gradient of {what} for the whole batch is no sum of those for its samples"
         return f"{what} for a sample, or its gradient, depends on others," if is_long(node) else ""
 
@@ -257,19 +261,19 @@ class _LossTail:
         if not isinstance(node.target, OpOverload):
             return False
         row = operator_of(node)
-        if row.means is Means.BREAK:
+        if row.linearity is Linearity.BREAK:
             return True
         joint = [self._is_joint(source) for source in node.all_input_nodes]
-        if row.means in (Means.MULTIPLY, Means.PRODUCT):
+        if row.linearity in (Linearity.MULTIPLY, Linearity.PRODUCT):
             return sum(joint) > 1 or (any(joint) and node.args[0] is node.args[1])
-        if row.means is Means.DIVIDE:
+        if row.linearity is Linearity.DIVIDE:
             return sum(joint) > 1 or self._is_joint(node.args[1])
         if row.factors is not None:
             first, second, is_linear = row.factors
             has_first = any(self._is_joint(node.args[place]) for place in first)
             return self._is_joint(node.args[second]) and (has_first or not is_linear)
         if any(joint):
-            return row.means is not Means.LINEAR and not self._facts[node.name].is_view
+            return row.linearity is not Linearity.LINEAR and not self._facts[node.name].is_view
         if Trait.PICKS in row.traits or self._averages_counted(node):
             return True
         is_made = any(map(self._sizes.has_samples, node.all_input_nodes))

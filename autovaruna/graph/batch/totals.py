@@ -29,7 +29,7 @@ from autovaruna.graph.operators import (
     SUM_OF,
     WITH_TENSORS,
     BatchShare,
-    Means,
+    Linearity,
     ScalingUse,
     Trait,
     ValueSource,
@@ -159,7 +159,7 @@ class _Marks:
             """Whether an operation needs the size of the micro-batch: its result is added up to a loss, and no more."""
             others = [each for each in user.all_input_nodes if each not in size_of]
             if is_added:
-                is_own = operator_of(user).means is Means.MULTIPLY and not any(map(powers.sum_in, others))
+                is_own = operator_of(user).linearity is Linearity.MULTIPLY and not any(map(powers.sum_in, others))
             else:
                 is_own = any(self._values[each].source & (ValueSource.SAMPLES | ValueSource.TOTAL) for each in others)
             return is_own and user in tail and tail.issuperset(each for each in user.users if each.op != "output")
@@ -230,29 +230,29 @@ def _is_plain(node: fx.Node) -> bool:
 def _use(value: fx.Node, user: fx.Node, powers: Powers, tail: Collection[fx.Node]) -> ScalingUse:
     """Returns what becomes of a value of the whole batch in a node that goes on from it."""
     first, second = (*user.args, None, None)[:2]
-    is_divided = _scales(user) is Means.DIVIDE and second is value
+    is_divided = _scales(user) is Linearity.DIVIDE and second is value
     if is_divided and (powers.sum_in(first) is not None or powers.ends_in_sums(user, tail)):
         return ScalingUse.DIVISOR
-    if _scales(user) is Means.MULTIPLY and powers.sum_in(first if second is value else second) is not None:
+    if _scales(user) is Linearity.MULTIPLY and powers.sum_in(first if second is value else second) is not None:
         return ScalingUse.FACTOR
     return ScalingUse.PLAIN
 
 
-def _scales(user: fx.Node) -> Means | None:
+def _scales(user: fx.Node) -> Linearity | None:
     """Says whether a node multiplies tensors, or divides one by another, and does nothing else."""
-    means = operator_of(user).means
-    is_plain = means in (Means.MULTIPLY, Means.DIVIDE) and str(user.target).endswith(".Tensor")
-    return means if is_plain else None
+    linearity = operator_of(user).linearity
+    is_plain = linearity in (Linearity.MULTIPLY, Linearity.DIVIDE) and str(user.target).endswith(".Tensor")
+    return linearity if is_plain else None
 
 
 def _linear_tail(graph: fx.Graph) -> set[fx.Node]:
     """Returns what goes into numbers that are outputs by being scaled and added up alone."""
 
     def terms(node: fx.Node) -> list[fx.Node]:
-        means = operator_of(node).means
-        if means is Means.DIVIDE:
+        linearity = operator_of(node).linearity
+        if linearity is Linearity.DIVIDE:
             return [each for each in node.args[:1] if isinstance(each, fx.Node)]
-        return node.all_input_nodes if means is Means.MULTIPLY or means in KEEPING else []
+        return node.all_input_nodes if linearity is Linearity.MULTIPLY or linearity in KEEPING else []
 
     return set(reached(filter(is_number, graph.output_node().all_input_nodes), terms))
 
