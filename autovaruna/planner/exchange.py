@@ -1,22 +1,20 @@
-"""Predicts what ranks exchange in a step beside its pipeline: news of calls, samples, outputs and their gradients."""
+"""Predicts what ranks exchange in a step beside its pipeline: what calls are, samples, outputs and their gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from autovaruna.graph.records import Size
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
 
-_HUB = 0
-"""The rank that hears of all others, and answers."""
 _EAGER_BYTES = 64 << 10
 """What takes more asks the receiver first, by Open MPI's default over TCP; then it goes there and back once more."""
 _MOST_LOOKED_AT = 3
-"""Of the replicas of a stage, of the ranks that pass samples of a replica, and of ranks: these, and the last."""
+"""Of the replicas of a stage, and of the ranks that pass samples of a replica: these, and the last."""
 
 
 @dataclass(frozen=True)
@@ -33,35 +31,40 @@ class _Made:
 class Exchange:
     """What the ranks of a problem exchange in a step: nothing, where it does not say who passes which samples.
 
-        calls are known | samples come, forwards | outputs go, gradients come back | backwards | next calls are known
+        all agree | samples come, forwards | outputs go, all agree, gradients come back | backwards | all agree
 
-    Ranks tell each other of their calls: reckoned as by way of the first one. Outputs go to the ranks that passed the
-    samples where the script makes the loss of them. A rank begins its next call when it has ended the last. Between
-    hosts that are far from each other most of a step may be this.
+    Ranks agree on each call in log2(N) rounds (`runtime/exchange.py`): all have then heard of the last one. Outputs go
+    to the ranks that passed the samples where the script makes the loss of them. A rank begins its next call when it
+    has ended the last. Between hosts that are far from each other most of a step may be this.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._cluster, self._groups = problem.cluster, problem.input_groups
-        self._has_turn = problem.needs_gradient and not problem.has_loss
+        self._script_makes_loss = problem.needs_gradient and not problem.has_loss
         outputs = problem.graph.outputs if problem.delivers_outputs or not problem.has_loss else ()
         self._input_bytes = _bytes_of_blocks([(each.consumers, each.size) for each in problem.graph.inputs])
         self._output_bytes = _bytes_of_blocks([((each.producer,), each.size) for each in outputs])
-        self._far = lru_cache(maxsize=1024)(lambda ranks: max(map(self._to_hub, ranks)))
+        hosts = set(self._cluster.hosts)
+        self._latency = (self._cluster.remote_link if len(hosts) > 1 else self._cluster.local_link).latency_seconds
+        self._agreement_seconds = math.ceil(math.log2(self._cluster.num_ranks)) * self._latency
 
     def seconds(self, plan: Plan) -> float:
         """Returns what a step of a plan takes more than its pipeline."""
         if not self._groups or self._cluster.num_ranks == 1:
             return 0.0
-        turn = self._turn(plan) if self._has_turn else 0.0
-        return self._late(plan) + turn + self._next_call(plan)
+        turn = self._turn_seconds(plan) if self._script_makes_loss else 0.0
+        return self._late_seconds(plan) + turn + self._next_call_seconds(plan)
 
-    def _late(self, plan: Plan) -> float:
-        """Returns how much later than the first rank's call the pipeline flows, as other calls, and samples, come.
+    def _heard_by(self, first: int, rank: int) -> float:
+        """Returns how long after a rank's call the first rank of the pipeline has heard of it, and the other way."""
+        return self._agreement_seconds if rank != first else 0.0
+
+    def _late_seconds(self, plan: Plan) -> float:
+        """Returns how much later than the first rank's call the pipeline flows, as samples come.
 
         The first and the last of a rank's samples are late if its stage could have begun with them before.
         """
-        late = self._far(plan.stages[0].ranks)
-        fill = slowest = 0.0
+        late = fill = slowest = 0.0
         for stage in plan.stages:
             slowest = max(slowest, stage.forward_seconds)
             later = max(stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds - slowest, 0.0)
@@ -69,51 +72,43 @@ class Exchange:
             for made in self._made(plan, stage) if num_bytes else ():
                 for turn in (0, made.count - 1) if made.rank not in made.owners else ():
                     sender, place = made.owners[0], made.first + turn * made.every
-                    comes = self._to_hub(sender) + self._seconds(sender, made.rank, num_bytes, turn + 1)
+                    sent = self._heard_by(plan.stages[0].ranks[0], sender)
+                    comes = sent + self._message_seconds(sender, made.rank, num_bytes, turn + 1)
                     late = max(late, comes - fill - place * slowest - max(place - stage.in_flight, 0) * later)
             fill += stage.forward_seconds
         return late
 
-    def _turn(self, plan: Plan) -> float:
+    def _turn_seconds(self, plan: Plan) -> float:
         """Returns what lies between the forwards and the backwards of a step whose loss the script makes."""
-        known, back = [0.0], [0.0]
+        there, back = 0.0, 0.0
         for stage in plan.stages:
             num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
-            known += self._known_outputs(plan, stage)
+            there = max([there, *(seconds for _, seconds in self._outputs_come(plan, stage))])
             for made in self._made(plan, stage) if num_bytes else ():
-                known.append(self._to_hub(made.rank))
-                sender = made.rank if made.rank in made.owners else made.owners[0]
-                comes = self._seconds(sender, made.rank, num_bytes) if sender != made.rank else 0.0
-                back.append(self._to_hub(sender) + comes)
-        return max(known) + max(back)
+                if made.rank not in made.owners:
+                    back = max(back, self._message_seconds(made.owners[0], made.rank, num_bytes))
+        return there + self._agreement_seconds + back
 
-    def _next_call(self, plan: Plan) -> float:
-        """Returns how long after the end of a pipeline the first rank has heard of all others' next calls."""
-        before, known = 0.0, [0.0]
+    def _next_call_seconds(self, plan: Plan) -> float:
+        """Returns how long after the end of a pipeline its first rank has heard of all others' next calls."""
+        before, known, first = 0.0, [0.0], plan.stages[0].ranks[0]
         for stage in plan.stages:  # the backwards of earlier stages come last
-            known.append(self._far(stage.ranks) - before)
-            if not self._has_turn:
+            known.append(max(self._heard_by(first, rank) for rank in stage.ranks[:2]) - before)
+            if not self._script_makes_loss:
                 end = -before - stage.reduce_seconds - stage.optimizer_seconds
-                known += [end + each for each in self._known_outputs(plan, stage)]
+                known += [end + each + self._heard_by(first, rank) for rank, each in self._outputs_come(plan, stage)]
                 if stage is plan.stages[-1]:  # it has the loss, which goes to all
-                    pairs = ((rank, other) for rank in _some(stage.ranks) for other in self._ranks if other != rank)
-                    known += [end + self._seconds(*pair, 0.0) + self._to_hub(pair[1]) for pair in pairs]
+                    known.append(end + self._latency + self._agreement_seconds)
             before += stage.backward_seconds + stage.recompute_seconds
         return max(known)
 
-    def _known_outputs(self, plan: Plan, stage: StagePlan) -> Iterator[float]:
-        """Yields when the first rank hears of those that wait for outputs of samples, after the stage has sent them."""
+    def _outputs_come(self, plan: Plan, stage: StagePlan) -> Iterator[tuple[int, float]]:
+        """Yields ranks that wait for outputs of their samples, and how long after the stage's end they have them."""
         num_bytes = self._output_bytes(stage.blocks) * plan.micro_batch_size
         for made in self._made(plan, stage) if num_bytes else ():
             for owner in _some(made.owners):
                 if owner != made.rank:
-                    yield self._seconds(made.rank, owner, num_bytes, made.count) + self._to_hub(owner)
-
-    @cached_property
-    def _ranks(self) -> tuple[int, ...]:
-        """A rank of each host, of the first and of the last hosts."""
-        first = {host: rank for rank, host in reversed(list(enumerate(self._cluster.hosts)))}
-        return _some(sorted(first.values()))
+                    yield owner, self._message_seconds(made.rank, owner, num_bytes, made.count)
 
     def _made(self, plan: Plan, stage: StagePlan) -> Iterator[_Made]:
         """Yields what ranks of a stage make of samples: of some ranks, for some of those that passed them."""
@@ -125,10 +120,7 @@ class Exchange:
                 owners = self._groups[(index + first * count) % num_groups]
                 yield _Made(stage.ranks[index], owners, first, every, len(range(first, num_parts, every)))
 
-    def _to_hub(self, rank: int) -> float:
-        return 0.0 if rank == _HUB else self._cluster.link(rank, _HUB).latency_seconds
-
-    def _seconds(self, source: int, destination: int, num_bytes: float, count: int = 1) -> float:
+    def _message_seconds(self, source: int, destination: int, num_bytes: float, count: int = 1) -> float:
         """Returns when the last of some messages that are sent at once has come."""
         link = self._cluster.link(source, destination)
         asks = 2 * link.latency_seconds if num_bytes > _EAGER_BYTES else 0.0

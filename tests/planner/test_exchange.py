@@ -56,10 +56,21 @@ def test_samples_come_once_their_rank_has_heard_of_the_call() -> None:
     assert seconds(problem(APART), plan((0,), (1,))) == pytest.approx(2 * LATENCY + transfer - FORWARD)
 
 
+@pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 1), (5, 3), (8, 3), (1000, 10)])
+def test_ranks_agree_in_as_many_rounds_as_it_takes_to_double_up_to_all(num_ranks: int, rounds: int) -> None:
+    known = problem(APART)
+    hosts = tuple(str(rank % 4) for rank in range(num_ranks))
+    cluster = replace(make_cluster(num_ranks), hosts=hosts, remote_link=LinkCost(LATENCY, RATE))
+    known = replace(known, cluster=cluster, input_groups=tuple((rank,) for rank in range(num_ranks)))
+    stage = replace(plan((0,)).stages[0], ranks=tuple(range(num_ranks)), reduce_seconds=1.0)
+    made = replace(plan((0,)), stages=(stage,), num_ranks=num_ranks, num_micro_batches=num_ranks)
+    assert seconds(known, made) == pytest.approx(rounds * LATENCY)
+
+
 def test_outputs_go_to_the_ranks_and_their_gradients_come_back() -> None:
     """All four micro-batches are of both ranks; rank 1 makes the outputs, and has the gradients it goes on from."""
     outputs = LATENCY + BATCH * OUTPUT_BYTES / RATE  # rank 0 has them, and that is when all may go backward
-    back = LATENCY  # what rank 1 waits for the answer
+    back = LATENCY  # what rank 1 waits until it has heard of rank 0's backward
     found = seconds(problem(ALIKE, has_loss=False), plan((0,), (1,), schedule="gpipe"))
     assert found == pytest.approx(outputs + back)
 
