@@ -313,3 +313,31 @@ def test_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
     for both in (expected, found):
         train(*both)
     assert all(map(torch.equal, expected[0].parameters(), found[0].parameters()))
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_numbers_of_a_tied_name_that_are_left_out_are_told(
+    is_equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {name: value.clone() for name, value in Headed().state_dict().items()}
+    state["head.weight"] += not is_equal
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    load_checkpoint(tmp_path / "x.safetensors", Headed())
+    assert ("head.weight and base.0.weight have other numbers" in caplog.text) is not is_equal
+
+
+def test_what_holds_itself_is_named() -> None:
+    """So is what is nested deeper than readers of JSON go; what is there twice is kept twice."""
+    log: dict[str, object] = {"twice": [[1], [1]], "steps": []}
+    log["steps"] = [0, {"log": log}]
+    with pytest.raises(CheckpointError, match=r"extra\.steps\.1\.log, a dict, holds itself"):
+        encode(log, "extra", {})
+    deep: object = 0
+    for _ in range(99):
+        deep = (deep,)
+    assert decode(json.loads(json.dumps(encode([deep, deep], "extra", {}))), lambda name: torch.zeros(())) == [
+        deep,
+        deep,
+    ]
+    with pytest.raises(CheckpointError, match="is in 100 containers"):
+        encode([[deep]], "extra", {})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna import CheckpointError
+from autovaruna import AutoVaruna, CheckpointError
 from autovaruna.checkpoint import folder
 from autovaruna.checkpoint.manifest import MANIFEST
 from autovaruna.checkpoint.source import choose
@@ -152,3 +152,22 @@ def test_what_is_read_stays_until_it_has_been(tmp_path: Path) -> None:
         assert trained().load_checkpoint(source.path).step == 1
     model.save_checkpoint(tmp_path, step=4, keep=1)
     assert [each.name for each in tmp_path.glob("*step-*")] == ["step-00000004"]
+
+
+def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: AutoVaruna = trained()
+    model.save_checkpoint(tmp_path, step=1)
+    real = os.rename
+
+    def refuse(old: Path, new: Path) -> None:
+        if not Path(old).name.startswith("."):
+            raise PermissionError(1, "not yours")
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with caplog.at_level(logging.WARNING):
+        model.save_checkpoint(tmp_path, step=2, keep=1)
+    assert "cannot be removed: not yours" in caplog.text
+    assert model.load_checkpoint(tmp_path).step == 2

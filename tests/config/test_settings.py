@@ -240,3 +240,14 @@ def read_names():
 def test_every_setting_is_read_by_a_room():
     left_to_the_planner = {each.name for each in fields(Constraints)}  # read by these names
     assert not set(NAMES) - read_names() - left_to_the_planner
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, a container whose user the system does not know got a bare ``RuntimeError``."""
+
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with pytest.raises(ConfigError, match=r"no home directory.*Set HOME, or set AUTOVARUNA_CONF_DIR"):
+        resolve({}, {})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -17,6 +19,7 @@ from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
 from autovaruna.graph.guards import Guards, mode_of
 from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
+from tests.graph.models import Function, traced
 
 
 class Model(nn.Module):
@@ -322,3 +325,31 @@ def test_names_cover_arguments_and_what_is_in_them() -> None:
     args = (torch.zeros(7, 3), torch.zeros(7, 7), (torch.zeros(2, 3, 4), [torch.zeros(3)]), torch.zeros(5, 3))
     assert dimensions(src=1, state=1, state_1=0, rest=1) == [1, None, 1, 0, 1]
     assert dimensions(src=1, state_0=1) == [1, None, 1, 0, None]
+
+
+WIDE = torch.zeros(3, 12)
+
+
+def test_a_trace_under_a_debugger_is_the_same() -> None:
+    """Whoever watches each line by sys.settrace, as debuggers and coverage do, finds the same graph."""
+
+    def picked(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.data.mean(1, keepdim=True)
+        return torch.where(x > scale, self.layer(x), x.new_zeros(x.shape[0], 12))
+
+    model = nn.Sequential(nn.Linear(12, 12), Function(picked, layer=nn.Linear(12, 12)))
+    plain, lines = traced(model, WIDE), list[str]()
+
+    def watch(frame: FrameType, event: str, argument: Any) -> Any:
+        lines.extend([event] * (frame.f_code is picked.__code__))
+        return watch if frame.f_code is picked.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        watched = traced(model, WIDE)
+    finally:
+        sys.settrace(before)
+    assert "line" in lines
+    assert list(watched.nodes) == list(plain.nodes) and watched.graph == plain.graph

@@ -248,3 +248,47 @@ def test_a_tensor_that_calls_carry_on_is_refused_by_name(act: Any) -> None:
 @pytest.mark.parametrize("act", [write_first, fill, own])
 def test_a_tensor_that_is_made_in_each_call_is_left_alone(act: Any) -> None:
     check(Carrying(act))
+
+
+def test_a_branch_on_large_batches_is_refused_unless_they_are_huge() -> None:
+    """Libraries ask whether a tensor is too large for a kernel: there is no batch of so many samples."""
+
+    def branching(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = self.layer(x) + self.layer(y.flatten().reshape(x.shape[0], -1))
+        if x.shape[0] >= self.many or out.numel() > 2**40:
+            out = out.tanh()
+        return out.square().mean()
+
+    model = Function(branching, layer=nn.Linear(4, 4), many=2**20)
+    assert traced(model, X, X).greatest == 2**20 - 1
+    model.many = 64
+    with pytest.raises(
+        TraceError, match=r"at .*x\.shape\[0\] >= self\.many.*it holds for batch <= 63 alone.*dynamic_batch=False"
+    ):
+        traced(model, X, X)
+
+
+class Hooking(nn.Module):
+    """Hooks a layer in its first call, as transformers do to collect the outputs of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.found: Any = None
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        if not hasattr(self, "is_hooked"):
+            self.layer.register_forward_hook(lambda module, args, out: self.found.append(out))
+            self.is_hooked = True
+        self.found = found = []
+        returned = [self.layer(x).tanh(), *found]
+        self.found = None
+        return returned
+
+
+def test_a_hook_that_forward_registers_is_registered_once() -> None:
+    """Once, the hook stayed and the note of it went: the next call collected each output twice."""
+    model = Hooking()
+    found = traced(model, X)
+    assert not model.layer._forward_hooks and len(found.outputs) == 2
+    compare(found, model, [X], CPU)

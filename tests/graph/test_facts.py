@@ -282,3 +282,11 @@ def test_dropout_that_drops_nothing_is_none(drop: object) -> None:
 def test_a_model_of_nothing_else_computes_nothing() -> None:
     with pytest.raises(TraceError, match="computes nothing"):
         traced_function(lambda self, x: F.dropout(x.float(), 0.0), DRAWN)
+
+
+def test_casts_to_the_dtype_that_is_there_are_none() -> None:
+    def casting(self: object, x: Tensor) -> Tensor:
+        return (x * 2).float().to(torch.float64).to(torch.float64, copy=True)
+
+    nodes = traced_function(casting, DRAWN).nodes.values()
+    assert [node.args[1] for node in nodes if node.target is torch.ops.aten.to.dtype] == [torch.float64] * 2

@@ -403,3 +403,37 @@ def test_numbers_that_a_model_holds_may_decide() -> None:
         torch.testing.assert_close(wrapped(**given), model(**given))
     model.times.add_(0.5)
     torch.testing.assert_close(wrapped(**given), model(**given))
+
+
+@pytest.mark.parametrize("function", (scripted, joined), ids=lambda function: function.__name__)
+def test_one_micro_batch_has_plain_pytorch_s_numbers(function: Function) -> None:
+    """A function of TorchScript has kernels of its own, and bits."""
+    case = Case(function.__name__, lambda: Steps(function), labelled)
+    train_as_plain(case, pipeline(2, num_micro_batches=1), SIZE, SIZE, exact=function is joined)
+
+
+class Scattered(TwoLayers):
+    """Puts rows that belong to samples, but to no one sample each, where the samples want them."""
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+        wanted = (y == 1)[:, None]
+        torch._assert_async(y.min() >= 0, "labels")
+        torch._check_tensor_all_with(ValueError, wanted.sum() * WIDTH == rows.numel(), lambda: "rows do not match")
+        return F.cross_entropy(self.last(self.first(x).masked_scatter(wanted, rows)), y)
+
+
+def test_checks_of_torch_are_kept() -> None:
+    """Rows that are no batch go to every micro-batch; the check of the model's own says that they are too many."""
+    given = {
+        **labelled(SIZE, 0)[1],
+        "y": torch.tensor([1, 0] * (SIZE // 2)),
+        "rows": torch.ones(SIZE // 2, WIDTH),
+    }
+    Scattered()(**given).backward()
+    model = AutoVaruna(Scattered(), num_micro_batches=2, **QUIET)
+    with pytest.raises(
+        InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._check_tensor_all_with.*every micro-"
+    ):
+        model(**given)
+    with pytest.raises(InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._assert_async"):
+        model(**{**given, "y": given["y"] - 2})

@@ -305,3 +305,24 @@ def test_what_keeps_a_module_from_being_kept_whole_is_named() -> None:
     refuse(around(counting), words)
     words = r"number in a tensor.*module body\.2 .* can neither be traced nor kept whole: its forward changes its param"
     refuse(around(layer_of(growing)), words)
+
+
+def columns(self: Any, x: Tensor) -> Tensor:
+    """Embeds columns, and goes by a number; on drawn numbers the embeddings raise."""
+    parts = [layer(x[:, k].long()) for k, layer in enumerate(self.layers)]
+    return torch.cat(parts, 1) if x.max().item() < 100 else x
+
+
+def shared(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Goes through one layer by two ways."""
+    return F.cross_entropy(self.last(self.second(self.first(self.columns(x)))), y)
+
+
+def test_children_of_a_kept_module_run_where_two_others_share_a_child() -> None:
+    """Once torch.export followed the copy that is tried out, by names of its own: 'Unexpected key layers.0@3'."""
+    layers, layer = nn.ModuleList([nn.Embedding(3, 3), nn.Embedding(3, 3)]), nn.Linear(6, 6)
+    kept = Written(columns, layers=layers)
+    ways = {name: nn.Sequential(layer, nn.Tanh()) for name in ("first", "second")}
+    model = Written(shared, columns=kept, **ways, last=nn.Linear(6, CLASSES))
+    x = (torch.arange(SIZE * 5).view(SIZE, 5) % 3).float()
+    same_gradients(pipeline(2), model, lambda wrapped: wrapped(x, BATCH["y"]).backward())

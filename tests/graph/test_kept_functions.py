@@ -318,3 +318,32 @@ LINES: dict[str, tuple[nn.Module, str, Any]] = {
 @pytest.mark.parametrize("name", LINES)
 def test_others_are_refused_by_their_line(name: str) -> None:
     refuse(*LINES[name])
+
+
+class HookedNode(nn.Module):
+    """Doubles a gradient by a hook on a node of autograd, which `find` finds."""
+
+    def __init__(self, find: Callable[[Tensor], Any], name: str) -> None:
+        super().__init__()
+        self.first, self.find, self.name = nn.Linear(WIDTH, WIDTH), find, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.first(x))
+        if out.grad_fn is not None and "Tanh" in str(out.grad_fn):
+            getattr(self.find(out), self.name)(lambda *gradients: tuple(2 * each for each in gradients[0]))
+        return out
+
+
+NODES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "its own": (lambda out: out.grad_fn, "register_hook"),
+    "before it": (lambda out: out.grad_fn, "register_prehook"),
+    "the one before": (lambda out: out.grad_fn.next_functions[0][0], "register_prehook"),
+    "an edge": (lambda out: torch.autograd.graph.get_gradient_edge(out).node, "register_hook"),
+}
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_hooks_of_nodes_are_refused(node: str) -> None:
+    """A trace would drop them; in a submodule they run."""
+    refuse(HookedNode(*NODES[node]), r"node of a tensor \(grad_fn\) at .*test_kept_functions.*in a submodule", X)
+    train_as_plain(Case(f"node {node}", lambda: inside(HookedNode(*NODES[node])), labelled), pipeline(2), SIZE)

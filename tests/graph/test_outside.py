@@ -303,3 +303,49 @@ def test_a_model_that_was_prepared_is_followed() -> None:
     before = wrapped(X, Y).item()
     HERE.WEIGHT = 2.0  # type: ignore[attr-defined]
     assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before
+
+
+class Asked(Net):
+    """Has a method that reads more than forward does."""
+
+    of_other = 1.0
+
+    def score(self, h: Tensor) -> tuple[Tensor, str | None]:
+        return h * self.of_other, type(self).__doc__
+
+    def where(self) -> str:
+        return os.environ.get("RANK", "")
+
+
+class Lazy(dict[str, Any]):
+    """Loads what it holds when it is asked, as a library's table of models."""
+
+    def values(self) -> Any:
+        raise ValueError("asked for all of it")
+
+    __iter__ = __len__ = items = values
+
+
+MODELS = Lazy(own=SimpleNamespace(temp=1.0))
+
+
+def test_what_code_comes_to_read_later_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, all that another method reads was one on a rank that had called it, and the ranks' calls did not fit."""
+    model = Asked(lambda self, h: h)
+    guards = Guards(model)
+    guards.start()
+    assert guards.words("score") == guards.words("where") == guards.words()
+    monkeypatch.setenv("RANK", "1")  # as libraries set it, late
+    model.seen = 1  # type: ignore[assignment]
+    assert guards.words("score").endswith("attributes=seen:1")
+    Asked.of_other = 2.0
+    assert "of_other:2.0" in guards.words("score")
+
+
+def test_a_table_that_loads_what_it_holds_is_not_asked() -> None:
+    """Once, all models of a library were imported, and one that could not be ended the first call."""
+    guards = Guards(Net(lambda self, h: h * MODELS["own"].temp))
+    guards.start()
+    before = guards.words()
+    MODELS["own"].temp = 2.0
+    assert guards.words() != before

@@ -18,6 +18,7 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.pieces import Argument, ArgumentSource, Deferred, Piece, direct, extract, split_backward
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
+from autovaruna.profiler.measure import measure
 from tests.graph.models import Function, traced
 
 
@@ -220,3 +221,17 @@ def test_a_region_keeps_its_precision_and_its_grad_mode() -> None:
     for argument, leaf in zip(piece.arguments, given, strict=True):
         if argument.source is ArgumentSource.PARAMETER:
             assert torch.equal(leaf.grad, model.get_parameter(argument.name).grad)
+
+
+BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("around", [nullcontext(), BFLOAT16], ids=["float32", "bfloat16"])
+def test_weights_that_are_cast_count_once_not_once_a_micro_batch(around: Any) -> None:
+    """The copy of the weight is memory of the rank; what a micro-batch keeps does not hold it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1024, bias=False))
+    graph = traced_under(model, around)
+    copies = sum(block.buffer_bytes for block in graph.graph.blocks)
+    assert copies == (2 * (4 * 4 + 4 + 4 * 1024) if around is BFLOAT16 else 0)
+    costs = measure(graph, model, [2], CPU, iterations=1)
+    assert all(cost.num_bytes.inside < 1024 for cost in costs.values())

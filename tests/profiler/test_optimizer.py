@@ -179,3 +179,34 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
     assert (steps_of(optimizer, CPU).kind == "separate") == (name in SEPARATE)
     assert before == (repr((optimizer.state, optimizer.param_groups, [each.grad for each in every])), len(called))
     assert torch.equal(generator, torch.get_rng_state()) and threads == torch.get_num_threads()
+
+
+def test_the_users_optimizer_is_not_touched() -> None:
+    """Neither numbers nor state nor groups change."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = model.weight.clone()
+    state_factor(optimizer)
+    measure_step(optimizer, CPU)
+    assert torch.equal(model.weight, before) and not optimizer.state
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+
+
+def test_a_step_with_a_closure_is_tried_out() -> None:
+    """LBFGS asks for one; it keeps a direction, a gradient, and pairs of changes."""
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(5, 3))], max_iter=3, history_size=2)
+    assert state_factor(optimizer) >= 3.0
+    assert measure_step(optimizer, torch.device("cpu")).seconds_per_parameter > 0.0
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", [*SEPARATE, *JOINT])
+def test_a_parameter_alone_is_tried_beside_one_like_it(name: str) -> None:
+    """Once, a tied weight alone was no subject for a trial, and its optimizer's state could not be shared."""
+    optimizer = {**SEPARATE, **JOINT}[name](parameters()[:1])
+    assert steps_of(optimizer, CPU).kind == (
+        "separate" if name in SEPARATE else "joint" if name == "lbfgs" else "unknown"
+    )
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+    frozen = torch.optim.SGD([each.requires_grad_(False) for each in parameters()], lr=0.1)
+    assert steps_of(frozen, CPU).kind == "separate"

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
 from autovaruna.runtime.timeline import account
 from tests.catalogue import PLAIN
 from tests.reference import sgd
-from tests.session.training import Setup, train
+from tests.session.training import QUIET, Setup, train
 
 CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 NUM_STEPS = 3
@@ -100,3 +102,20 @@ def test_lost_time_adds_up_and_is_told_apart() -> None:
     assert lost[1].overhead_seconds == pytest.approx(0.1)
     assert lost[1].imbalance_seconds == pytest.approx(1.3)
     assert lost[0].imbalance_seconds == 0.0
+
+
+def step_of(model: AutoVaruna) -> None:
+    model(torch.ones(4, 3)).sum().backward()
+
+
+def test_training_goes_on_when_its_trace_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, a full disk ended a run for its trace."""
+    path = tmp_path / "events.json"
+    model = AutoVaruna(torch.nn.Linear(3, 1), **QUIET, num_micro_batches=2, **traced(path))
+    step_of(model)
+    path.unlink()
+    path.mkdir()
+    with caplog.at_level(logging.WARNING):
+        step_of(model)
+        step_of(model)
+    assert caplog.text.count("the trace ends here") == 1

@@ -10,7 +10,7 @@ import torch
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.environment import single_world
-from autovaruna.runtime.world import World
+from autovaruna.runtime.world import World, differences
 from tests.ranks import run_ranks
 from tests.runtime.world_laws import LAWS
 
@@ -152,3 +152,9 @@ def test_slow_ranks_are_never_accused() -> None:
         world.barrier("end")
 
     run_ranks(3, run)
+
+
+def test_a_long_difference_is_shown_where_it_begins() -> None:
+    one, two = ({"attributes": f"{'same,' * 1000}scale:{value},{'more,' * 1000}"} for value in (1, 2))
+    words = differences([one, two])
+    assert "same,scale:1,more" in words and "same,scale:2,more" in words and len(words) < 1000

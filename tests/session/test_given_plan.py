@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autovaruna import AutoVaruna, InputError, PlanError, RankError
+from autovaruna import AutoVaruna, InputError, OrderError, PlanError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring
@@ -129,3 +129,23 @@ def test_what_is_no_plan_is_refused() -> None:
         AutoVaruna(make_net(), plan="deployment.json")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="given as plan returned 3; expected a Plan"):
         run(lambda graph: 3, 1)
+
+
+@pytest.mark.parametrize("name", ["2 stages", "2 stages of 2 replicas"])
+def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
+    """It lists the parameters of this rank alone."""
+    setup = SETUPS[name]
+    nets = [make_net() for _ in range(setup.world_size)]
+
+    def be_rank(world: World) -> list[float]:
+        model = AutoVaruna(nets[world.rank], plan=setup.plan, inputs="replicated", optimizer_bytes_factor=0, **QUIET)
+        model.prepare(X)
+        optimizer = torch.optim.SGD([each for each in model.parameters() if not each.is_meta], 0.1)
+        model.adopt(optimizer)
+        return losses(model, optimizer)
+
+    net = make_net()
+    with pytest.raises(OrderError, match="got no prepare"):
+        AutoVaruna(net, plan=setup.plan).adopt(torch.optim.SGD(net.parameters(), 0.1))
+    expected = pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
+    assert all(found == expected for found in run_ranks(setup.world_size, be_rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -106,3 +107,25 @@ def test_a_hook_of_backward_is_refused(register: str) -> None:
     getattr(model[2], register)(lambda module, *gradients: None)
     with pytest.raises(TraceError, match=r"2 has a hook of backward.*torch\.autograd\.Function"):
         AutoVaruna(model, num_micro_batches=2, **QUIET)(X)
+
+
+class Locked:
+    """Counts samples under a lock, which can neither be copied nor pickled."""
+
+    def __init__(self) -> None:
+        self.lock, self.num_samples = Lock(), 0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        with self.lock:
+            self.num_samples += len(output)
+
+
+def test_a_hook_may_hold_what_cannot_be_copied() -> None:
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> int:
+        watch = Locked()
+        model.module[2].register_forward_hook(watch)
+        for _ in range(2):
+            model(X[:4]).square().mean().backward()
+        return watch.num_samples
+
+    assert sum(on_ranks(SETUPS["two"], layers(), run)) == 16

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, OrderError, TraceError
+from autovaruna.errors import PlanError
 from autovaruna.graph.call import describe
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
@@ -347,3 +348,17 @@ def test_an_object_that_hides_its_tensors_is_named() -> None:
         AutoVaruna(two(taking), **ONE)(Hiding(tensors=BATCH["x"]), BATCH["y"])
     with pytest.raises(InputError, match=r"argument samples_inner is a Linear, which hides"):
         AutoVaruna(two(taking), **ONE)({"inner": nn.Linear(2, 2)}, BATCH["y"])
+
+
+class TwoSteps(torch.optim.SGD):
+    """Wants a closure, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "it requires a closure"
+        return super().step(closure)
+
+
+def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
+    model = graph()
+    with pytest.raises(PlanError, match=r"(?s)requires a closure.*optimizer_bytes_factor.*num_stages=1 and num"):
+        AutoVaruna(model, TwoSteps(model.parameters(), lr=0.1), **WHOLE, **QUIET)(random(7, 4), random(7, 7))

@@ -300,3 +300,23 @@ def test_one_process_returns_the_models_own_objects() -> None:
 
     model = Same()
     assert AutoVaruna(model)(torch.ones(2, 3)) is model.last
+
+
+def turned(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Returns views that lie in memory in another order than that of their dimensions."""
+    out = self.last(self.first(x))
+    return out, out.view(-1, 2, 3).transpose(1, 2), out.t()
+
+
+@pytest.mark.parametrize("num_micro_batches", (1, 2))
+def test_outputs_lie_in_memory_as_in_plain_pytorch(num_micro_batches: int) -> None:
+    """Once, the last bit of a mean over them differed, which adds them up in the order of memory."""
+    plain, x = Written(turned, first=nn.Linear(4, 6), last=nn.Linear(6, 6)), torch.randn(6, 4)
+    expected = [each.stride() for each in plain(x)]
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        outputs = model(x)
+        assert [each.stride() for each in outputs] == expected
+        torch.testing.assert_close(outputs[2].t(), outputs[0])
+
+    on_ranks(pipeline(2, num_micro_batches=num_micro_batches), plain, run)

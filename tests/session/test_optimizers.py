@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna, InputError, RankError
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES, Case
-from tests.catalogue.small import Written, hidden
+from tests.catalogue.small import WIDTH, Written, hidden
 from tests.products import some
 from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
 from tests.ranks import run_ranks
@@ -529,3 +529,33 @@ def test_gradients_of_others_are_elsewhere(tmp_path: Path) -> None:
     assert sum(counts) == len(list(CHAIN.model().parameters()))
     one, other = (torch.load(tmp_path / str(rank), weights_only=False) for rank in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_step_that_fails_leaves_the_groups_whole() -> None:
+    def run(model: Any, optimizer: Any, rank: int) -> None:
+        step(model, optimizer)
+        optimizer.param_groups[0]["betas"] = None
+        for each in model.parameters():
+            each.grad = torch.zeros_like(each)
+        with pytest.raises(TypeError):
+            optimizer.step()
+        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+    on_ranks(TWO, CHAIN.model(), run, adamw, token_of(CHAIN))
+
+
+def tied(self: Any, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ self.weight) @ self.weight.t()).square().mean()
+
+
+def test_one_parameter_is_trained_with_shared_state(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, it was refused: there was no second one to try the optimizer with."""
+    caplog.set_level(logging.INFO, "autovaruna.session.preparation")
+
+    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        for _ in range(3):
+            descend(model(torch.linspace(-1.0, 1.0, 6 * WIDTH).view(6, WIDTH)), optimizer)
+        return dict(model.state_dict())
+
+    as_plain(SHARED, Written(tied, weight=nn.Parameter(torch.eye(WIDTH) / 2)), story, adamw)
+    assert caplog.text.count("shard_optimizer has nothing to share out") == 1

@@ -338,3 +338,21 @@ def test_signatures_are_the_model_s_own() -> None:
     assert signature(copy.deepcopy(model).forward) == signature(model.forward)
     model.forward = plain.forward
     assert model(torch.ones(1), scale=2.0) == 2
+
+
+def test_one_channel_lies_in_memory_in_any_order() -> None:
+    nchw = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    nhwc = nchw.reshape(4, 8, 8, 1).permute(0, 3, 1, 2)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+    as_plain(TWO, net, lambda model, optimizer: [model(x).detach() for x in (nchw, nhwc, nchw)])
+
+
+def test_a_move_that_changes_nothing_is_none() -> None:
+    """Once, ``model.to(device)`` in a loop ended all ranks at its second time."""
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
+        for _ in range(2):
+            assert model.to("cpu") is model.float() is model
+            step(model, optimizer)
+
+    on_ranks(TWO, layers(), run)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna
+from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.step import Step
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
@@ -227,3 +227,12 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(loss_mode: str) -> None:
         finally:
             gc.enable()
     assert not left
+
+
+def test_an_added_group_of_another_model_is_refused() -> None:
+    net = nn.Linear(WIDTH, CLASSES)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = AutoVaruna(net, optimizer, **QUIET, num_micro_batches=2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(InputError, match="1 of the optimizer's 3 parameters are not the model's"):
+        model(BATCH)
