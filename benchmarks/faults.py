@@ -98,7 +98,8 @@ class Striker:
     def strike(self, kind: str, in_recovery: bool) -> Fault | None:
         """Strikes; returns None if there was nothing to strike."""
         run, hosts = self.run, self.run.hosts
-        others = [host for host in hosts.names[1:] if hosts.is_up(host) and host not in self.missing]
+        in_job = next((event["hosts"] for event in reversed(run.events) if event["event"] == "start"), [])
+        others = [host for host in in_job if host != "h1" and hosts.is_up(host) and host not in self.missing]
         if kind in ALONE and (in_recovery or (kind == "slow" and (self.missing or len(hosts.names) > 3))):
             return None
         is_of_host = kind in ("host", "power", "notice", "half there")
