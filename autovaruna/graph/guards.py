@@ -27,7 +27,15 @@ from autovaruna._torch import (
     parameter_table,
     version_of,
 )
-from autovaruna.graph.outside import OutsidePlace, is_record, items_of, read_outside
+from autovaruna.graph.outside import (
+    CONTAINERS,
+    MOST_DEPTH,
+    MOST_ENTRIES,
+    OutsidePlace,
+    is_record,
+    items_of,
+    read_outside,
+)
 from autovaruna.graph.precision import current_precision
 from autovaruna.graph.tree import is_array, words
 
@@ -35,11 +43,8 @@ OF_MODULES = frozenset(vars(nn.Module()))
 """What torch itself keeps in every module."""
 _VALUES = methodcaller("values")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
-_RECORDS_DEPTH, _DEPTH = 2, 6
-_MOST = 1000
-"""Entries of a container that is looked into, and objects of a model."""
+_RECORDS_DEPTH = 2
 _MOST_TRIES = 3
 """Trials after which an attribute counts for good."""
 NUMBERS = " in place"
@@ -85,7 +90,7 @@ _BY_VALUE = (*_PLAIN, _Many)
 
 
 def entries(
-    path: str, value: Any, depth: int = _DEPTH, *, with_code: bool = False, seen: set[int] | None = None
+    path: str, value: Any, depth: int = MOST_DEPTH, *, with_code: bool = False, seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yields the plain values, tensors and numbers out of them in a container with their paths, and arrays in words.
 
@@ -97,9 +102,9 @@ def entries(
         yield path, value
     elif is_array(type(value)):
         yield path, words(value)
-    elif depth and isinstance(value, _CONTAINERS) and id(value) not in seen:
+    elif depth and isinstance(value, CONTAINERS) and id(value) not in seen:
         seen.add(id(value))
-        held = items_of(value, _MOST)
+        held = items_of(value, MOST_ENTRIES)
         yield path, len(held)
         if with_code and not held:
             yield path, _Many(tuple(items_of(value)))
@@ -120,7 +125,7 @@ def records(model: nn.Module) -> list[tuple[str, Any]]:
 def _collect(path: str, owner: Any, depth: int, found: dict[int, tuple[str, Any]]) -> None:
     for name, value in list(vars(owner).items()):
         library = type(value).__module__.partition(".")[0]
-        is_known = id(value) in found or len(found) >= _MOST
+        is_known = id(value) in found or len(found) >= MOST_ENTRIES
         if is_record(value) and not is_known and library not in _NO_CONFIGURATIONS:
             found[id(value)] = full_name(path, name), value
             if depth > 1:
@@ -312,7 +317,7 @@ class Guards:
         """Adds an attribute that is no plain value; the attributes of a configuration count by themselves."""
         value = place[name]
         found = [(full, value)]
-        if isinstance(value, _CONTAINERS) or is_array(type(value)):
+        if isinstance(value, CONTAINERS) or is_array(type(value)):
             self._containers.append((full, place, name))
             found = list(entries(full, value, with_code=True))
             self._last[full] = [(path, self._count(path, each)) for path, each in found]

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NUMBERS = (bool, int, float, str, type(None), Tensor)
 _LEADS: dict[type, tuple[str, ...]] = {
     **{MethodType: ("__func__", "__self__"), staticmethod: ("__func__",), classmethod: ("__func__",)},
@@ -38,7 +38,8 @@ _OF_LAUNCHERS = frozenset(f"{of}RANK" for of in ("", "LOCAL_", "GROUP_", "NODE_"
 )
 """Variables of the environment that each rank has to itself, and that libraries set late."""
 _IMMUTABLE_TYPE = 1 << 8
-_MOST, _DEPTH = 1000, 6
+MOST_ENTRIES, MOST_DEPTH = 1000, 6
+"""Entries of a container that is looked into, or objects of a model, and how deep containers are followed."""
 _MOST_FUNCTIONS = 5000
 _LOAD_GLOBAL, _IMPORT, _EXTEND = (dis.opmap[name] for name in ("LOAD_GLOBAL", "IMPORT_NAME", "EXTENDED_ARG"))
 _IS_SHIFTED = sys.version_info >= (3, 11)
@@ -116,7 +117,7 @@ def items_of(container: Any, most: int = sys.maxsize - 1) -> list[tuple[Any, Any
     if isinstance(container, dict):
         held: Iterable[tuple[Any, Any]] = dict.items(container)
     else:
-        kind: Any = next(each for each in _CONTAINERS if isinstance(container, each))
+        kind: Any = next(each for each in CONTAINERS if isinstance(container, each))
         held = enumerate(kind.__iter__(container))
     found = list(islice(held, most + 1))
     return found if len(found) <= most else []
@@ -143,7 +144,7 @@ class _Walk:
                 names = ((self.names | called - _NOT_CALLED) & vars(kind).keys()) - _WORDS_OF_CLASSES
                 self._take(f"{kind.__module__}:{kind.__qualname__}.", vars(kind), names, self.names, kind)
 
-    def follow(self, path: str, value: Any, names: set[str], depth: int = _DEPTH) -> None:
+    def follow(self, path: str, value: Any, names: set[str], depth: int = MOST_DEPTH) -> None:
         """Reads a value that code with some `names` may use."""
         key = id(value), id(names) if isinstance(value, ModuleType) else 0
         if key in self._seen or isinstance(value, Tensor | nn.Module):
@@ -159,8 +160,8 @@ class _Walk:
             self._classes |= dict.fromkeys([each for each in value.__mro__ if not _is_of_library(each)])
         elif isinstance(value, FunctionType):
             self._read_function(value)
-        elif isinstance(value, _CONTAINERS) and depth:
-            for _, each in items_of(value, _MOST):
+        elif isinstance(value, CONTAINERS) and depth:
+            for _, each in items_of(value, MOST_ENTRIES):
                 self.follow(path, each, names, depth - 1)
         elif type(value) in _LEADS:
             for name in _LEADS[type(value)]:
@@ -207,7 +208,7 @@ class _Walk:
         found: set[str],
         names: set[str],
         owner: Any = None,
-        depth: int = _DEPTH,
+        depth: int = MOST_DEPTH,
     ) -> None:
         """Takes in what an owner, or a dict of its own, holds, and what that leads to."""
         key = id(held if owner is None else owner)

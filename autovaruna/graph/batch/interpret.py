@@ -123,7 +123,7 @@ class BatchAnalysis:
         return self._of_numbers(node, most)
 
     def _of_numbers(self, node: fx.Node, most: Dependence) -> Dependence:
-        """Returns the reach of a result that depends on what reaches as far as `most`, by its kind and shape."""
+        """Returns how a result depends on the batch, by its kind and shape; its arguments do by `most` at most."""
         tensors = tensors_in(node.meta.get("val"))
         if most is Dependence.NONE or not tensors:
             return Dependence.NONE
