@@ -17,6 +17,7 @@ LAZY = {"varuna"}
 NOT_OURS = {"_apply", "_buffers", "_exit", "_is_param", "_is_view", "_make", "_parameters", "_replace"}
 """Names that torch, the system and named tuples have, and classes of ours as well."""
 FILES = list(PACKAGE.rglob("*.py"))
+tree_of = cache(lambda file: ast.parse(file.read_text()))
 
 
 def test_public_names_are_there():
@@ -58,11 +59,6 @@ def nodes_of(files, kind):
 @cache
 def nodes_in(file, kind):
     return [node for node in ast.walk(tree_of(file)) if isinstance(node, kind)]
-
-
-@cache
-def tree_of(file):
-    return ast.parse(file.read_text())
 
 
 def private_names(files):

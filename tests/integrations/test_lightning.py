@@ -12,11 +12,8 @@ import torch
 
 from tests.mpi.launch import run_on_forks
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning"),
-]
+needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore"), needs_lightning]
 TARGET = "tests.integrations.with_lightning"
 
 
