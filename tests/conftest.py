@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -50,8 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has the collector of garbage do less, and fake tensors begin on the main thread.
+    """Has the collector of garbage do less, fake tensors begin on the main thread, and torch's tracer write nothing.
 
+    To a logger that does not propagate pytest adds handlers, for which torch prints each graph, with stacks of calls.
     Where torch 2.11 finds no GPU, it crashes if they began on a thread that has ended; ranks are threads in tests.
     """
     from tests.collector import spare_collector
@@ -61,6 +63,8 @@ def pytest_collection_finish() -> None:
 
         with FakeTensorMode():
             pass
+        records = logging.getLogger("torch.__trace")
+        records.propagate, records.handlers = True, []
     spare_collector()
 
 

@@ -16,7 +16,8 @@ LAZY = {"varuna"}
 """The rooms that export names, each with its first use; of others one imports files."""
 NOT_OURS = {"_apply", "_buffers", "_exit", "_is_param", "_is_view", "_make", "_parameters", "_replace"}
 """Names that torch, the system and named tuples have, and classes of ours as well."""
-TREES = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+FILES = list(PACKAGE.rglob("*.py"))
+tree_of = cache(lambda file: ast.parse(file.read_text()))
 
 
 def test_public_names_are_there():
@@ -44,8 +45,8 @@ def test_a_room_exports_its_public_names_alone(room):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_uses_no_private_name_of_another(room):
-    files = [file for file in TREES if file.relative_to(PACKAGE).parts[0] == room]
-    others = [file for file in TREES if file not in files]
+    files = [file for file in FILES if file.relative_to(PACKAGE).parts[0] == room]
+    others = [file for file in FILES if file not in files]
     used = {each.attr for each in nodes_of(files, ast.Attribute) if not is_of_self(each)}
     imported = {alias.name for each in nodes_of(files, ast.ImportFrom) for alias in each.names}
     assert not (used | imported) & (private_names(others) - private_names(files) - NOT_OURS)
@@ -57,7 +58,7 @@ def nodes_of(files, kind):
 
 @cache
 def nodes_in(file, kind):
-    return [node for node in ast.walk(TREES[file]) if isinstance(node, kind)]
+    return [node for node in ast.walk(tree_of(file)) if isinstance(node, kind)]
 
 
 def private_names(files):

@@ -446,7 +446,7 @@ def main() -> None:
         file.write(token)
     _remove_abandoned(folder)
     if settings["standby"]:
-        StandbyProcess(folder)
+        StandbyProcess(folder, settings.get("libraries", ()))
     keeper = Keeper(folder, token, settings["standby"], settings.get("file", ""))
     line = StandardStreams(keeper, lock)
     newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)

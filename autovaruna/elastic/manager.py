@@ -29,6 +29,7 @@ from autovaruna.elastic.notices import EventLog, new_address_file, pop_dead_mana
 from autovaruna.elastic.options import LaunchOptions
 from autovaruna.elastic.rank_script import HELD, SAVED
 from autovaruna.elastic.run import JobRun, Outcome
+from autovaruna.elastic.standby import LIBRARIES
 from autovaruna.elastic.watch import JobWatch
 
 DEFAULT_DEPLOYMENT = "deployment.json"
@@ -58,6 +59,8 @@ class Manager:
         self._address = new_address_file(), token, job
         settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
         settings["keep_seconds"] = morphing.keep_seconds
+        text = Path(options.script).read_text(errors="replace")
+        settings["libraries"] = [name for name in LIBRARIES if name in text]
         self._hosts = Hosts(options.hosts, morphing, settings, self._address[0], self._log)
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from autovaruna.elastic import rank_script
 from autovaruna.elastic.host_processes import acquire_lock
 
 LOCK, SOCKET = "keeper.lock", "standby"  # files of a job's folder: its keeper's, and its standby process's
+LIBRARIES = ("accelerate", "lightning", "transformers")  # take longer than torch, and few scripts use them
 _FIRST_DELAY_SECONDS = 0.5
 _NOT_IMPORTED = ("__main__", "run_varuna")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # counts GPUs without the driver, which no fork could use afterwards
@@ -145,15 +147,16 @@ def _end(rank: _Rank) -> None:
     os.close(rank.file)
 
 
-def warm() -> None:
-    """Imports what a rank uses, the parts of torch that are slow to import among them."""
+def warm(libraries: Sequence[str]) -> None:
+    """Imports what a rank uses: slow parts of torch, and those of `LIBRARIES` that the script names."""
     import mpi4py
     import torch
 
     mpi4py.rc.initialize = False
     torch.set_num_threads(1)
     for module in pkgutil.walk_packages(autovaruna.__path__, "autovaruna."):
-        if module.name.rpartition(".")[2] not in _NOT_IMPORTED:
+        room, _, name = module.name.rpartition(".")
+        if name not in _NOT_IMPORTED and (room != "autovaruna.integrations" or name in libraries):
             with suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(module.name)
     from autovaruna._torch import IMPORTED_LATE
@@ -169,8 +172,8 @@ def warm() -> None:
 class StandbyProcess:
     """Sees to it that the host has a standby process, which outlives this one and may be an earlier keeper's."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, libraries: Sequence[str]) -> None:
+        self._folder, self._libraries = folder, libraries
         self._process: subprocess.Popen[bytes] | None = None
         if not _is_listening(folder / SOCKET):
             self._start()
@@ -190,7 +193,7 @@ class StandbyProcess:
     def _start(self) -> None:
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", _NVML_CHECK: "1"}
         paths = str(self._folder / SOCKET), str(self._folder / LOCK)
-        call = [sys.executable, "-m", "autovaruna.elastic.standby", *paths]
+        call = [sys.executable, "-m", "autovaruna.elastic.standby", *paths, *self._libraries]
         with open(self._folder / "standby.log", "wb") as log:
             self._process = subprocess.Popen(
                 call, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -227,12 +230,12 @@ class QuickEnd:
 
 
 def main() -> None:
-    """Is the process: ``python -m autovaruna.elastic.standby SOCKET KEEPER_LOCK``."""
-    path, lock = map(Path, sys.argv[1:])
+    """Is the process: ``python -m autovaruna.elastic.standby SOCKET KEEPER_LOCK [LIBRARY...]``."""
+    path, lock = map(Path, sys.argv[1:3])
     end = QuickEnd()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    warm()
+    warm(sys.argv[3:])
     serve(path, lock)
     try:
         rank_script.main()

@@ -194,14 +194,8 @@ def _cluster() -> Iterator[Cluster]:
     for name in ("state", "n1", "n2"):
         (folder / name).mkdir()
     found = Cluster(folder)
-    files = {
-        "key-file": "key",
-        "socket": "munge",
-        "pid-file": "munge.pid",
-        "seed-file": "seed",
-        "log-file": "munge.log",
-    }
-    munge = ["munged", "--foreground", "--force", *(f"--{option}={folder / name}" for option, name in files.items())]
+    files = ("key-file=key", "socket=munge", "pid-file=munge.pid", "seed-file=seed", "log-file=munge.log")
+    munge = ["munged", "--foreground", "--force", *(f"--{each.replace('=', f'={folder}/')}" for each in files)]
     daemons = [munge, ["slurmctld", "-c", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]
     started = []
     try:

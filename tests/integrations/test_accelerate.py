@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.integrations import with_accelerate as program
 from tests.mpi.launch import run_on_forks
 
-for name in ("accelerate", "torchmetrics"):
-    pytest.importorskip(name)
-program = importlib.import_module("tests.integrations.with_accelerate")
-pytestmark = pytest.mark.timeout(600)
+MISSING = [name for name in ("accelerate", "torchmetrics") if find_spec(name) is None]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}")]
 TARGET = "tests.integrations.with_accelerate"
 
 

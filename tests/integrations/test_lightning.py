@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ import torch
 
 from tests.mpi.launch import run_on_forks
 
-pytest.importorskip("lightning")
-program = importlib.import_module("tests.integrations.with_lightning")
-pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore"), needs_lightning]
 TARGET = "tests.integrations.with_lightning"
 
 
 def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None:
+    program = importlib.import_module(TARGET)  # here: the import takes each worker that collects tests seconds
     expected = [program.train(tmp_path / "plain" / str(one), one, 0) for one in (True, False)]
     found = run_on_forks(2, f"{TARGET}:train_on_ranks", str(tmp_path), 2)[0]
     for row, plain, one in zip(found, expected, (True, False), strict=True):
