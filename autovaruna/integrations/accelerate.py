@@ -103,6 +103,16 @@ class Accelerator(accelerate.Accelerator):
     def _mean_of_ranks(self, output: torch.Tensor) -> torch.Tensor:
         return output / self.num_processes if output.requires_grad and output.ndim == 0 else output
 
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduces over the ranks, as accelerate does; InputError for a parameter, of which all ranks have one value."""
+        own = [each.data_ptr() for model in self._models for each in model.parameters() if not each.is_meta]
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensor.data_ptr() in own):
+            raise InputError(
+                "accelerator.reduce: got the numbers of a parameter, as from LocalSGD, whose ranks train models of "
+                "their own. Here all ranks train one model in each step: leave LocalSGD out, or accumulate gradients."
+            )
+        return super().reduce(tensor, *args, **kwargs)
+
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Returns the model that is wrapped; each rank has the numbers of its own part."""
         return super().unwrap_model(model.module if isinstance(model, AutoVaruna) else model, *args, **kwargs)
