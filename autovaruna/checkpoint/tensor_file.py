@@ -97,7 +97,7 @@ def _header(described: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> 
     metadata = METADATA | ({NOTE: json.dumps(noted)} if noted else {})
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8).copy()
+    return np.array(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
 
 
 def _described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -6,7 +6,11 @@ the model, `save_state` and `load_state` hold the whole model's state, on any nu
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial, wraps
+from itertools import chain, islice
 from typing import Any
 
 import accelerate
@@ -19,6 +23,8 @@ from autovaruna.config.settings import resolve
 from autovaruna.errors import InputError
 from autovaruna.integrations.process_group import init_process_group
 from autovaruna.interception.optimizer_proxy import parameters_of
+from autovaruna.runtime.environment import get_world, get_world_size
+from autovaruna.runtime.exchange import ALIKE
 
 
 class Accelerator(accelerate.Accelerator):
@@ -73,21 +79,39 @@ class Accelerator(accelerate.Accelerator):
         if self.device_placement if device_placement is None else device_placement:
             model = model.to(self.device)
         wrapper = AutoVaruna(model, found[0] if found else None, scaler=self.scaler, **self._settings)
-        if self.native_amp:
-            wrapper.forward = self._in_autocast(wrapper.forward)
+        wrapper.forward = self._forward(wrapper, wrapper.forward)
         self._models.append(wrapper)
         return wrapper
 
-    def _in_autocast(self, forward: Any) -> Any:
-        """Returns a forward in mixed precision, whose outputs are float32, as accelerate makes it."""
+    def _forward(self, wrapper: AutoVaruna, forward: Any) -> Any:
+        """Returns the forward of a wrapper like that of DistributedDataParallel, in the precision of accelerate."""
 
+        @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if "attention_mask" in kwargs:  # which says of what is padded that it does not count
+                pad_token = getattr(getattr(wrapper.module, "config", None), "pad_token_id", None) or 0
+                kwargs |= padded_to_longest(_words_of(kwargs), partial(_pad_value, pad_token))
             with self.autocast():
                 output = forward(*args, **kwargs)
+            if wrapper.settings.reduction == "sum":  # backward is from the mean of ranks' losses, as scripts count on
+                output = recursively_apply(self._mean_of_ranks, output)
             # Not convert_outputs_to_fp32: it asks for the dtype of a key-value cache, which stays on its stage.
-            return recursively_apply(torch.Tensor.float, output, test_type=_is_half)
+            return recursively_apply(torch.Tensor.float, output, test_type=_is_half) if self.native_amp else output
 
         return call
+
+    def _mean_of_ranks(self, output: torch.Tensor) -> torch.Tensor:
+        return output / self.num_processes if output.requires_grad and output.ndim == 0 else output
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduces over the ranks, as accelerate does; InputError for a parameter, of which all ranks have one value."""
+        own = [each.data_ptr() for model in self._models for each in model.parameters() if not each.is_meta]
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or tensor.data_ptr() in own):
+            raise InputError(
+                "accelerator.reduce: got the numbers of a parameter, as from LocalSGD, whose ranks train models of "
+                "their own. Here all ranks train one model in each step: leave LocalSGD out, or accumulate gradients."
+            )
+        return super().reduce(tensor, *args, **kwargs)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Returns the model that is wrapped; each rank has the numbers of its own part."""
@@ -108,6 +132,36 @@ def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer has a parameter of a model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for parameter in parameters_of(optimizer))
+
+
+def _words_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the inputs that have a number for each word of each sample."""
+    tensors = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+    return {name: each for name, each in tensors.items() if each.ndim == 2 and not each.is_floating_point()}
+
+
+def _pad_value(pad_token: int, name: str) -> int:
+    return -100 if name == "labels" else pad_token if name.endswith("input_ids") else 0
+
+
+def padded_to_longest(inputs: dict[str, Any], value_of: Callable[[str], int], is_left: bool = False) -> dict[str, Any]:
+    """Pads inputs to the longest of all ranks', behind their values or before them. Collective."""
+    if get_world_size() == 1:
+        return inputs
+    sizes = {name: tuple(each.shape[1:]) for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+    names = [(name, len(own)) for name, own in sorted(sizes.items())]
+    own = array("d", chain(*(sizes[name] for name, _ in names))).tobytes()
+    agreed = get_world().exchange("lengths of samples", None, repr(names).encode(), block=own)
+    if agreed.differs(ALIKE):
+        return inputs  # the call says how they differ
+    longest = iter(map(int, map(max, zip(*agreed.numbers(), strict=True))))
+    padded = dict(inputs)
+    for name, num_lengths in names:
+        missing = [size - own for size, own in zip(islice(longest, num_lengths), sizes[name], strict=True)]
+        widths = [width for each in reversed(missing) for width in ((each, 0) if is_left else (0, each))]
+        if any(widths):
+            padded[name] = torch.nn.functional.pad(padded[name], widths, value=value_of(name))
+    return padded
 
 
 def _is_half(value: Any) -> bool:

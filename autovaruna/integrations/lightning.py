@@ -7,7 +7,7 @@ optimizers train one child each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -87,6 +87,18 @@ class MetricsMonitor(pl.Callback):
             numbers = {prefix + name: value for name, value in wrapper.metrics.to_dict().items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
+
+
+def _through_wrappers(name: str) -> Callable[..., Any]:
+    """Returns a step of Lightning's in which calls of wrapped modules are calls of the wrappers."""
+
+    def step(strategy: AutoVarunaStrategy, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for wrapper in strategy._wrappers.values():
+                stack.enter_context(own_calls(wrapper.module, wrapper))
+            return getattr(DDPStrategy, name)(strategy, *args, **kwargs)
+
+    return step
 
 
 class AutoVarunaStrategy(DDPStrategy):
@@ -177,31 +189,11 @@ class AutoVarunaStrategy(DDPStrategy):
             )
         return ""
 
-    @contextmanager
-    def _calls_of_wrappers(self) -> Iterator[None]:
-        """Has what a step calls of the wrapped modules be calls of the wrappers."""
-        with ExitStack() as stack:
-            for wrapper in self._wrappers.values():
-                stack.enter_context(own_calls(wrapper.module, wrapper))
-            yield
-
     # steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._calls_of_wrappers():
-            return super().training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._calls_of_wrappers():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._calls_of_wrappers():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._calls_of_wrappers():
-            return super().predict_step(*args, **kwargs)
+    training_step, validation_step, test_step, predict_step = map(
+        _through_wrappers, ("training_step", "validation_step", "test_step", "predict_step")
+    )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -8,30 +8,31 @@ optimizer's), all ranks do here.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from accelerate.utils import convert_outputs_to_fp32, recursively_apply, slice_tensors
 from torch import nn
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
+from autovaruna.integrations.accelerate import padded_to_longest
 from autovaruna.integrations.process_group import init_process_group
-from autovaruna.runtime.environment import get_world, get_world_size
-from autovaruna.runtime.exchange import ALIKE
+from autovaruna.runtime.environment import get_world_size
 
 if "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
     raise ImportError(
@@ -144,7 +145,7 @@ class AutoVarunaMixin(_Other):
             if self.train_dataset is not None or self.optimizer is not None:
                 self.create_optimizer()
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's stands around it
-            settings = {"reduction": self._reduction, **(getattr(self.args, "autovaruna", None) or {})}
+            settings = self._loss_settings | (getattr(self.args, "autovaruna", None) or {})
             if isinstance(self.model, transformers.PreTrainedModel):  # as saving does, or the next step traces again
                 self.model.config.dtype = str(self.model.dtype).removeprefix("torch.")
                 self.model.config.architectures = [type(self.model).__name__]
@@ -153,10 +154,13 @@ class AutoVarunaMixin(_Other):
         return wrapper
 
     @property
-    def _reduction(self) -> str:
+    def _loss_settings(self) -> dict[str, Any]:
         """How losses of micro-batches join: a model that is told the batch's number of items sums and divides by it."""
-        is_told = self.model_accepts_loss_kwargs and "labels" in self.label_names
-        return "sum" if is_told and self._has_own_loss and self._passes_items_on else "mean"
+        is_told = self.model_accepts_loss_kwargs and "labels" in self.label_names and self._has_own_loss
+        if (code := self._own_compute_loss) is None:
+            return {"reduction": "sum" if is_told and self._divides_by_items else "mean"}
+        is_of_outputs = "logits" in (*code.co_names, *code.co_consts)  # though the model may have labels, and a loss
+        return {"reduction": "mean", "loss_mode": "outputs" if is_of_outputs else "auto"}
 
     @property
     def _has_own_loss(self) -> bool:
@@ -164,11 +168,27 @@ class AutoVarunaMixin(_Other):
         return self.label_smoother is None and self.compute_loss_func is None
 
     @property
-    def _passes_items_on(self) -> bool:
-        """Whether the number of items comes to the model: a `compute_loss` that replaces transformers' does not."""
+    def _own_compute_loss(self) -> CodeType | None:
+        """The code of a `compute_loss` in the place of transformers', which passes the items' number on; None: none."""
         known = (AutoVarunaMixin, transformers.Trainer)
-        others = [each for each in type(self).__mro__ if "compute_loss" in vars(each) and each not in known]
-        return all("super" in vars(each)["compute_loss"].__code__.co_names for each in others)
+        others = [vars(each).get("compute_loss") for each in type(self).__mro__ if each not in known]
+        return next((each.__code__ for each in others if each and "super" not in each.__code__.co_names), None)
+
+    @property
+    def _divides_by_items(self) -> bool:
+        """Whether the model's loss goes by the number of items: many take it among others, and return a mean."""
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        if not isinstance(model, transformers.PreTrainedModel):
+            return True
+        code = inspect.unwrap(type(model).forward).__code__
+        if "num_items_in_batch" in (*code.co_names, *code.co_varnames, *code.co_consts):
+            return True
+        kind = model.config.problem_type or ("regression" if model.config.num_labels == 1 else None)
+        is_mean = model.loss_function is ForSequenceClassificationLoss and kind in (
+            "regression",
+            "multi_label_classification",
+        )
+        return "loss_function" in code.co_names and not is_mean
 
     @contextmanager
     def _model_replaced(self, model: Any) -> Iterator[None]:
@@ -183,28 +203,8 @@ class AutoVarunaMixin(_Other):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns the batch as the model takes it, padded to the longest of all ranks', as one batch would be."""
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
-        if get_world_size() == 1:
-            return prepared
-        sizes = {name: tuple(each.shape[1:]) for name, each in prepared.items() if isinstance(each, torch.Tensor)}
-        names = [(name, len(own)) for name, own in sorted(sizes.items())]
-        lengths = chain(*(sizes[name] for name, _ in names))
-        own = array("d", lengths).tobytes()
-        agreed = get_world().exchange("lengths of samples", None, repr(names).encode(), block=own)
-        if agreed.differs(ALIKE):
-            return prepared  # the call says how they differ
-        longest = iter(map(int, map(max, zip(*agreed.numbers(), strict=True))))
-        for name, num_lengths in names:
-            if (size := tuple(islice(longest, num_lengths))) != sizes[name]:
-                prepared[name] = self._padded(name, prepared[name], size)
-        return prepared
-
-    def _padded(self, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> Any:
-        """Pads an input behind its samples' values, or before them where the tokenizer does."""
-        is_first = getattr(self.processing_class, "padding_side", "right") == "left"
-        missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
-        widths = [width for each in reversed(missing) for width in ((each, 0) if is_first else (0, each))]
-        return torch.nn.functional.pad(tensor, widths, value=self._pad_value(name))
+        is_left = getattr(self.processing_class, "padding_side", "right") == "left"
+        return padded_to_longest(super()._prepare_inputs(inputs), self._pad_value, is_left=is_left)
 
     def _pad_value(self, name: str) -> int:
         """Returns what stands where a sample has ended: what losses ignore in labels, the token of padding, zero."""
@@ -336,10 +336,6 @@ class AutoVarunaMixin(_Other):
         if state_dict is None and self._wrapper is not None:
             state_dict = self._wrapper.state_dict()
         super()._save(output_dir, state_dict)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model as transformers does. Collective: call it on every rank."""
-        super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves the whole optimizer's state on rank 0, and the scheduler's. Collective."""

@@ -134,6 +134,10 @@ class Cluster:
         outer = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         self.variables = {**outer, **QUIET, **own, "AUTOVARUNA_CONF_DIR": str(folder)}
         (folder / "train.py").write_text(TRAINS)
+        loop, state = TRAINS.split("state = ")
+        page = (ROOT / "docs" / "how-to" / "slurm.md").read_text()
+        asks = page.split("```py\n")[1].split("```")[0].replace('"checkpoints"', "sys.argv[1]")
+        (folder / "asks.py").write_text(f"import os, subprocess{loop}{asks}state = {state}")
         (folder / "names.py").write_text(NAMES)
 
     def run(self, *command: str) -> str:
@@ -229,6 +233,21 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_weights_of_one_that_
     assert said.count("from 0") == 2 and said.count("from ") == 4, said
     one, other = (torch.load(cluster.folder / f"{name}.pt") for name in ("through", "requeued"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_ranks_of_torchrun_ask_slurm_by_themselves_to_go_on(cluster: Cluster) -> None:
+    """torchrun ends with status 1, whatever its ranks end with."""
+    options = "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --standalone --nproc-per-node 2"
+    for name in ("through-torchrun", "torchrun"):
+        number = cluster.submit(name, "--nodes=1", f"{options} asks.py {name}", "torchrun")
+    cluster.wait_for("step 3", "torchrun")
+    cluster.run("scancel", "--batch", "--signal=USR1", number)
+    for name in ("torchrun", "through-torchrun"):
+        wait_until((cluster.folder / f"{name}.pt").exists, lambda name=name: cluster.output(name))  # type: ignore[misc]
+    said = cluster.output("torchrun")
+    assert said.count("from 0") == 2 and said.count("from ") == 4, said
+    one, other = (torch.load(cluster.folder / f"{name}.pt") for name in ("through-torchrun", "torchrun"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("moment", ["keepers start", "ranks import"])
