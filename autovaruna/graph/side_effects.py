@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from autovaruna.log import warn_once
 logger = logging.getLogger(__name__)
 
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
+_Cache: Any = type(cache(len))
 
 _MOST_NAMES = 5
 
@@ -40,9 +42,15 @@ def restored_attributes(model: nn.Module) -> Iterator[list[OutsidePlace]]:
     outside = [each for each in outside if not is_installed(each.path.partition(":")[0])]
     held = [value for place in places for value in place.values()]
     held += [place.held.get(name) for place in outside for name in place.names]
+    caches = [(value, value.cache_info()) for value in held if isinstance(value, _Cache)]
     held = [value for value in held if type(value) in _CONTAINERS]
-    with restored([*places, *held]):
-        yield outside
+    try:
+        with restored([*places, *held]):
+            yield outside
+    finally:
+        for cached, before in caches:
+            if cached.cache_info() != before:  # it may hold what has no numbers
+                cached.cache_clear()
 
 
 def changed_attributes(model: nn.Module, own: nn.Module) -> list[str]:

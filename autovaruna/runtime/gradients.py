@@ -238,7 +238,7 @@ class GradientBook:
         if origin in self._orders:
             return self._orders[origin]
         every = [(name, use.block) for name, uses in self._uses.items() for use in uses]
-        here = np.packbits([use in accumulators for use in every]).tobytes()
+        here = np.packbits(np.array([use in accumulators for use in every], bool)).tobytes()
         rows = self._world.exchange("agreeing on gradients", block=here).blocks()
         bits = np.bitwise_or.reduce([np.frombuffer(row, np.uint8) for row in dict.fromkeys(rows)])
         agreed = {use for use, has in zip(every, np.unpackbits(bits, count=len(every)), strict=True) if has}

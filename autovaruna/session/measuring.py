@@ -274,7 +274,7 @@ def measured_profile(subject: MeasuredModel, sizes: list[int], splits: bool) -> 
 
     def read() -> bytes:
         here.update(cache.read(lasting) if cache else {})
-        return np.packbits([key in here for key in lasting]).tobytes()
+        return np.packbits(np.array([key in here for key in lasting], bool)).tobytes()
 
     what = "reading saved measurements"
     rows = [np.unpackbits(np.frombuffer(bits, np.uint8)) for bits in gather_on_all(world, read, what)]

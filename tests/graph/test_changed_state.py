@@ -323,7 +323,7 @@ def positions(values: Tensor) -> Tensor:
 
 def attribute(self: Any, values: Tensor) -> Tensor:
     """Keeps a table in an attribute, with its length, and makes it anew for longer samples."""
-    if self.cached is None or self.length < values.shape[1]:
+    if self.length < values.shape[1] or self.cached is None:
         self.length, self.cached = values.shape[1], positions(values)
     return self.cached[: values.shape[1]]
 
@@ -395,6 +395,17 @@ def counted(self: Any, values: Tensor) -> Tensor:
         self.seconds = 0.1 + self.seconds + 0.05
     self.length = values.shape[1]
     return positions(values) * self.length
+
+
+def test_a_table_with_its_length_is_made_in_each_call() -> None:
+    """Once, it was refused for the length, which is not read in the first call."""
+
+    def forward(self: Any, values: Tensor) -> Tensor:
+        if self.cached is None or self.length < values.shape[1]:
+            self.length, self.cached = values.shape[1], positions(values)
+        return self.cached[: values.shape[1]]
+
+    as_plain(pipeline(2, num_micro_batches=2), tabled(forward, cached=None), train_warm)
 
 
 @pytest.mark.parametrize("begins_with", [True, False])

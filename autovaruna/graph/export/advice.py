@@ -11,7 +11,13 @@ from autovaruna.graph.call import CallSpec, InputSpec
 WHOLE = "inputs='replicated', num_micro_batches=1, dynamic_batch=False"
 """What has every rank pass the same batch, and the model see all of it at once."""
 
-EXAMPLE = "in an argument x (batch_dims={'x': 1})"
+
+def example(name: str) -> str:
+    """Returns how to say of an input that its second dimension is the batch."""
+    return f"in an argument {name} (batch_dims={{'{name}': 1}})"
+
+
+EXAMPLE = example("x")
 
 _OTHERWISE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
