@@ -202,7 +202,8 @@ def hidden_state(
 
 
 def _is_iterator(value: Any) -> bool:
-    return hasattr(type(value), "__next__") and not isinstance(value, Unusable)
+    """Whether a value is one of Python's own iterators: of others, the attributes are followed."""
+    return hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
 
 
 def _change_of(full: str, value: Any, path: str, name: str) -> NumberChange:
