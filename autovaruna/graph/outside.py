@@ -9,12 +9,12 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections import ChainMap, Counter, deque
+from collections import ChainMap, Counter, UserDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, partialmethod
 from itertools import islice
 from pathlib import Path
 from threading import local
@@ -28,10 +28,11 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NUMBERS = (bool, int, float, str, type(None), Tensor)
 _LEADS: dict[type, tuple[str, ...]] = {
     **{MethodType: ("__func__", "__self__"), staticmethod: ("__func__",), classmethod: ("__func__",)},
-    **{property: ("fget",), cached_property: ("func",), partial: ("func", "args"), type(cache(len)): ("__wrapped__",)},
+    **{property: ("fget",), cached_property: ("func",), type(cache(len)): ("__wrapped__",)},
+    **{partial: ("func", "args"), partialmethod: ("func", "args")},
 }
 """What leads from an object on to code, and to what this is given."""
-_HOLDERS = (local, ChainMap)
+_HOLDERS = (local, ChainMap, UserDict)
 """Classes of Python's own whose objects hold what a script has set."""
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "autovaruna", "mpi4py"} - {"__main__", "types", "argparse"}
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__setstate__", "__reduce__"})
@@ -201,7 +202,8 @@ class _Walk:
         self._num_functions += 1
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         held: dict[str, tuple[Any, str]] = {name: (cell, "cell_contents") for name, cell in cells}
-        held |= {name: (function, name) for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)}
+        own = ("__defaults__", "__kwdefaults__", *vars(function))
+        held |= {name: (function, name) for name in own if getattr(function, name)}
         names = self._read_code(function.__code__, function.__globals__)
         path = f"{function.__module__}:{function.__qualname__}."
         self._take(path, _Attributes(held), {*held}, names, function)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
 _Cache: Any = type(cache(len))
+_OF_PYTHON = ("builtins", "itertools")  # whose iterators have no attributes, which would be followed
 
 _MOST_NAMES = 5
 
@@ -116,12 +117,9 @@ def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 class StateError(TraceError):
-    """Says that forward changes numbers or submodules, which neither a trace nor what is kept whole may do.
+    """Says that forward changes numbers or submodules, which neither a trace nor what is kept whole may do."""
 
-    `changed` are the numbers, by path of the module and name.
-    """
-
-    changed: frozenset[tuple[str, str]] = frozenset()
+    changed: frozenset[tuple[str, str]] = frozenset()  # the numbers, by path of the module and name
 
 
 def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
@@ -175,9 +173,12 @@ def hidden_state(
     owners = dict(model.named_modules())
     places: list[Any] = [(full_name(path, ""), vars(owner), vars(owner)) for path, owner in owners.items()]
     places += [(each.path, each.held, each.names) for each in outside if isinstance(each.held, dict)]
-    found = [(path + name, held, name) for path, held, names in places for name in names]
-    iterators = [each for each in found if _is_iterator(each[1].get(each[2]))]
-    hidden: dict[str, Any] = {full: (held, name, Unusable(full)) for full, held, name in iterators}
+    hidden: dict[str, Any] = {
+        path + name: (held, name, Unusable(path + name))
+        for path, held, names in places
+        for name in names
+        if isinstance(value := held.get(name), Iterator) and type(value).__module__ in _OF_PYTHON
+    }
     tallies = {full_name(*each): each for each in counted}
     hidden |= {full: (vars(owners[path]), name, _Tally(full)) for full, (path, name) in tallies.items()}
     changes, before = list[NumberChange](), [(held, name, held[name]) for held, name, _ in hidden.values()]
@@ -201,17 +202,12 @@ def hidden_state(
             held[name] = value
 
 
-def _is_iterator(value: Any) -> bool:
-    """Whether a value is one of Python's own iterators: of others, the attributes are followed."""
-    return hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
-
-
 def _change_of(full: str, value: Any, path: str, name: str) -> NumberChange:
-    if isinstance(value, _Tally) and value._attribute == full:
-        return NumberChange(path, name, None, value.added)
-    if not isinstance(value, int | float):
+    if isinstance(value, int | float):
+        return NumberChange(path, name, value)
+    if not isinstance(value, _Tally) or value._attribute != full:
         raise UsedError(full)
-    return NumberChange(path, name, value)
+    return NumberChange(path, name, None, value.added)
 
 
 def apply_changes(model: nn.Module, changes: Iterable[NumberChange]) -> None:

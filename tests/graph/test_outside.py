@@ -93,6 +93,11 @@ class Net(Base):
 
     of_class = 1.0
 
+    def power(self, exponent: float, h: Tensor) -> Tensor:
+        return h.abs() ** exponent * WEIGHT
+
+    half = functools.partialmethod(power, 0.5)
+
 
 def helper(h: Tensor) -> Tensor:
     return (lambda each: each * WEIGHT)(h)
@@ -157,6 +162,8 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "a variable of a context": (lambda self, h: h * CONTEXT.get(), lambda: CONTEXT.set(2.0)),
     "a variable of a thread": (lambda self, h: h * THREAD.temp, lambda: setattr(THREAD, "temp", 2.0)),
     "a chain of dicts": (lambda self, h: h * CHAIN["deep"]["t"], lambda: TABLE["deep"].update(t=2.0)),
+    "an attribute of a function": (lambda self, h: h * helper.rate, lambda: setattr(helper, "rate", 2.0)),
+    "a part of a method": (lambda self, h: self.half(h), lambda: setattr(HERE, "WEIGHT", 2.0)),
     "a class of a class": (lambda self, h: h * OfMeta.of_meta, lambda: setattr(Meta, "of_meta", 2.0)),
     "a branch": (branching, lambda: setattr(HERE, "BRANCH", Kind.TWO)),
     "slots": (lambda self, h: h * SLOTTED.temp, lambda: setattr(SLOTTED, "temp", 2.0)),
@@ -187,6 +194,7 @@ def begin() -> None:
     Schedule.step = 0
     vars(SCHEDULE).clear()
     CONTEXT.set(1.0)
+    vars(helper).update(rate=1.0)
     THREAD.temp = Meta.of_meta = 1.0
     TABLE.update(deep={"t": 1.0}, act=torch.relu)
     LIST[0] = MANY[7] = DEEPER["a"][0]["b"][0]["c"] = 1.0
