@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
 _Cache: Any = type(cache(len))
-_OF_PYTHON = ("builtins", "itertools")  # whose iterators have no attributes, which would be followed
 
 _MOST_NAMES = 5
 
@@ -148,8 +147,6 @@ class NumberChange(NamedTuple):
 class _Tally(Unusable):
     """Stands for a number of a module that may be added to, and not read."""
 
-    __slots__ = ("added",)
-
     def __init__(self, name: str, added: tuple[float, ...] = ()) -> None:
         super().__init__(name)
         self.added = added
@@ -177,7 +174,7 @@ def hidden_state(
         path + name: (held, name, Unusable(path + name))
         for path, held, names in places
         for name in names
-        if isinstance(value := held.get(name), Iterator) and type(value).__module__ in _OF_PYTHON
+        if isinstance(value := held.get(name), Iterator) and type(value).__module__ == "builtins"  # Python's own
     }
     tallies = {full_name(*each): each for each in counted}
     hidden |= {full: (vars(owners[path]), name, _Tally(full)) for full, (path, name) in tallies.items()}

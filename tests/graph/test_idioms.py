@@ -286,7 +286,6 @@ def shorten(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y)
 
 
-OWN = torch.Generator()
 TRANSFORM = r"uses a function transform of torch\.func.*Move the line into a submodule"
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "length": (Steps(length), r"len\(\) of a tensor at .*len\(x\).*Expected x\.shape\[0\]"),
@@ -317,10 +316,6 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "a derivative": (  # before torch 2.12, its jacrev calls autograd.grad in Python
         Steps(lambda m, x, y: torch.func.vmap(torch.func.jacrev(m.last))(x).square().mean()),
         r"goes backward itself.*into a submodule" if torch.__version__ < "2.12" else TRANSFORM,
-    ),
-    "a generator of its own": (
-        Steps(lambda m, x, y: F.cross_entropy(m.last(x + torch.randn(x.shape[1], generator=OWN)), y)),
-        r"draws from a generator of its own at .*generator=OWN.*Expected draws without generator=",
     ),
     "sparse gradients": (Sparse(False), r"sparse=True at .*Expected sparse=False"),
     "a sparse buffer": (Sparse(True), "mixer"),

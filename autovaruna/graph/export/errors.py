@@ -75,7 +75,7 @@ def check_operations(module: fx.GraphModule) -> None:
     """Refuses operations that would fail later.
 
     Raises:
-        TraceError: a weight has sparse gradients, or forward draws from a generator of its own.
+        TraceError: a weight has sparse gradients.
         InModuleError: the inside of a function transform is in the graph.
     """
     for node in module.graph.nodes:
@@ -83,12 +83,6 @@ def check_operations(module: fx.GraphModule) -> None:
             raise TraceError(
                 f"The trace has lost how a value is made that {', '.join(map(str, node.users))} uses. Expected "
                 "operations of torch; move what makes it into a submodule, which may then be kept whole."
-            )
-        if any(isinstance(each, torch.Generator) for each in node.kwargs.values()):
-            raise TraceError(
-                f"forward draws from a generator of its own at {origin(node) or node.name}, from which micro-batches "
-                "would draw in turn, and each rank apart. Expected draws without generator=, which follow from the "
-                "seed, the call and the micro-batch; what each call has alike, draw in __init__, and keep as a buffer."
             )
         place = _SPARSE.get(node.target)
         if place is not None and len(node.args) > place and node.args[place] is True:
