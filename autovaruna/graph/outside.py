@@ -9,13 +9,15 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections import Counter, deque
+from collections import ChainMap, Counter, UserDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, partialmethod
 from itertools import islice
 from pathlib import Path
+from threading import local
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,9 +28,11 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NUMBERS = (bool, int, float, str, type(None), Tensor)
 _LEADS: dict[type, tuple[str, ...]] = {
     **{MethodType: ("__func__", "__self__"), staticmethod: ("__func__",), classmethod: ("__func__",)},
-    **{property: ("fget",), cached_property: ("func",), partial: ("func", "args"), type(cache(len)): ("__wrapped__",)},
+    **{property: ("fget",), cached_property: ("func",), type(cache(len)): ("__wrapped__",)},
+    **{partial: ("func", "args"), partialmethod: ("func", "args")},
 }
 """What leads from an object on to code, and to what this is given."""
+_HOLDERS = (local, ChainMap, UserDict)  # classes of Python's own whose objects hold what a script has set
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "autovaruna", "mpi4py"} - {"__main__", "types", "argparse"}
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__setstate__", "__reduce__"})
 """Methods that no forward calls, of those that Python calls without a name in the code."""
@@ -63,6 +67,16 @@ class _Attributes(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._of)
+
+
+class _Current(_Attributes):
+    """The value of a context variable, by the name ``value``."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        super().__init__({"value": (variable, "get")})
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)(None)
 
 
 @dataclass
@@ -157,7 +171,8 @@ class _Walk:
             if not _is_of_library(value):
                 self._take(f"{value.__name__}:", vars(value), names & vars(value).keys(), names)
         elif isinstance(value, type):
-            self._classes |= dict.fromkeys([each for each in value.__mro__ if not _is_of_library(each)])
+            kinds = [*type.mro(value), *type.mro(type(value))]
+            self._classes |= dict.fromkeys([each for each in kinds if not _is_of_library(each)])
         elif isinstance(value, FunctionType):
             self._read_function(value)
         elif isinstance(value, CONTAINERS) and depth:
@@ -168,12 +183,14 @@ class _Walk:
                 self.follow(path, getattr(value, name), names)
             if isinstance(value, partial):
                 self._take(f"{path}.", value.keywords, {*value.keywords}, names)
-        elif depth and not _is_of_library(type(value)):
+        elif isinstance(value, ContextVar):
+            self._take(f"{path}.", _Current(value), {"value"}, names, value)
+        elif depth and (isinstance(value, _HOLDERS) or not _is_of_library(type(value))):
             self._read_record(path, value, names, depth)
 
     def _read_record(self, path: str, value: Any, names: set[str], depth: int) -> None:
         slots = {name: (value, name) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
-        held = vars(value) if is_record(value) else _Attributes(slots)
+        held = vars(value) if is_record(value) or isinstance(value, local) else _Attributes(slots)
         self._take(f"{path}.", held, {*held}, names, value, depth=depth - 1)
         self.follow(path, type(value), names)
 
@@ -184,7 +201,8 @@ class _Walk:
         self._num_functions += 1
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         held: dict[str, tuple[Any, str]] = {name: (cell, "cell_contents") for name, cell in cells}
-        held |= {name: (function, name) for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)}
+        own = ("__defaults__", "__kwdefaults__", *vars(function))
+        held |= {name: (function, name) for name in own if getattr(function, name)}
         names = self._read_code(function.__code__, function.__globals__)
         path = f"{function.__module__}:{function.__qualname__}."
         self._take(path, _Attributes(held), {*held}, names, function)

@@ -6,7 +6,8 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,15 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autovaruna._torch import FakeTensor
 from autovaruna.errors import TraceError
 from autovaruna.graph.constant_values import is_known
-from autovaruna.graph.guards import OF_MODULES, entries, full_name, is_plain, records, restored
+from autovaruna.graph.guards import OF_MODULES, Unusable, UsedError, entries, full_name, is_plain, records, restored
 from autovaruna.graph.outside import OutsidePlace, is_installed, read_outside
+from autovaruna.graph.source_lines import where_raised
 from autovaruna.log import warn_once
 
 logger = logging.getLogger(__name__)
 
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
+_Cache: Any = type(cache(len))
 
 _MOST_NAMES = 5
 
@@ -39,9 +42,15 @@ def restored_attributes(model: nn.Module) -> Iterator[list[OutsidePlace]]:
     outside = [each for each in outside if not is_installed(each.path.partition(":")[0])]
     held = [value for place in places for value in place.values()]
     held += [place.held.get(name) for place in outside for name in place.names]
+    caches = [(value, value.cache_info()) for value in held if isinstance(value, _Cache)]
     held = [value for value in held if type(value) in _CONTAINERS]
-    with restored([*places, *held]):
-        yield outside
+    try:
+        with restored([*places, *held]):
+            yield outside
+    finally:
+        for cached, before in caches:
+            if cached.cache_info() != before:  # it may hold what has no numbers
+                cached.cache_clear()
 
 
 def changed_attributes(model: nn.Module, own: nn.Module) -> list[str]:
@@ -109,18 +118,100 @@ def plain_state(model: nn.Module) -> dict[tuple[str, str], Any]:
 class StateError(TraceError):
     """Says that forward changes numbers or submodules, which neither a trace nor what is kept whole may do."""
 
+    changed: frozenset[tuple[str, str]] = frozenset()  # the numbers, by path of the module and name
+
 
 def check_state(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
     """Refuses a forward that changes numbers of modules, or outside of the model: a trace would fix them."""
-    for (path, name), value in after.items():
-        old = before.get((path, name))
-        if old is not None and old != value:
-            where = f"{path}.{name}" if path else name
-            raise StateError(
-                f"forward changes the Python number {where} ({old} -> {value}), which a trace would fix for good. "
-                "Expected a forward that changes buffers alone; make it a tensor with register_buffer(). If only the "
-                "first call changes it, run one batch through the model before it is wrapped."
-            )
+    changed = [key for key, value in after.items() if before.get(key) not in (None, value)]
+    if changed:
+        number = f"{full_name(*changed[0])} ({before[changed[0]]} -> {after[changed[0]]})"
+        error = StateError(
+            f"forward changes the Python number {number}, which a trace would fix for good. Expected a forward that "
+            "changes buffers alone; make it a tensor with register_buffer(). If only the first call changes it, run "
+            "one batch through the model before it is wrapped."
+        )
+        error.changed = frozenset(changed)
+        raise error
+
+
+class NumberChange(NamedTuple):
+    """What a forward does to a number of the module at `path`, which it does not read: sets it to `value`, or adds."""
+
+    path: str
+    name: str
+    value: Any
+    added: tuple[float, ...] = ()
+
+
+class _Tally(Unusable):
+    """Stands for a number of a module that may be added to, and not read."""
+
+    def __init__(self, name: str, added: tuple[float, ...] = ()) -> None:
+        super().__init__(name)
+        self.added = added
+
+    def __add__(self, other: Any) -> _Tally:
+        if not isinstance(other, int | float):
+            raise UsedError(self._attribute)
+        return _Tally(self._attribute, (*self.added, other))
+
+    __radd__ = __add__
+
+
+@contextmanager
+def hidden_state(
+    model: nn.Module, counted: Iterable[tuple[str, str]], outside: Iterable[OutsidePlace]
+) -> Iterator[list[NumberChange]]:
+    """Refuses a forward that reads a number that it changes, one of `counted`, or takes the next of an iterator.
+
+    Yields a list that gets what it does to these numbers, by path of the module and name.
+    """
+    owners = dict(model.named_modules())
+    places: list[Any] = [(full_name(path, ""), vars(owner), vars(owner)) for path, owner in owners.items()]
+    places += [(each.path, each.held, each.names) for each in outside if isinstance(each.held, dict)]
+    hidden: dict[str, Any] = {
+        path + name: (held, name, Unusable(path + name))
+        for path, held, names in places
+        for name in names
+        if isinstance(value := held.get(name), Iterator) and type(value).__module__ == "builtins"  # Python's own
+    }
+    tallies = {full_name(*each): each for each in counted}
+    hidden |= {full: (vars(owners[path]), name, _Tally(full)) for full, (path, name) in tallies.items()}
+    changes, before = list[NumberChange](), [(held, name, held[name]) for held, name, _ in hidden.values()]
+    try:
+        for held, name, stand_in in hidden.values():
+            held[name] = stand_in
+        yield changes
+        changes += [_change_of(full, hidden[full][0].get(name), path, name) for full, (path, name) in tallies.items()]
+    except UsedError as used:
+        if used.name not in hidden:
+            raise
+        what = "changes the Python number" if used.name in tallies else "takes the next value of the iterator"
+        raise StateError(
+            f"forward {what} {used.name}, and goes by it{where_raised(used)}: a trace would fix what it was for good. "
+            "Expected a forward that goes by its inputs and buffers: let the script count, or take the next value, and "
+            "pass it to the model as a tensor; print and log behind the call. If only the first call changes it, run "
+            "one batch through the model before it is wrapped."
+        ) from used
+    finally:
+        for held, name, value in before:
+            held[name] = value
+
+
+def _change_of(full: str, value: Any, path: str, name: str) -> NumberChange:
+    if isinstance(value, int | float):
+        return NumberChange(path, name, value)
+    if not isinstance(value, _Tally) or value._attribute != full:
+        raise UsedError(full)
+    return NumberChange(path, name, None, value.added)
+
+
+def apply_changes(model: nn.Module, changes: Iterable[NumberChange]) -> None:
+    """Does to numbers of modules what a forward of the model would have done."""
+    for path, name, value, added in changes:
+        held = vars(model.get_submodule(path))
+        held[name] = sum(added, start=held[name]) if value is None else value
 
 
 def check_modules(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> None:

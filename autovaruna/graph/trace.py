@@ -23,7 +23,7 @@ from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import mark_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.advice import EXAMPLE, batch_dimensions, naming
+from autovaruna.graph.export.advice import EXAMPLE, batch_dimensions, example, naming
 from autovaruna.graph.export.errors import BatchSizeError
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, TraceOptions, export
@@ -100,7 +100,7 @@ def _with_tried_advice(
             _trace(model, call.with_batch(dimensions), device, options)
             return type(error)(text.replace(said, naming(dimensions)).replace(EXAMPLE, f"(batch_dims={dimensions})"))
     first = next(spec.name for spec in call.inputs if spec.is_batch)
-    text = text.replace(said, naming({})).replace(EXAMPLE, EXAMPLE.replace("x", first))
+    text = text.replace(said, naming({})).replace(EXAMPLE, example(first))
     return type(error)(text) if text != str(error) else error
 
 

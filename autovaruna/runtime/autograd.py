@@ -60,7 +60,7 @@ class _Published(SingleLevelFunction):
         if torch.is_grad_enabled():
             raise OrderError(
                 "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
-                "backward without it; compute a penalty on gradients in the model's own forward."
+                "backward without it; compute a penalty on gradients in a submodule of the model, which is kept whole."
             )
         finish, is_kept = ctx.finish, bool(is_graph_kept())
         if finish is None:

@@ -288,6 +288,8 @@ def _refusal(name: str, steps: Steps, num_ranks: int) -> str:
     return (
         f"{name} {_DOES[steps.kind]}, and the plan splits the model, so that no rank holds all parameters: got an "
         f"optimizer that was tried out, where {steps.what}. Expected one that updates each parameter by its own "
-        f"numbers alone; or pass num_stages=1 and num_replicas={num_ranks}, so that every rank holds them all; or, if "
-        "it clips by a norm of all gradients, turn that off and call model.clip_grad_norm_() before its step."
+        f"numbers alone; or pass num_stages=1 and num_replicas={num_ranks}, so that every rank holds them all, and, "
+        "where it goes by a loss that is made outside of the model, inputs='replicated', for all are to go by one "
+        "loss; or, if it clips by a norm of all gradients, turn that off and call model.clip_grad_norm_() before its "
+        "step."
     )

@@ -19,6 +19,8 @@ from autovaruna.checkpoint.source import words_of_newest
 from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
+from autovaruna.graph.guards import full_name
+from autovaruna.graph.side_effects import apply_changes
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
 from autovaruna.log import long_call, phase
@@ -164,6 +166,7 @@ class Session:
         returned = engine.run(
             traced, shared.tensors, shared.number, batch, values, lambda: run.is_synchronising, lengths
         )
+        apply_changes(model.module, traced.changes)
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)
@@ -309,6 +312,8 @@ class Session:
         """Takes the state of the model as that of a new trace, in a call that has taken so long."""
         if self._run.settings.recheck_trace:
             self._recheck.record(traced, seconds)
+        if counted := {full_name(each.path, each.name) for each in traced.changes}:
+            self._model.guards.record_trial((), counted, ())
         self._model.guards.start()
 
     def _recheck_trace(self, call: CallSpec) -> None:

@@ -52,6 +52,8 @@ class Traces:
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
         self._fixed_lengths: Counter[tuple[str, int, int]] = Counter()
         self._trial_refusals: dict[str, str] = {}  # why micro-batches do not make up the batch, by graph
+        self._counted = frozenset[tuple[str, str]]()  # numbers that a forward changes; a graph that reads one is none
+        self._dropped: list[str] = []  # keys of graphs that may read such a number, while the engine has them
         self.latest: TracedModel | None = None
         self.num_traced = 0
 
@@ -189,8 +191,8 @@ class Traces:
         return self.latest
 
     def forget_oldest(self) -> list[str]:
-        """Drops the graphs that were used longest ago, where there are too many; returns their keys."""
-        forgotten = []
+        """Drops the graphs that were used longest ago, where there are too many; returns the keys of all dropped."""
+        forgotten, self._dropped = self._dropped, []
         while len(self._known) > MOST_GRAPHS:
             _, traced = self._known.popitem(last=False)
             self._checked = {each for each in self._checked if each[0] != traced.key}
@@ -262,6 +264,10 @@ class Traces:
 
     def _checked_on_all(self, traced: TracedModel, shared: SharedCall, micro_batch_size: int) -> TracedModel:
         self._compare(traced)
+        if changed := frozenset((each.path, each.name) for each in traced.changes) - self._counted:
+            self._counted |= changed
+            self._dropped += self._known
+            self._known.clear()
         is_parted = self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
         is_tried = self._settings.check_parts and is_parted
         if self._settings.check_trace or is_tried:
@@ -289,6 +295,7 @@ class Traces:
             is_added=self._settings.reduction == "sum",
             is_parted=self._settings.num_micro_batches != 1 and not is_alone,
             free=free,
+            counted=self._counted,
         )
         return partial(trace, self._model, call, self.device, options)
 

@@ -323,7 +323,7 @@ def positions(values: Tensor) -> Tensor:
 
 def attribute(self: Any, values: Tensor) -> Tensor:
     """Keeps a table in an attribute, with its length, and makes it anew for longer samples."""
-    if self.cached is None or self.length < values.shape[1]:
+    if self.length < values.shape[1] or self.cached is None:
         self.length, self.cached = values.shape[1], positions(values)
     return self.cached[: values.shape[1]]
 
@@ -388,7 +388,71 @@ def test_what_a_first_call_leaves_is_made_before_the_model_is_wrapped(kind: str)
     as_plain(pipeline(2, num_micro_batches=2), warm, train_warm)
 
 
-def test_a_count_of_calls_is_refused() -> None:
+def counted(self: Any, values: Tensor) -> Tensor:
+    """Counts calls in training, and adds up time; says how long samples are."""
+    if self.training:
+        self.calls += 1
+        self.seconds = 0.1 + self.seconds + 0.05
+    self.length = values.shape[1]
+    return positions(values) * self.length
+
+
+def test_a_table_with_its_length_is_made_in_each_call() -> None:
+    """Once, it was refused for the length, which is not read in the first call."""
+
+    def forward(self: Any, values: Tensor) -> Tensor:
+        if self.cached is None or self.length < values.shape[1]:
+            self.length, self.cached = values.shape[1], positions(values)
+        return self.cached[: values.shape[1]]
+
+    as_plain(pipeline(2, num_micro_batches=2), tabled(forward, cached=None), train_warm)
+
+
+@pytest.mark.parametrize("begins_with", [True, False])
+def test_numbers_that_forward_changes_and_does_not_read_are_changed_once_a_call(begins_with: bool) -> None:
+    """Once, any count of calls was refused. A script may set it, and evaluate first."""
+    model = tabled(counted, calls=0, seconds=0.0)
+
+    def story(wrapped: Any, optimizer: Any) -> tuple[list[Tensor], list[float]]:
+        losses, numbers = [], []
+        for step, is_training in enumerate((begins_with, not begins_with, True, True)):
+            wrapped.train(is_training)
+            loss = wrapped(*batch(4, step)[0]).square().mean()
+            descend(loss, optimizer)
+            losses.append(loss.detach())
+            numbers += [wrapped.calls, wrapped.seconds, wrapped.length]
+            wrapped.calls += 10 * (step == 2)
+        return losses, numbers
+
+    as_plain(pipeline(2, num_micro_batches=2), model, story)
+
+
+def test_a_graph_that_reads_a_number_is_none_once_another_changes_it() -> None:
+    """Evaluated first, it would go by what the number was then."""
+
+    def reading(self: Any, values: Tensor) -> Tensor:
+        if self.training:
+            self.length += 1
+        return positions(values) * (1.0 if self.training else 0.5**self.length)
+
+    model = AutoVaruna(tabled(reading), num_micro_batches=2, **QUIET)
+    model.eval()(*batch(4, 0)[0])
+    model.train()(*batch(4, 0)[0])
+    with pytest.raises(TraceError, match=r"changes the Python number length, and goes by it at .*0\.5\*\*self\.length"):
+        model.eval()(*batch(4, 0)[0])
+
+
+@pytest.mark.parametrize("make", [lambda: iter([1.0, 0.5, 0.25, 0.1]), lambda: (1 / k for k in range(1, 9))])
+def test_the_next_value_of_an_iterator_is_refused_by_its_line(make: Callable[[], Any]) -> None:
+    """Once, one that Python cannot copy was not compared, and its first value held for ever."""
+    model = tabled(lambda self, values: positions(values) * next(self.scales), scales=make())
+    words = r"takes the next value of the iterator scales, and goes by it at .*next\(self\.scales\).* as a tensor"
+    with pytest.raises(TraceError, match=words):
+        AutoVaruna(model, num_micro_batches=2, **QUIET)(*batch(4, 0)[0])
+    assert next(model.scales) == 1.0
+
+
+def test_a_count_of_calls_that_forward_goes_by_is_refused() -> None:
     """Afterwards the model is as it was before."""
 
     def counting(self: Any, values: Tensor) -> Tensor:
@@ -396,6 +460,7 @@ def test_a_count_of_calls_is_refused() -> None:
         return positions(values) * self.length
 
     model = tabled(counting)
-    with pytest.raises(TraceError, match="changes the Python number length"):
+    words = r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length"
+    with pytest.raises(TraceError, match=words):
         AutoVaruna(model, num_micro_batches=2, **QUIET)(*batch(4, 0)[0])
     assert model.length == 0

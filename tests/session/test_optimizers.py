@@ -206,7 +206,7 @@ REFUSED: dict[str, Refusal] = {
         name: (TWO, JOINT[name], InputError, "joins numbers of several parameters in its steps.*num_replicas=2", None)
         for name in JOINT  # once, such an optimizer joined what one rank held, without a word
     },
-    "a search": (TWO, searching, InputError, "LBFGS joins numbers of several parameters", None),
+    "a search": (TWO, searching, InputError, "LBFGS joins numbers of several.* inputs='replicated'", None),
     "own losses": (REPLICAS, searching, RankError, "loss by which LBFGS goes, .* forward returns", own_losses),
     "noise": (TWO, Langevin, InputError, "Langevin draws random numbers in its steps", None),
     "shared noise": (SHARED, Langevin, InputError, f"{SHARING} Langevin draws random numbers", None),

@@ -53,6 +53,21 @@ def test_strides_of_one_sample_do_not_count() -> None:
             torch.testing.assert_close(out, expected[place])
 
 
+def test_a_frozen_model_gives_gradients_to_its_inputs() -> None:
+    """Once, an actor that goes backward through its critic, frozen for that, ended in an error of numpy."""
+
+    def story(model: Any, optimizer: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
+        step(model, optimizer)
+        model.requires_grad_(False)
+        actions = X.clone().requires_grad_()
+        model(actions).square().mean().backward()
+        model.requires_grad_(True)
+        step(model, optimizer)
+        return actions.grad, dict(model.state_dict())
+
+    as_plain(TWO, layers(), story)
+
+
 def initialise_anew(model: Any) -> Tensor:
     """Draws all weights anew, by several of torch's ways."""
     generator = torch.Generator().manual_seed(3)

@@ -11,7 +11,8 @@ from autovaruna.graph.call import CallSpec, InputSpec
 WHOLE = "inputs='replicated', num_micro_batches=1, dynamic_batch=False"
 """What has every rank pass the same batch, and the model see all of it at once."""
 
-EXAMPLE = "in an argument x (batch_dims={'x': 1})"
+_EXAMPLE = "in an argument {0} (batch_dims={{'{0}': 1}})"
+EXAMPLE = _EXAMPLE.format("x")
 
 _OTHERWISE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
@@ -31,6 +32,11 @@ FOR_COUNTS = (
 _MOST_NAMES = 3
 
 _OF_AN_EDGE = 2
+
+
+def example(name: str) -> str:
+    """Returns how to say of an input that its second dimension is the batch."""
+    return _EXAMPLE.format(name)
 
 
 def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = None) -> str:

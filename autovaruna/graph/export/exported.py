@@ -21,6 +21,7 @@ from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.operators import aliases_of
 from autovaruna.graph.precision import REGION, inside, regions
+from autovaruna.graph.side_effects import NumberChange
 from autovaruna.graph.tree import Tree
 
 _ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
@@ -48,6 +49,7 @@ class Exported:
         constants: tensors that are neither parameters nor buffers, by attribute name.
         is_dynamic: whether the batch size is a symbol in the graph.
         left: where forward leaves tensors beside what it returns.
+        changes: what it does to numbers of modules, none of which it reads.
         greatest: the batch size up to which the graph holds; None: it holds for all.
         asks_for_one: where the model does something else for a batch of one sample; empty: nowhere.
         watched: the calls of modules with hooks that only watch.
@@ -61,6 +63,7 @@ class Exported:
     is_dynamic: bool
     markers: tuple[Marker, ...] = ()
     left: tuple[str, ...] = ()
+    changes: tuple[NumberChange, ...] = ()
     greatest: int | None = None
     asks_for_one: str = ""
     watched: tuple[WatchedCall, ...] = ()

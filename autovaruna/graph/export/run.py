@@ -59,8 +59,10 @@ from autovaruna.graph.outside import OutsidePlace
 from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
 from autovaruna.graph.random import python_generators, recorded_draws
 from autovaruna.graph.side_effects import (
+    NumberChange,
     StateError,
     check_state,
+    hidden_state,
     left_tensors,
     numbers_in,
     plain_state,
@@ -146,6 +148,7 @@ class KeptWhole:
         shows_tracing: whether ``torch.compiler.is_compiling()`` says yes, for which libraries have code of their own.
         may_show_tracing: whether that is still to be tried.
         hidden_error: what stopped the trace while it said no.
+        counted: numbers of modules, by path and name, that forward changes, and must not read.
     """
 
     operations: frozenset[NamedFunction] = frozenset({("torch.cdist", torch.cdist), ("torch.istft", torch.istft)})
@@ -154,6 +157,7 @@ class KeptWhole:
     shows_tracing: bool = False
     may_show_tracing: bool = True
     hidden_error: str = ""
+    counted: frozenset[tuple[str, str]] = frozenset()
 
 
 class RetryError(Exception):
@@ -207,7 +211,7 @@ class FlatCall(nn.Module):
         args, kwargs = call.arguments(tensors)
         before = [(module, dict(buffer_table(module))) for module in self.model.modules()]
         numbers = plain_state(self.model) | numbers_in(self.outside)
-        with ExitStack() as stack:
+        with hidden_state(self.model, attempt.kept.counted, self.outside) as changes, ExitStack() as stack:
             hidden = () if attempt.kept.shows_tracing else (hide_tracing(), hide_fakes())
             idioms = self.idioms, self.idioms.scripted_functions()
             for context in (*hidden, unchecked_distributions(), conversions(), *idioms):
@@ -220,7 +224,7 @@ class FlatCall(nn.Module):
         left = left_tensors(self.model)
         for module, buffers in before:
             _write_back(module, buffers)
-        attempt.reports.append((tree, left))
+        attempt.reports.append((tree, left, changes))
         return tuple(outputs)
 
 
@@ -259,6 +263,7 @@ class TraceOptions:
             whole, and the model is traced for `micro_batch_size` samples.
         free: dimensions of inputs, besides the batch, whose lengths it need not fix; nothing is kept whole then.
         can_keep: whether what stops the trace is kept whole.
+        counted: numbers of modules, by path and name, that a forward changes, and must not read.
     """
 
     is_dynamic: bool = True
@@ -269,6 +274,7 @@ class TraceOptions:
     is_parted: bool = True
     free: Places = frozenset()
     can_keep: bool = True
+    counted: frozenset[tuple[str, str]] = frozenset()
 
 
 PLAIN = TraceOptions()
@@ -279,7 +285,7 @@ class ExportAttempt:
     """One trace of a call.
 
     Attributes:
-        reports: what the model has returned in each run of it, and where it has left tensors.
+        reports: what the model has returned in each run of it, where it has left tensors, and numbers it has changed.
     """
 
     model: nn.Module
@@ -289,7 +295,7 @@ class ExportAttempt:
     options: TraceOptions
     kept: KeptWhole
     sizes: SizeWatch = field(default_factory=SizeWatch)
-    reports: list[tuple[Tree, list[str]]] = field(default_factory=list)
+    reports: list[tuple[Tree, list[str], list[NumberChange]]] = field(default_factory=list)
 
     def run(self) -> Exported:
         """Traces the call.
@@ -326,7 +332,7 @@ class ExportAttempt:
                 raise
             except Exception as error:
                 self._stop(error, flat, mode, drawn)
-        output_tree, left = self.reports[-1]
+        output_tree, left, changes = self.reports[-1]
         constants, markers = self._tidy(graph_module)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = pop_watched(graph_module), None
@@ -342,6 +348,7 @@ class ExportAttempt:
             markers=markers,
             watched=watched_calls,
             left=tuple(left),
+            changes=tuple(changes),
             greatest=self._greatest() if is_dynamic else None,
             asks_for_one=sizes.asks_for_one,
             lengths=lengths,
@@ -372,8 +379,12 @@ class ExportAttempt:
         kept, function = self.kept, flat.idioms.function_of(error)
         if isinstance(error, BatchSizeError) and not (self.options.is_parted or kept.may_show_tracing):
             raise error
-        if isinstance(error, StateError) and is_of_keeper(error):
-            raise error
+        if isinstance(error, StateError):
+            counted = (error.changed & plain_state(self.model).keys()) - kept.counted
+            if counted and not is_of_keeper(error):
+                raise RetryError(replace(kept, counted=kept.counted | counted), error)
+            if is_of_keeper(error) or not kept.may_show_tracing:
+                raise error
         own = model_error(flat, example_inputs(self.call, self.call.batch_size, mode, self.device), mode)
         cause: Exception | None = InModuleError(drawn[0], DRAWN) if drawn else error
         if not drawn and self.options.is_dynamic and own is None and is_about_batch(error):
@@ -418,7 +429,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_model(model)
-    first = KeptWhole(can_grow=options.can_keep)
+    first = KeptWhole(can_grow=options.can_keep, counted=options.counted)
     kept, refusal, not_kept = first, None, None
     while True:
         try:
