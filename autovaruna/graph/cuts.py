@@ -127,8 +127,6 @@ def _pop(module: fx.GraphModule, is_region: bool = False) -> list[Marker]:
             markers.append(Marker(str(node.args[2]), source.name, users, kept, is_region))
         kept += not is_mark(node)
     drop(marks)
-    if markers and is_region:
-        module.recompile()
     return markers
 
 

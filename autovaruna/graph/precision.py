@@ -172,7 +172,6 @@ def switch_in_regions(module: fx.GraphModule) -> None:
                 if each.op in ("call_function", "output"):
                     with region.graph.inserting_before(each):
                         switch.to(precision_of(each) if each.op == "call_function" else ())
-            region.recompile()
 
 
 def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Precision:

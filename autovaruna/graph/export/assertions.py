@@ -171,14 +171,11 @@ def _line(frame: FrameType) -> str:
 
 def place_checks(module: fx.GraphModule) -> None:
     """Has a graph, and the regions in it, call `check` where a check was."""
-    for each in regions(module):
-        for node in each.graph.nodes:
-            if node.target is torch.ops.autovaruna.check.default:
-                node.target = check
-            elif node.target is _aten._assert_async.msg:
-                node.target, node.args = check, (node.args[0], True, Path(origin(node)).name)
-        if each is not module:
-            each.recompile()
+    for node in (node for region in regions(module) for node in region.graph.nodes):
+        if node.target is torch.ops.autovaruna.check.default:
+            node.target = check
+        elif node.target is _aten._assert_async.msg:
+            node.target, node.args = check, (node.args[0], True, Path(origin(node)).name)
 
 
 def is_traced(tensor: Any) -> bool:

@@ -195,7 +195,6 @@ def _detach_views(region: fx.GraphModule) -> None:
             detached = region.graph.call_function(aten.detach.default, (view,))
         detached.meta = dict(view.meta)
         last.replace_input_with(view, detached)
-    region.recompile()
 
 
 def _itself(node: fx.Node) -> fx.Node:
@@ -242,18 +241,10 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
 
 def allow_cudnn(module: fx.GraphModule, is_enabled: bool) -> None:
     """Says in every operation of a graph that takes it as an argument whether cuDNN may be used."""
-    for region in regions(module):
-        for node in region.graph.nodes:
-            if not isinstance(node.target, OpOverload):
-                continue
-            names = [argument.name for argument in schema_of(node.target).arguments]
-            place = next((place for place, name in enumerate(names) if name in _ALLOWS_CUDNN), len(names))
-            if place < len(node.args):
-                node.update_arg(place, is_enabled)
-            elif place < len(names):
-                node.update_kwarg(names[place], is_enabled)
-        if region is not module:  # a name in the model may be a word of Python, which cannot be compiled
-            region.recompile()
+    for node in (node for region in regions(module) for node in region.graph.nodes):
+        known = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
+        for place, name in ((place, each.name) for place, each in enumerate(known) if each.name in _ALLOWS_CUDNN):
+            node.update_arg(place, is_enabled) if place < len(node.args) else node.update_kwarg(name, is_enabled)
 
 
 def has_effect(module: nn.Module, node: fx.Node) -> bool:

@@ -330,6 +330,9 @@ class ExportAttempt:
         constants, markers = self._tidy(graph_module)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = pop_watched(graph_module), None
+        _, *regions_within = regions(graph_module)  # itself it is not compiled: it has names that may be Python's words
+        for region in regions_within:
+            region.recompile()
         if self.options.free:
             if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
                 raise TraceError(_KEPT)

@@ -133,8 +133,6 @@ def pop_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
             name = sources[int(source.args[2])] if source in marks else source.name
             sources[int(node.args[2])] = name if each is module else ""
         drop(marks)
-        if marks and each is not module:
-            each.recompile()
     calls = getattr(_tracing, "calls", None) or ()
     return tuple(
         WatchedCall(path, tree, tuple(sources.get(key, "") for key in keys), num_given)
