@@ -400,7 +400,7 @@ def locate(
         most = min(set().union(*after), default=len(blocks))
         block = min(max(sum(start < marker.place for start in starts), least), most)
         if marker.region:
-            reason = "it lies inside a region of the graph that is run as one operation (torch.no_grad(), torch.cond)"
+            reason = "it lies inside a region of the graph that is run as one operation (torch.cond)"
         elif least > most:
             reason = _why_joined(marker.source, marker.users, joins)
         else:

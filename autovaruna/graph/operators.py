@@ -158,11 +158,6 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return given | dict(zip([argument.name for argument in known], node.args, strict=False)) | dict(node.kwargs)
 
 
-def written(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that an operation changes, of a list each; other functions do not say."""
-    return [each for each in changed_by(node.target, node.args, node.kwargs) if isinstance(each, fx.Node)]
-
-
 def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns those arguments of a call, of a list each, that its operation changes as its schema says."""
     if not isinstance(operation, OpOverload) or not schema_of(operation).is_mutable:
@@ -452,7 +447,7 @@ def adds_up(node: fx.Node) -> bool:
 
 
 def changed_statistics(module: nn.Module, node: fx.Node) -> list[fx.Node]:
-    """Returns the running statistics that a node changes, itself or in a region that it wraps; no schema says so."""
+    """Returns the running statistics that a node changes, itself or in a graph that it wraps; no schema says so."""
     if (places := operator_of(node).statistics) is not None:
         buffers = [node.args[place] for place in places[:2]] if node.args[places[2]] else []
         return [each for each in buffers if isinstance(each, fx.Node)]
@@ -470,7 +465,7 @@ def changed_statistics(module: nn.Module, node: fx.Node) -> list[fx.Node]:
 
 
 def is_random(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node draws random numbers, itself or in a region that it wraps; a dropout that is off draws none."""
+    """Whether a node draws random numbers, itself or in a graph that it wraps; a dropout that is off draws none."""
     if node.op != "call_function":
         return False
     if node.target is run_opaque:

@@ -22,7 +22,6 @@ from autovaruna.log import warn_once
 logger = logging.getLogger(__name__)
 
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
-
 _MOST_NAMES = 5
 
 

@@ -28,11 +28,8 @@ from autovaruna.graph.precision import regions
 from autovaruna.graph.source_lines import is_users, origin
 
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try, ast.NamedExpr)
-
 _IDENTITY = ast.Is | ast.IsNot
-
 _HIDES_TRUTH = (ast.Not, ast.IfExp, ast.Lambda, ast.comprehension, ast.NamedExpr, ast.In, ast.NotIn, ast.Await)
-
 _CASTS = {Tensor.__bool__: Tensor.bool, Tensor.__int__: Tensor.long}
 _aten = torch.ops.aten
 

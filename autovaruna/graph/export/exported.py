@@ -1,14 +1,13 @@
-"""Holds what torch.export made of a call, and makes it plain: the model's own names, regions, no idle nodes."""
+"""Holds what torch.export made of a call, and makes it plain: the model's own names, no idle nodes, all in one mode."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from operator import attrgetter, getitem
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +19,7 @@ from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.operators import aliases_of
-from autovaruna.graph.precision import REGION, inside, regions
+from autovaruna.graph.precision import regions
 from autovaruna.graph.tree import Tree
 
 _ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
@@ -111,7 +110,7 @@ def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
 
 
 def drop_idle(module: fx.GraphModule) -> None:
-    """Replaces each operation that returns its argument by that, in regions (``torch.no_grad()``) as well."""
+    """Replaces each operation that returns its argument by that, in graphs within (``torch.cond()``) as well."""
     for graph, (operation, is_idle) in product((part.graph for part in regions(module)), _IDLE.items()):
         for node in graph.find_nodes(op="call_function", target=operation):
             if is_idle(*node.args, **node.kwargs):
@@ -144,80 +143,42 @@ _IDLE: dict[OpOverload, Callable[..., bool]] = {
 }
 
 
-def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]) -> None:
-    """Puts the operations of each region that no gradient goes into in its place."""
-    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
-    free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}
-    for node in list(module.graph.nodes):
-        if node.target is REGION and free.issuperset(each for each in node.args[2:] if isinstance(each, fx.Node)):
-            free |= _open(module, node)
-        elif node.op == "get_attr":
-            free |= set() if str(node.target) in parameters else {node}
-        elif node.op == "call_function" and free.issuperset(node.all_input_nodes):
-            free.add(node)
+def detach_without_gradients(
+    module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]
+) -> None:
+    """Detaches what operations under ``torch.no_grad()`` take, where that may have a gradient: all run in one mode.
 
-
-def _open(module: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
-    """Puts the operations of a region in its place, and returns them; a region that holds attributes stays."""
-    inner, given = inside(module, region)
-    if inner.graph.find_nodes(op="get_attr"):
-        return {region}
-    copies = dict(given)
-    with module.graph.inserting_before(region):
-        results: Any = module.graph.graph_copy(inner.graph, copies)
-    for user in list(region.users):
-        assert user.target is getitem, "a region returns a tuple"
-        user.replace_all_uses_with(results[user.args[1]])
-        module.graph.erase_node(user)
-    module.graph.erase_node(region)
-    return {copy for node, copy in copies.items() if node not in given}
-
-
-def detach_views(module: fx.GraphModule) -> None:
-    """Detaches the views that regions without gradients return; what they return as it is given keeps its gradient.
-
-    PyTorch says of a view made under ``torch.no_grad()`` that it needs a gradient, and can compute none.
+    A tensor that such an operation returns as it is, or written into, keeps its gradient.
     """
-    for part in regions(module):
-        for region in part.graph.find_nodes(op="call_function", target=REGION):
-            if not region.args[0]:
-                inner, given = inside(part, region)
-                _detach_views(inner)
-                _pass_by(region, inner.graph.output_node().args[0], given)
+    inputs = zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True)
+    graded = {node for node, has_gradient in inputs if has_gradient}
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr" and str(node.target) in parameters:
+            graded.add(node)
+        if node.op != "call_function" or graded.isdisjoint(node.all_input_nodes):
+            continue
+        if not node.meta.get("no_grad"):
+            graded.add(node)
+            continue
+        if _returns_itself(node):
+            node.replace_all_uses_with(node.args[0])
+        for source in graded.intersection(node.all_input_nodes):
+            with module.graph.inserting_before(node):
+                detached = module.graph.call_function(aten.detach.default, (source,))
+            detached.meta = {**node.meta, "val": source.meta["val"]}
+            node.replace_input_with(source, detached)
 
 
-def _detach_views(region: fx.GraphModule) -> None:
-    last = region.graph.output_node()
-    for returned in last.all_input_nodes:
-        last.replace_input_with(returned, _itself(returned))
-    for view in filter(_is_view, last.all_input_nodes):
-        with region.graph.inserting_before(last):
-            detached = region.graph.call_function(aten.detach.default, (view,))
-        detached.meta = dict(view.meta)
-        last.replace_input_with(view, detached)
-
-
-def _itself(node: fx.Node) -> fx.Node:
-    """Follows operations back that return their argument, as ``to`` may, rather than a view of it."""
-    while _is_view(node):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        source = node.args[0]
-        if not isinstance(source, fx.Node) or node.target(*args, **kwargs) is not args[0]:  # type: ignore[operator]
-            break
-        node = source
-    return node
-
-
-def _pass_by(region: fx.Node, results: Any, given: Mapping[fx.Node, Any]) -> None:
-    """Has what a region returns unchanged come from its source, past the region."""
-    for user in list(region.users):
-        if user.target is getitem and (source := given.get(results[user.args[1]])) is not None:
-            user.replace_all_uses_with(source)
-            user.graph.erase_node(user)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return any(not alias.is_write for alias in aliases_of(node))
+def _returns_itself(node: fx.Node) -> bool:
+    """Whether an operation returns its first argument: it writes into that, or has nothing to do, as ``to`` may."""
+    aliases, target = aliases_of(node), node.target
+    if not aliases or not isinstance(node.args[0], fx.Node) or not isinstance(target, OpOverload):
+        return False
+    if aliases[0].is_write:
+        written = schema_of(target).arguments[0].alias_info
+        return written is not None and bool(written.is_write)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    return target(*args, **kwargs) is args[0]
 
 
 def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:
@@ -248,7 +209,7 @@ def allow_cudnn(module: fx.GraphModule, is_enabled: bool) -> None:
 
 
 def has_effect(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place, itself or in a region that it wraps (``torch.no_grad()``)."""
+    """Whether a node changes a tensor in place, itself or in a graph that it wraps (``torch.cond()``)."""
     if node.is_impure():
         return True
     if isinstance(node.target, OpOverload):  # wraps nothing

@@ -42,9 +42,8 @@ from autovaruna.graph.export.exported import (
     PREFIX,
     Exported,
     allow_cudnn,
-    detach_views,
+    detach_without_gradients,
     drop_idle,
-    open_free_regions,
     tidy,
     unlift,
 )
@@ -56,7 +55,7 @@ from autovaruna.graph.opaque.functions import kept_functions
 from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.outside import OutsidePlace
-from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
+from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_modes, regions
 from autovaruna.graph.random import python_generators, recorded_draws
 from autovaruna.graph.side_effects import (
     StateError,
@@ -307,13 +306,13 @@ class ExportAttempt:
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             with_fake_state(model, mode, self.device),
             named_cut_points(model),
-            kept_functions(keeper.call_own),
+            kept_functions(keeper.call_function),
             sizes.entered(),
             recorded_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
             padded_encoders(),
-            recorded_precision(self.call.precision),
+            recorded_modes(self.call.precision),
             modules_followed(),
             without_cudnn() as has_cudnn,
         ):
@@ -401,14 +400,12 @@ class ExportAttempt:
         return size
 
     def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
-        """Gives a graph plain names and regions; returns tensors beside the model's, and cut points."""
+        """Gives a graph plain names and one mode of gradients; returns tensors beside the model's, and cut points."""
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         drop_idle(graph_module)
-        open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
-        detach_views(graph_module)
-        switch_in_regions(graph_module)
+        detach_without_gradients(graph_module, parameters, [spec.needs_gradient for spec in inputs])
         constants = tidy(graph_module, [spec.name for spec in inputs], state)
         return constants, pop_markers(graph_module)
 

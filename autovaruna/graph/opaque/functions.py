@@ -91,13 +91,13 @@ def _is_filled(cell: Any) -> bool:
 
 
 @contextmanager
-def kept_functions(keep: Callable[[Function, tuple[Any, ...]], Any]) -> Iterator[None]:
+def kept_functions(keep: Callable[..., Any]) -> Iterator[None]:
     """Has calls of autograd functions on this thread leave nodes, by `keep`, where they have a backward."""
 
     def handle(function: Function, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         tensors = (each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
         is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        return keep(function, args) if is_trained else run()
+        return keep(function.__qualname__, function.apply, *args) if is_trained else run()
 
     with plain_checkpoints(), applied_by(handle):
         yield

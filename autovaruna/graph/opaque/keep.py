@@ -17,7 +17,7 @@ from autovaruna._torch import HOOKS, parameter_table, replaced
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import restored
 from autovaruna.graph.module_state import own_tensors, places_of
-from autovaruna.graph.opaque.functions import Function, holder_of_weights
+from autovaruna.graph.opaque.functions import holder_of_weights
 from autovaruna.graph.opaque.infer import USES_WEIGHTS, CannotKeepError, OpaqueTrial, copy_of, infer_reductions
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned
 from autovaruna.graph.operators import run_opaque
@@ -122,11 +122,6 @@ class OpaqueCalls:
         spare = (CannotKeepError(USES_WEIGHTS.format(holder)), ()) if holder else spare_of(module)
         return self.call(name, module, spare, *args, **kwargs)
 
-    def call_own(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Leaves a node for a call of an autograd function."""
-        module = KeptFunction(function.__qualname__, function.apply, is_own=True)
-        return self.call(module.name, module, spare_of(module), *args)
-
     def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module."""
         try:
@@ -167,7 +162,7 @@ class OpaqueCalls:
             returned = self._known[kind] = infer_reductions(trial)
         key = f"{path} {len(_calls)}"
         line = users_line().removeprefix(" at ")
-        _calls[key] = OpaqueModule(path, module, copy, call, returned, num_parameters, line)
+        _calls[key] = OpaqueModule(path, module, copy, call, returned, num_parameters, line, mode[1])
         results = _module(tensors, state, self.batch[0], key)
         return returned.tree.unflatten(results)
 
