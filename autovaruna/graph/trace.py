@@ -146,7 +146,7 @@ def _refuse_watching(traced: TracedModel) -> None:
             if name not in traced.facts or traced.facts[name].makes & written:
                 raise TraceError(
                     f"A forward hook of {call.path or 'the model'} watches what cannot be shown: its result is changed "
-                    "in place later (by inplace=True, say), or made in a region of its own, as under no_grad(). "
+                    "in place later (by inplace=True, say), or made in a branch of torch.cond. "
                     "Expected a result that stays as it is; pass inplace=False to the module that follows, or register "
                     "the hook on another module."
                 )

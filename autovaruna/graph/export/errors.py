@@ -7,9 +7,8 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +70,15 @@ class BatchSizeError(TraceError):
     """Says that a graph would hold for one batch size alone."""
 
 
-def check_operations(module: fx.GraphModule) -> None:
-    """Refuses operations that would fail later.
+def check_operations(module: fx.GraphModule, held: Mapping[str, Any]) -> None:
+    """Refuses operations that would fail later; `held` is what the graph holds beside parameters and buffers.
 
     Raises:
         TraceError: a weight has sparse gradients.
         InModuleError: the inside of a function transform is in the graph.
     """
     for node in module.graph.nodes:
-        if node.op == "get_attr" and _is_lost(module, str(node.target)):
+        if node.op == "get_attr" and _is_lost(str(node.target), held):
             raise TraceError(
                 f"The trace has lost how a value is made that {', '.join(map(str, node.users))} uses. Expected "
                 "operations of torch; move what makes it into a submodule, which may then be kept whole."
@@ -152,11 +151,9 @@ def refuse_backward(name: str) -> TraceError:
     )
 
 
-def _is_lost(module: nn.Module, target: str) -> bool:
+def _is_lost(target: str, held: Mapping[str, Any]) -> bool:
     """Whether an attribute is a value of the trace, and none of the model."""
-    if "lifted_tensor" not in target:
-        return False
-    value = attrgetter(target)(module)
+    value = held.get(target) if "lifted_tensor" in target else None
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from operator import attrgetter
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 
 from autovaruna._torch import OpOverload, schema_of
 from autovaruna.graph.cuts import Marker
@@ -24,7 +22,6 @@ from autovaruna.graph.tree import Tree
 
 _ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
 """How operations call the argument."""
-_OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
 aten = torch.ops.aten
 _NO_END = 2**63 - 1
 _DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
@@ -68,45 +65,20 @@ class Exported:
 
 
 def unlift(program: ExportedProgram) -> fx.GraphModule:
-    """Returns the graph of a program with parameters, buffers and constants as attributes, by their names in the model.
+    """Returns the graph of a program with attributes, by their names in the model, in place of inputs that are state.
 
-    Of anything unusual ``torch.export`` makes it: that compiles code with these names, and fails at words of Python.
+    ``program.module()`` would compile code with these names, which fails at words of Python.
     """
-    signature = program.graph_signature
-    kinds = {spec.kind for spec in signature.input_specs}
-    is_plain = kinds <= {*_OF_THE_MODEL, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT}
-    if not is_plain or any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
-        module = program.module(check_guards=False)
-        assert isinstance(module, fx.GraphModule)
-        return module
-    module = fx.GraphModule(
-        program.graph_module, copy.deepcopy(program.graph)
-    )  # a copy has no names of nodes that left
-    held = {**program.state_dict, **program.constants}
-    holders: dict[str, nn.Module] = {"": module}
-    for node, spec in zip(module.graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
+    module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph))  # a copy lacks names of nodes that left
+    for node, spec in zip(module.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
         if spec.kind is not InputKind.USER_INPUT:
             assert spec.target is not None
-            place, _, name = spec.target.rpartition(".")
-            holder = _holder(holders, place)
-            assign = holder.register_buffer if spec.kind is InputKind.BUFFER else partial(setattr, holder)
-            assign(name, held[spec.target])
             with module.graph.inserting_after(node):
                 attribute = module.graph.create_node("get_attr", spec.target)
             node.replace_all_uses_with(attribute)
             attribute.meta = node.meta
             module.graph.erase_node(node)
     return module
-
-
-def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
-    if path not in holders:
-        above, _, name = path.rpartition(".")
-        parent = _holder(holders, above)
-        if not hasattr(parent, name):
-            parent.add_module(name, nn.Module())
-        holders[path] = getattr(parent, name)
-    return holders[path]
 
 
 def drop_idle(module: fx.GraphModule) -> None:
@@ -181,12 +153,16 @@ def _returns_itself(node: fx.Node) -> bool:
     return target(*args, **kwargs) is args[0]
 
 
-def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:
-    """Renames placeholders and attributes, drops checks, and returns the constant tensors by attribute name."""
+def tidy(
+    module: fx.GraphModule, input_names: list[str], state: Collection[str], held: Mapping[str, object]
+) -> dict[str, Tensor]:
+    """Renames placeholders and attributes, drops checks, and returns the constant tensors, of those `held`, by name."""
     for node in list(module.graph.nodes):
         if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code(lambda node: has_effect(module, node))
+    for node in reversed(module.graph.nodes):
+        if not node.users and not has_effect(module, node):
+            module.graph.erase_node(node)
     used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
     for node, name in zip(module.graph.find_nodes(op="placeholder"), input_names, strict=True):
         node.name = node.target = name if name not in used else f"input_{name}"
@@ -195,7 +171,7 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
         target = str(node.target)
         if target in state:
             node.target = target.removeprefix(PREFIX)
-        elif isinstance(value := attrgetter(target)(module), Tensor):
+        elif isinstance(value := held.get(target), Tensor):
             constants[target] = value.detach()
     return constants
 
@@ -214,6 +190,6 @@ def has_effect(module: nn.Module, node: fx.Node) -> bool:
         return True
     if isinstance(node.target, OpOverload):  # wraps nothing
         return False
-    held = [attrgetter(str(arg.target))(module) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    held = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
     children = [(each, child) for each in held if isinstance(each, fx.GraphModule) for child in each.graph.nodes]
     return any(child.op not in ("placeholder", "output") and has_effect(region, child) for region, child in children)

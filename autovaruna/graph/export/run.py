@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -318,7 +318,7 @@ class ExportAttempt:
         ):
             flat = FlatCall(self, keeper, Idioms(keeper.functions), outside)
             try:
-                graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
+                graph_module, held = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
                 if drawn:
                     raise InModuleError(drawn[0], DRAWN)
             except InputError:
@@ -326,7 +326,7 @@ class ExportAttempt:
             except Exception as error:
                 self._stop(error, flat, mode, drawn)
         output_tree, left = self.reports[-1]
-        constants, markers = self._tidy(graph_module)
+        constants, markers = self._tidy(graph_module, held)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = pop_watched(graph_module), None
         _, *regions_within = regions(graph_module)  # itself it is not compiled: it has names that may be Python's words
@@ -350,8 +350,8 @@ class ExportAttempt:
             fixes_lengths=sizes.fixed_at,
         )
 
-    def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
-        """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
+    def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> tuple[fx.GraphModule, dict[str, Any]]:
+        """Returns torch.export's graph, and what it holds beside parameters and buffers."""
         dimension = torch.export.Dim("batch", min=1)
         shapes: list[dict[int, Any]] = [
             {0: dimension} if spec.is_batch and self.options.is_dynamic else {} for spec in self.call.inputs
@@ -366,8 +366,8 @@ class ExportAttempt:
         graph_module = unlift(program)
         place_modules(graph_module)
         place_checks(graph_module)
-        check_operations(graph_module)
-        return graph_module
+        check_operations(graph_module, program.constants)
+        return graph_module, program.constants
 
     def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str]) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
@@ -399,14 +399,16 @@ class ExportAttempt:
             raise refuse_batch_size(self.model, self.call, line, f"it holds for batch <= {size} alone")
         return size
 
-    def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
+    def _tidy(
+        self, graph_module: fx.GraphModule, held: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
         """Gives a graph plain names and one mode of gradients; returns tensors beside the model's, and cut points."""
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         drop_idle(graph_module)
         detach_without_gradients(graph_module, parameters, [spec.needs_gradient for spec in inputs])
-        constants = tidy(graph_module, [spec.name for spec in inputs], state)
+        constants = tidy(graph_module, [spec.name for spec in inputs], state, held)
         return constants, pop_markers(graph_module)
 
 
