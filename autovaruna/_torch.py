@@ -61,7 +61,7 @@ try:
 
     # Operators, as the nodes of a graph call them.
     OpOverload = torch._ops.OpOverload
-    HigherOrderOperator = torch._ops.HigherOrderOperator  # takes graphs, as torch.cond
+    HigherOrderOperator = torch._ops.HigherOrderOperator  # takes functions, as torch.cond
 
     _CACHE_ENABLED = "_cache_enabled"  # of torch.nn.utils.parametrize
 

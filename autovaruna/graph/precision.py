@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autovaruna._torch import (
     enter_autocast,
@@ -25,11 +25,6 @@ is_autocast = is_any_autocast_enabled
 _lock = Lock()
 _users: list[ExitStack] = []
 """Contexts of all threads that last; the first holds the stance, which is of the whole process."""
-
-
-def regions(module: nn.Module) -> list[fx.GraphModule]:
-    """Returns a graph, and those within it (``torch.cond()``)."""
-    return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -539,7 +539,7 @@ def _with_layers_once(traced: TracedModel) -> fx.GraphModule:
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             graph.erase_node(node)
-        elif (held := getattr(traced.module, str(node.target), None)) is not None:  # a region, or what is kept whole
+        elif (held := getattr(traced.module, str(node.target), None)) is not None:  # it is kept whole
             setattr(module, str(node.target), held)
     module.graph = graph
     return module

@@ -24,7 +24,6 @@ from autovaruna.errors import InputError
 from autovaruna.graph.constant_values import follows_held, numbers_of
 from autovaruna.graph.export.errors import refuse_int
 from autovaruna.graph.opaque.run import is_profiling
-from autovaruna.graph.precision import regions
 from autovaruna.graph.source_lines import is_users, origin
 
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try, ast.NamedExpr)
@@ -167,8 +166,8 @@ def _line(frame: FrameType) -> str:
 
 
 def place_checks(module: fx.GraphModule) -> None:
-    """Has a graph, and the regions in it, call `check` where a check was."""
-    for node in (node for region in regions(module) for node in region.graph.nodes):
+    """Has a graph call `check` where a check was."""
+    for node in module.graph.nodes:
         if node.target is torch.ops.autovaruna.check.default:
             node.target = check
         elif node.target is _aten._assert_async.msg:

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import BACKWARD_HOOKS, EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
+from autovaruna._torch import (
+    BACKWARD_HOOKS,
+    EXPORT,
+    FAKE_TENSORS,
+    FUNCTORCH,
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+)
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.advice import advice
@@ -75,7 +83,7 @@ def check_operations(module: fx.GraphModule, held: Mapping[str, Any]) -> None:
 
     Raises:
         TraceError: a weight has sparse gradients.
-        InModuleError: the inside of a function transform is in the graph.
+        InModuleError: the inside of a function transform is in the graph, or an operation that takes functions.
     """
     for node in module.graph.nodes:
         if node.op == "get_attr" and _is_lost(str(node.target), held):
@@ -90,11 +98,10 @@ def check_operations(module: fx.GraphModule, held: Mapping[str, Any]) -> None:
                 "which are not summed over ranks. Expected sparse=False; the numbers are the same, and so are those of "
                 "the optimizer (SGD or Adagrad in place of SparseAdam)."
             )
-        if str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH):
-            where = origin(node) or node.name
-            raise InModuleError(
-                (modules_of(node) or [""])[-1], f"it uses a function transform of torch.func at {where}"
-            )
+        is_transform = str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH)
+        if is_transform or isinstance(node.target, HigherOrderOperator):
+            what = "a function transform of torch.func" if is_transform else f"{node.target}() of functions"
+            raise InModuleError((modules_of(node) or [""])[-1], f"it uses {what} at {origin(node) or node.name}")
 
 
 def check_model(model: nn.Module) -> None:
@@ -223,7 +230,7 @@ def explain(
     else:
         text = (
             f"{reason_of(error)}. Expected a forward whose Python control flow does not depend on the numbers in "
-            f"tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or {_INTO} as one "
+            f"tensors. Replace the branch by torch.where, move it out of forward, or {_INTO} as one "
             "operation."
         )
     return TraceError(f"{name} cannot be traced{where}: {text}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -17,7 +16,6 @@ from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.operators import aliases_of
-from autovaruna.graph.precision import regions
 from autovaruna.graph.tree import Tree
 
 _ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
@@ -82,12 +80,12 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
 
 
 def drop_idle(module: fx.GraphModule) -> None:
-    """Replaces each operation that returns its argument by that, in graphs within (``torch.cond()``) as well."""
-    for graph, (operation, is_idle) in product((part.graph for part in regions(module)), _IDLE.items()):
-        for node in graph.find_nodes(op="call_function", target=operation):
+    """Replaces each operation that returns its argument by that."""
+    for operation, is_idle in _IDLE.items():
+        for node in module.graph.find_nodes(op="call_function", target=operation):
             if is_idle(*node.args, **node.kwargs):
                 node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
+                module.graph.erase_node(node)
 
 
 def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
@@ -161,7 +159,7 @@ def tidy(
         if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
             module.graph.erase_node(node)
     for node in reversed(module.graph.nodes):
-        if not node.users and not has_effect(module, node):
+        if not node.users and not node.is_impure():
             module.graph.erase_node(node)
     used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
     for node, name in zip(module.graph.find_nodes(op="placeholder"), input_names, strict=True):
@@ -178,18 +176,7 @@ def tidy(
 
 def allow_cudnn(module: fx.GraphModule, is_enabled: bool) -> None:
     """Says in every operation of a graph that takes it as an argument whether cuDNN may be used."""
-    for node in (node for region in regions(module) for node in region.graph.nodes):
+    for node in module.graph.nodes:
         known = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
         for place, name in ((place, each.name) for place, each in enumerate(known) if each.name in _ALLOWS_CUDNN):
             node.update_arg(place, is_enabled) if place < len(node.args) else node.update_kwarg(name, is_enabled)
-
-
-def has_effect(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place, itself or in a graph that it wraps (``torch.cond()``)."""
-    if node.is_impure():
-        return True
-    if isinstance(node.target, OpOverload):  # wraps nothing
-        return False
-    held = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    children = [(each, child) for each in held if isinstance(each, fx.GraphModule) for child in each.graph.nodes]
-    return any(child.op not in ("placeholder", "output") and has_effect(region, child) for region, child in children)

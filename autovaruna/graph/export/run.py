@@ -55,7 +55,7 @@ from autovaruna.graph.opaque.functions import kept_functions
 from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.outside import OutsidePlace
-from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_modes, regions
+from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_modes
 from autovaruna.graph.random import python_generators, recorded_draws
 from autovaruna.graph.side_effects import (
     StateError,
@@ -329,11 +329,8 @@ class ExportAttempt:
         constants, markers = self._tidy(graph_module, held)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = pop_watched(graph_module), None
-        _, *regions_within = regions(graph_module)  # itself it is not compiled: it has names that may be Python's words
-        for region in regions_within:
-            region.recompile()
         if self.options.free:
-            if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
+            if graph_module.graph.find_nodes(op="call_function", target=run_opaque):
                 raise TraceError(_KEPT)
             lengths = find_lengths(graph_module, self.call, is_dynamic, sizes.conditions)
         return Exported(

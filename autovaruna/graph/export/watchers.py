@@ -24,7 +24,6 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
 from autovaruna.graph.guards import restored
 from autovaruna.graph.outside import is_record
-from autovaruna.graph.precision import regions
 from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
 
 _CONTAINERS = (list, dict, set, deque)
@@ -126,13 +125,11 @@ def _marked(value: Any) -> tuple[Any, list[int]]:
 def pop_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
     """Takes the marks out of a graph; returns the calls that it was traced with."""
     sources: dict[int, str] = {}
-    for each in regions(module):
-        marks: list[Any] = [node for node in each.graph.nodes if is_mark(node, WATCHED)]
-        for node in marks:
-            source = node.args[0]
-            name = sources[int(source.args[2])] if source in marks else source.name
-            sources[int(node.args[2])] = name if each is module else ""
-        drop(marks)
+    marks: list[Any] = [node for node in module.graph.nodes if is_mark(node, WATCHED)]
+    for node in marks:
+        source = node.args[0]
+        sources[int(node.args[2])] = sources[int(source.args[2])] if source in marks else source.name
+    drop(marks)
     calls = getattr(_tracing, "calls", None) or ()
     return tuple(
         WatchedCall(path, tree, tuple(sources.get(key, "") for key in keys), num_given)

@@ -21,7 +21,7 @@ from autovaruna.graph.opaque.functions import holder_of_weights
 from autovaruna.graph.opaque.infer import USES_WEIGHTS, CannotKeepError, OpaqueTrial, copy_of, infer_reductions
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned
 from autovaruna.graph.operators import run_opaque
-from autovaruna.graph.precision import current_precision, precision_of, regions
+from autovaruna.graph.precision import current_precision, precision_of
 from autovaruna.graph.side_effects import StateError
 from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -173,14 +173,13 @@ def is_of_keeper(error: BaseException) -> bool:
 
 
 def place_modules(module: fx.GraphModule) -> None:
-    """Has a graph, and the regions in it, call `run_opaque` where a module was kept."""
-    for each in regions(module):
-        for number, node in enumerate(list(each.graph.nodes)):
-            if node.target is torch.ops.autovaruna.module.default:
-                tensors, state, batch, key = node.args
-                name = f"kept_{number}"
-                setattr(each, name, _calls[key])
-                with each.graph.inserting_before(node):
-                    kept = each.graph.create_node("get_attr", name)
-                kept.meta["precision"] = precision_of(node)
-                node.target, node.args = run_opaque, (kept, batch, tensors, state)
+    """Has a graph call `run_opaque` where a module was kept."""
+    for number, node in enumerate(list(module.graph.nodes)):
+        if node.target is torch.ops.autovaruna.module.default:
+            tensors, state, batch, key = node.args
+            name = f"kept_{number}"
+            setattr(module, name, _calls[key])
+            with module.graph.inserting_before(node):
+                kept = module.graph.create_node("get_attr", name)
+            kept.meta["precision"] = precision_of(node)
+            node.target, node.args = run_opaque, (kept, batch, tensors, state)
