@@ -156,7 +156,7 @@ def tidy(
 ) -> dict[str, Tensor]:
     """Renames placeholders and attributes, drops checks, and returns the constant tensors, of those `held`, by name."""
     for node in list(module.graph.nodes):
-        if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
+        if node.target in _CHECKS:
             module.graph.erase_node(node)
     for node in reversed(module.graph.nodes):
         if not node.users and not node.is_impure():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from inspect import getattr_static
+from functools import partial, wraps
 from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from autovaruna._torch import SingleLevelFunction, pytree, replaced
+from autovaruna._torch import pytree, replaced
 from autovaruna.errors import TraceError
 
 Function = type[torch.autograd.Function]
-Handler = Callable[[Function, tuple[Any, ...], Callable[[], Any]], Any]
-"""Takes a function, the arguments of a call of it, and what calls it as torch does; returns what the call returns."""
+Handler = Callable[[Function, tuple[Any, ...], bool, Callable[[], Any]], Any]
+"""Takes a function, its arguments, whether gradients may be on, and what runs its forward; returns what it returns."""
 
 
 @contextmanager
@@ -28,19 +27,31 @@ def applied_by(handler: Handler) -> Iterator[None]:
 
     Those that reach weights which are not among their tensors are refused.
     """
-    plain, thread = getattr_static(SingleLevelFunction, "apply"), get_ident()
+    kind, thread = type(torch.autograd.Function), get_ident()
+    known: Callable[[Function, str], Any] = kind.__getattribute__
 
-    def apply(function: Function, *args: Any, **kwargs: Any) -> Any:
-        run = partial(plain.__get__(None, function), *args, **kwargs)
-        is_own = issubclass(function, torch.autograd.Function) and not function.__module__.startswith("torch.")
-        if get_ident() != thread or not is_own:
-            return run()
-        if torch.is_grad_enabled():
-            _refuse_weights(function, args)
-        return handler(function, args, run)
+    def find(function: Function, name: str) -> Any:
+        found = known(function, name)
+        is_seen = name == "forward" and get_ident() == thread and not function.__module__.startswith("torch.")
+        return _handled(function, found, handler) if is_seen else found
 
-    with replaced(SingleLevelFunction, "apply", classmethod(apply)):  # what each ``apply`` of a function calls
+    with replaced(kind, "__getattribute__", find):  # by which torch finds the forward of a function that it applies
         yield
+
+
+def _handled(function: Function, plain: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
+    has_context = function.setup_context is torch.autograd.Function.setup_context
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        context, given = args[0] if has_context else None, args[has_context:]
+        # torch turns gradients off for a forward, and tells by what its context has whether they were on
+        may_train = context is None or bool(context.next_functions) or not any(context.needs_input_grad)
+        if may_train:
+            _refuse_weights(function, (given, plain, function.backward))
+        return handler(function, given, may_train, partial(plain, *args, **kwargs))
+
+    return forward
 
 
 def holder_of_weights(given: Any) -> str:
@@ -61,9 +72,9 @@ def holder_of_weights(given: Any) -> str:
     return ""
 
 
-def _refuse_weights(function: Function, args: tuple[Any, ...]) -> None:
+def _refuse_weights(function: Function, held: tuple[Any, ...]) -> None:
     """Refuses a function that uses the weights of a module, which its backward would find elsewhere."""
-    if holder := holder_of_weights((args, (function.forward, function.backward))):
+    if holder := holder_of_weights(held):
         raise TraceError(
             f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
             "among its tensors, so that their gradients are its own affair. Expected a function of tensors: pass each "
@@ -93,11 +104,12 @@ def _is_filled(cell: Any) -> bool:
 @contextmanager
 def kept_functions(keep: Callable[..., Any]) -> Iterator[None]:
     """Has calls of autograd functions on this thread leave nodes, by `keep`, where they have a backward."""
+    is_trained = torch.is_grad_enabled()
 
-    def handle(function: Function, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    def handle(function: Function, args: tuple[Any, ...], may_train: bool, run: Callable[[], Any]) -> Any:
         tensors = (each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
-        is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        return keep(function.__qualname__, function.apply, *args) if is_trained else run()
+        is_kept = is_trained and may_train and any(each.requires_grad for each in tensors)
+        return keep(function.__qualname__, function.apply, *args) if is_kept else run()
 
     with plain_checkpoints(), applied_by(handle):
         yield

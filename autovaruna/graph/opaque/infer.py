@@ -140,7 +140,7 @@ class OpaqueTrial:
             hide_tracing(),
             python_generators(seed),
             with_state(places_of(self.module), state),
-            applied_by(lambda function, args, run: run()),
+            applied_by(lambda function, args, may_train, run: run()),
         ):
             before = [(place, _bits(getattr(*place)).clone()) for place, *_ in places_of(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")

@@ -149,7 +149,8 @@ class OpaqueCalls:
         state = own_tensors(module)
         if not tensors and not state:
             raise CannotKeepError("it neither takes nor holds a tensor")
-        mode = current_precision(), torch.is_grad_enabled()
+        is_own = isinstance(module, KeptFunction) and module.is_own  # in its forward gradients are off
+        mode = current_precision(), is_own or torch.is_grad_enabled()
         copy, own = spare
         if isinstance(copy, CannotKeepError):
             raise copy
