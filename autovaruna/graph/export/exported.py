@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from autovaruna._torch import OpOverload, schema_of
-from autovaruna.graph.cuts import Marker
+from autovaruna.graph.cuts import Marker, is_mark
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.operators import aliases_of
@@ -127,12 +127,12 @@ def detach_without_gradients(
             graded.add(node)
         if node.op != "call_function" or graded.isdisjoint(node.all_input_nodes):
             continue
-        if not node.meta.get("no_grad"):
+        if is_mark(node) or not node.meta.get("no_grad"):  # marks will be gone
             graded.add(node)
             continue
         if _returns_itself(node):
             node.replace_all_uses_with(node.args[0])
-        for source in graded.intersection(node.all_input_nodes):
+        for source in filter(graded.__contains__, node.all_input_nodes):
             with module.graph.inserting_before(node):
                 detached = module.graph.call_function(aten.detach.default, (source,))
             detached.meta = {**node.meta, "val": source.meta["val"]}
