@@ -61,7 +61,7 @@ try:
 
     # Operators, as the nodes of a graph call them.
     OpOverload = torch._ops.OpOverload
-    HigherOrderOperator = torch._ops.HigherOrderOperator  # takes graphs, as regions without gradients
+    HigherOrderOperator = torch._ops.HigherOrderOperator  # takes functions, as torch.cond
 
     _CACHE_ENABLED = "_cache_enabled"  # of torch.nn.utils.parametrize
 
@@ -112,6 +112,7 @@ try:
     enter_autocast = torch.amp.autocast_mode._enter_autocast
     exit_autocast = torch.amp.autocast_mode._exit_autocast
     is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+    set_gradients: Any = torch._C._set_grad_enabled  # turns gradients on and off, in a graph
 
     # What torch does for all of its own modules and optimizers.
     call_impl = nn.Module._call_impl  # runs a module with its hooks

@@ -16,13 +16,9 @@ from autovaruna.graph.operators import EMPTY, aliases_of
 
 _SIZES = (2, 7)
 """Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
-
 _MOST_ELEMENTS = 2**24
-
 _SIZED = torch.SymInt | torch.SymFloat | torch.SymBool
-
 _DETACH_, _DETACH = torch.ops.aten.detach_.default, torch.ops.aten.detach.default
-
 _LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Operators that make a tensor of numbers written in the code."""
 

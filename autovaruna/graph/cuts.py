@@ -90,18 +90,28 @@ def _cut_points(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
 
 @dataclass(frozen=True)
 class Marker:
-    """A place in a traced graph, in a region that is one node of it or not; `users` used it through the cut point."""
+    """A place in a traced graph; `users` used it through the cut point."""
 
     name: str
     source: str
     users: tuple[str, ...]
     place: int
-    region: bool = False
 
 
 def pop_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
     """Takes the markers out of a graph and returns where they were, in order of execution; each may be used once."""
-    markers = _pop(module)
+    markers: list[Marker] = []
+    place = 0
+    marks = [node for node in module.graph.nodes if is_mark(node, CUT)]
+    for node in module.graph.nodes:
+        if node in marks:
+            users = tuple(user.name for user in _final_users(node))
+            source = node
+            while is_mark(source):
+                source = source.args[0]
+            markers.append(Marker(str(node.args[2]), source.name, users, place))
+        place += not is_mark(node)
+    drop(marks)
     counts = Counter(marker.name for marker in markers)
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
@@ -110,26 +120,6 @@ def pop_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
             "places. Expected each to be used once; make one for each place, in an nn.ModuleList for a loop."
         )
     return tuple(markers)
-
-
-def _pop(module: fx.GraphModule, is_region: bool = False) -> list[Marker]:
-    markers: list[Marker] = []
-    kept = 0
-    marks = [node for node in module.graph.nodes if is_mark(node, CUT)]
-    for node in list(module.graph.nodes):
-        if node.op == "get_attr" and isinstance(region := getattr(module, str(node.target), None), fx.GraphModule):
-            markers += _pop(region, is_region=True)
-        if node in marks:
-            users = tuple(user.name for user in _final_users(node))
-            source = node
-            while is_mark(source):
-                source = source.args[0]
-            markers.append(Marker(str(node.args[2]), source.name, users, kept, is_region))
-        kept += not is_mark(node)
-    drop(marks)
-    if markers and is_region:
-        module.recompile()
-    return markers
 
 
 def _final_users(node: fx.Node) -> Iterator[fx.Node]:

@@ -163,7 +163,7 @@ class _FactsPass(fx.Interpreter):
             value = super().run_node(n)
         is_counted = n.op == "call_function" and not _is_view(n.target)
         written = {storage_of(t) for t, version in zip(inputs, versions, strict=True) if version_of(t) != version}
-        statistics = {storage_of(self.env[each]) for each in changed_statistics(self.module, n)}
+        statistics = {storage_of(self.env[each]) for each in changed_statistics(n)}
         outputs = tensors_in(value)
         self.facts[n.name] = Fact(
             value=value,
@@ -171,7 +171,7 @@ class _FactsPass(fx.Interpreter):
             reads=frozenset(map(storage_of, inputs)),
             writes=frozenset(written | statistics),
             makes=frozenset(map(storage_of, outputs)),
-            is_random=is_random(self.module, n),
+            is_random=is_random(n),
             num_flops=_plain(self.counter.get_total_flops()) if is_counted else 0.0,
         )
         return value

@@ -270,12 +270,10 @@ def _incoming(node: fx.Node, facts: Mapping[str, Fact]) -> str:
     fact = facts.get(node.name)
     value = node.meta.get("val", fact.value if fact else None)
     if fact is not None and not isinstance(value, Tensor):
-        value = fact.value if isinstance(fact.value, Tensor | fx.GraphModule) else value
+        value = fact.value if isinstance(fact.value, Tensor) else value
     if isinstance(value, Tensor):
         needs_gradient = fact.value.requires_grad if fact else value.requires_grad
         return f"{node.op}{tuple(value.shape)}{value.stride()}{value.dtype}{needs_gradient}"
-    if isinstance(value, fx.GraphModule):
-        return "\n".join(str(each.code) for each in value.modules() if isinstance(each, fx.GraphModule))
     return repr(value)
 
 
@@ -395,13 +393,13 @@ def locate(
     found = []
     for marker in markers:
         least = graph.block_of.get(marker.source, -1) + 1
-        users = () if marker.region else marker.users
-        after = [{graph.block_of[name]} if name in graph.block_of else graph.users(graph.nodes[name]) for name in users]
+        after = [
+            {graph.block_of[name]} if name in graph.block_of else graph.users(graph.nodes[name])
+            for name in marker.users
+        ]
         most = min(set().union(*after), default=len(blocks))
         block = min(max(sum(start < marker.place for start in starts), least), most)
-        if marker.region:
-            reason = "it lies inside a region of the graph that is run as one operation (torch.no_grad(), torch.cond)"
-        elif least > most:
+        if least > most:
             reason = _why_joined(marker.source, marker.users, joins)
         else:
             ends = {0: "nothing of the model lies before it", len(blocks): "nothing of the model lies after it"}

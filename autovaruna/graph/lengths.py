@@ -21,7 +21,6 @@ from autovaruna._torch import pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.operators import is_of_batch
-from autovaruna.graph.precision import regions
 from autovaruna.graph.records import Size
 
 FREE = "free"
@@ -236,8 +235,8 @@ def _plain(length: Any) -> Any:
 
 
 def put_numbers(module: fx.GraphModule, numbers: Mapping[Any, Any]) -> None:
-    """Puts numbers in the place of symbols in the values of a graph, and of those within it."""
-    for node in (node for part in regions(module) for node in part.graph.nodes):
+    """Puts numbers in the place of symbols in the values of a graph."""
+    for node in module.graph.nodes:
         value = node.meta.get("val")
         if _has(value, numbers):
             node.meta[FREE] = value

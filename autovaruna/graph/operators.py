@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum, auto
 from fnmatch import fnmatchcase
@@ -16,10 +15,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autovaruna._torch import HigherOrderOperator, OpOverload, pytree, schema_of
+from autovaruna._torch import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
@@ -158,11 +157,6 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return given | dict(zip([argument.name for argument in known], node.args, strict=False)) | dict(node.kwargs)
 
 
-def written(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that an operation changes, of a list each; other functions do not say."""
-    return [each for each in changed_by(node.target, node.args, node.kwargs) if isinstance(each, fx.Node)]
-
-
 def changed_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns those arguments of a call, of a list each, that its operation changes as its schema says."""
     if not isinstance(operation, OpOverload) or not schema_of(operation).is_mutable:
@@ -190,8 +184,7 @@ class Counting(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self if isinstance(function, HigherOrderOperator) else nullcontext():  # regions hold others
-            result = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         for each in changed_by(function, args, kwargs or {}):
             if isinstance(each, Tensor):
                 torch.autograd.graph.increment_version(each)
@@ -451,35 +444,19 @@ def adds_up(node: fx.Node) -> bool:
     return has(node, Trait.ADDS_UP) or arguments(node).get("reduction") == SUM
 
 
-def changed_statistics(module: nn.Module, node: fx.Node) -> list[fx.Node]:
-    """Returns the running statistics that a node changes, itself or in a region that it wraps; no schema says so."""
-    if (places := operator_of(node).statistics) is not None:
-        buffers = [node.args[place] for place in places[:2]] if node.args[places[2]] else []
-        return [each for each in buffers if isinstance(each, fx.Node)]
-    if isinstance(node.target, OpOverload):  # wraps nothing
-        return []
-    found: list[fx.Node] = []
-    for place, argument in enumerate(node.args):
-        region = getattr(module, str(argument.target), None) if isinstance(argument, fx.Node) else None
-        if isinstance(region, fx.GraphModule):
-            given = zip(region.graph.find_nodes(op="placeholder"), node.args[place + 1 :], strict=False)
-            outside = {inner: outer for inner, outer in given if isinstance(outer, fx.Node)}
-            changed = [each for child in region.graph.nodes for each in changed_statistics(region, child)]
-            found += [outside[each] for each in changed if each in outside]
-    return found
+def changed_statistics(node: fx.Node) -> list[fx.Node]:
+    """Returns the running statistics that a node changes; no schema says so."""
+    places = operator_of(node).statistics
+    buffers = [node.args[place] for place in places[:2]] if places is not None and node.args[places[2]] else []
+    return [each for each in buffers if isinstance(each, fx.Node)]
 
 
-def is_random(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node draws random numbers, itself or in a region that it wraps; a dropout that is off draws none."""
-    if node.op != "call_function":
-        return False
-    if node.target is run_opaque:
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or may; a dropout that is off draws none."""
+    target: Any = node.target
+    if target is run_opaque:
         return True
-    if not isinstance(node.target, OpOverload):
-        regions = [getattr(module, str(arg.target), None) for arg in node.all_input_nodes if arg.op == "get_attr"]
-        inner = [region for region in regions if isinstance(region, fx.GraphModule)]
-        return any(is_random(region, child) for region in inner for child in region.graph.nodes)
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if (places := operator_of(node).drops) is None:
         return True

@@ -152,7 +152,7 @@ class _Extraction:
         self.graph = fx.Graph()
         self.arguments: dict[Argument, fx.Node] = {}
         self.copies: dict[str, fx.Node] = {}
-        self.regions: dict[str, fx.GraphModule | OpaqueModule] = {}
+        self.kept: dict[str, OpaqueModule] = {}
 
     def run(self, nodes: Iterable[fx.Node], outputs: Sequence[str]) -> Piece:
         switch = Switch(self.graph)
@@ -163,7 +163,7 @@ class _Extraction:
         self.graph.output(tuple(self._resolve(self.traced.nodes[name], -1) for name in outputs))
         for node in reversed(self.arguments.values()):  # placeholders first, in the order of the arguments
             root_of(self.graph).append(node)
-        module = fx.GraphModule(self.regions, self.graph)
+        module = fx.GraphModule(self.kept, self.graph)
         return Piece(module, tuple(self.arguments), tuple(outputs))
 
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -206,9 +206,7 @@ class _Extraction:
             return self._argument(Argument(ArgumentSource.BUFFER, self.traced.buffers[name]))
         if name in self.traced.constants:
             return self._argument(Argument(ArgumentSource.CONSTANT, name))
-        region = getattr(self.traced.module, name)
-        assert isinstance(region, fx.GraphModule | OpaqueModule)
-        self.regions[name] = region
+        self.kept[name] = getattr(self.traced.module, name)
         return self.graph.get_attr(name)
 
     def _kept(self, source: fx.Node, user: fx.Node, copied: Any) -> Any:

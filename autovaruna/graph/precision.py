@@ -1,4 +1,4 @@
-"""Runs parts of a model under the autocasts of its trace, and takes torch.export's regions of contexts apart."""
+"""Runs parts of a model under the autocasts of its trace; records where these, and gradients, are on or off."""
 
 from __future__ import annotations
 
@@ -9,30 +9,22 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from autovaruna._torch import enter_autocast, exit_autocast, is_any_autocast_enabled, passes_of_export, replaced
+from autovaruna._torch import (
+    enter_autocast,
+    exit_autocast,
+    is_any_autocast_enabled,
+    passes_of_export,
+    replaced,
+    set_gradients,
+)
 
-REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-_GRAPH, _FIRST = 1, 2
-"""Places among the arguments: the graph, and the first of what goes into it."""
 DEVICES = ("cpu", "cuda")
 is_autocast = is_any_autocast_enabled
 _lock = Lock()
 _users: list[ExitStack] = []
 """Contexts of all threads that last; the first holds the stance, which is of the whole process."""
-
-
-def regions(module: nn.Module) -> list[fx.GraphModule]:
-    """Returns a graph, and those within it (``torch.no_grad()``)."""
-    return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
-
-
-def inside(module: fx.GraphModule, region: fx.Node) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
-    """Returns the graph of a region, and what is given for each of its inputs."""
-    graph: Any = region.args[_GRAPH]
-    inner: fx.GraphModule = getattr(module, str(graph.target))
-    return inner, dict(zip(inner.graph.find_nodes(op="placeholder"), region.args[_FIRST:], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +121,10 @@ class Switch:
 
 
 @contextmanager
-def recorded_precision(around: Precision) -> Iterator[None]:
-    """Has torch.export record each node's precision, and drop what enters and leaves autocast, before its first pass.
+def recorded_modes(around: Precision) -> Iterator[None]:
+    """Has torch.export record whether gradients are off, and the precision, at each node; what sets these is dropped.
 
-    It would make regions of it, and by then lose ``torch.no_grad()`` inside ``torch.autocast`` (seen in torch 2.13).
+    It would make regions of them, and lose ``torch.no_grad()`` inside ``torch.autocast`` (seen in torch 2.13).
     """
     passes = passes_of_export()
     make_regions = passes.replace_set_grad_with_hop_pass
@@ -146,33 +138,21 @@ def recorded_precision(around: Precision) -> Iterator[None]:
 
 
 def _record(module: fx.GraphModule, around: Precision) -> None:
-    now = [around]
+    precisions = [around]
+    has_gradients = is_trained = torch.is_grad_enabled()
     switches: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.target is enter_autocast:
-            now.append(_inside(now[-1], *node.args[:3]))
-            switches.append(node)
+            precisions.append(_inside(precisions[-1], *node.args[:3]))
         elif node.target is exit_autocast:
-            now.pop()
+            precisions.pop()
+        elif node.target is set_gradients:
+            has_gradients = bool(node.args[0])
+        if node.target in (enter_autocast, exit_autocast, set_gradients):
             switches.append(node)
-        node.meta["precision"] = now[-1]
+        node.meta["precision"], node.meta["no_grad"] = precisions[-1], is_trained and not has_gradients
     for node in reversed(switches):
         module.graph.erase_node(node)
-
-
-def switch_in_regions(module: fx.GraphModule) -> None:
-    """Lets regions of a graph (``torch.no_grad()``) enter and leave autocast themselves; they run where it is off."""
-    for node in module.graph.nodes:
-        if node.target is REGION:
-            node.meta["precision"] = ()
-            region, _ = inside(module, node)
-            switch_in_regions(region)
-            switch = Switch(region.graph)
-            for each in list(region.graph.nodes):
-                if each.op in ("call_function", "output"):
-                    with region.graph.inserting_before(each):
-                        switch.to(precision_of(each) if each.op == "call_function" else ())
-            region.recompile()
 
 
 def _inside(around: Precision, device: Any, dtype: Any, is_enabled: Any) -> Precision:

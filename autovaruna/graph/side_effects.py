@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _CONTAINERS = (list, dict, OrderedDict, set, deque)
 _Cache: Any = type(cache(len))
-
 _MOST_NAMES = 5
 
 

@@ -135,7 +135,7 @@ def _trace_with_hooks(model: nn.Module, call: CallSpec, device: torch.device, op
 
 
 def _num_kept(traced: TracedModel) -> int:
-    return sum(len(each.graph.find_nodes(op="call_function", target=run_opaque)) for each in traced.regions)
+    return len(traced.module.graph.find_nodes(op="call_function", target=run_opaque))
 
 
 def _refuse_watching(traced: TracedModel) -> None:
@@ -146,9 +146,8 @@ def _refuse_watching(traced: TracedModel) -> None:
             if name not in traced.facts or traced.facts[name].makes & written:
                 raise TraceError(
                     f"A forward hook of {call.path or 'the model'} watches what cannot be shown: its result is changed "
-                    "in place later (by inplace=True, say), or made in a region of its own, as under no_grad(). "
-                    "Expected a result that stays as it is; pass inplace=False to the module that follows, or register "
-                    "the hook on another module."
+                    "in place later (by inplace=True, say). Expected a result that stays as it is; pass inplace=False "
+                    "to the module that follows, or register the hook on another module."
                 )
 
 

@@ -30,7 +30,7 @@ from autovaruna.graph.operators import (
     reached,
     run_opaque,
 )
-from autovaruna.graph.precision import precision_of, regions
+from autovaruna.graph.precision import precision_of
 from autovaruna.graph.records import Graph
 from autovaruna.graph.source_lines import origin
 
@@ -268,15 +268,13 @@ class TracedModel(KnownGraph):
     def nodes(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.module.graph.nodes}
 
-    @cached_property
-    def regions(self) -> list[fx.GraphModule]:
-        """The graph, and those within it."""
-        return regions(self.module)
-
     @property
-    def code(self) -> list[str]:
-        """The code of the graph, and of those within it, whatever nodes are called: names count nodes that are gone."""
-        return [_without_names(each.graph) for each in self.regions]
+    def code(self) -> str:
+        """The code of the graph, whatever its nodes are called: names count nodes that are gone."""
+        nodes = self.module.graph.nodes
+        names = {node.name: f"node{place}" for place, node in enumerate(nodes)}
+        code = self.module.graph.python_code("self").src
+        return re.sub(r"(?<![.\w])[A-Za-z_]\w*", lambda name: names.get(name[0], name[0]), code)
 
     @cached_property
     def needs_gradient(self) -> bool:
@@ -285,22 +283,19 @@ class TracedModel(KnownGraph):
     @cached_property
     def draws_or_casts(self) -> bool:
         """Whether an operation draws random numbers, or runs under autocast."""
-        nodes = [node for region in self.regions for node in region.graph.nodes]
-        return any(precision_of(node) or is_random(self.module, node) for node in nodes)
+        return any(precision_of(node) or is_random(node) for node in self.module.graph.nodes)
 
     @cached_property
     def has_kept_modules(self) -> bool:
         """Whether submodules with parameters are kept whole: which of them they use may vary."""
-        names = [
-            (region, str(node.target)) for region in self.regions for node in region.graph.find_nodes(op="get_attr")
-        ]
-        found = [getattr(region, name, None) for region, name in names]
+        attributes = self.module.graph.find_nodes(op="get_attr")
+        found = [getattr(self.module, str(node.target), None) for node in attributes]
         return any(isinstance(each, OpaqueModule) and each.may_choose for each in found)
 
     @cached_property
     def runs_own_code(self) -> bool:
         """Whether something is kept whole: in each step, code of the model runs as it is, and may change its state."""
-        return any(region.graph.find_nodes(op="call_function", target=run_opaque) for region in self.regions)
+        return bool(self.module.graph.find_nodes(op="call_function", target=run_opaque))
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:
@@ -328,11 +323,6 @@ class TracedModel(KnownGraph):
         return next((spec for spec in self.outputs if spec.kind is OutputKind.LOSS), None)
 
 
-def _without_names(graph: fx.Graph) -> str:
-    places = {node.name: f"node{place}" for place, node in enumerate(graph.nodes)}
-    return re.sub(r"(?<![.\w])[A-Za-z_]\w*", lambda name: places.get(name[0], name[0]), graph.python_code("self").src)
-
-
 def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
     """Whether two traces of a model compute the same, numbers and all."""
     if one.graph.cut_marks != other.graph.cut_marks or one.output_tree.key() != other.output_tree.key():
@@ -344,13 +334,10 @@ def is_same_graph(one: TracedModel, other: TracedModel) -> bool:
 
 def difference(one: TracedModel, other: TracedModel) -> str:
     """Says where two traces of a model, which are not the same, differ first, and how."""
-    for code, found, region in zip(one.code, other.code, other.regions, strict=False):
-        nodes = list(region.graph.nodes)
-        for old, new in zip_longest(code.splitlines(), found.splitlines(), fillvalue="nothing"):
-            if old != new:
-                place = re.match(r"\s*node(\d+) =", new)
-                line = origin(nodes[int(place[1])]) if place else ""
-                return (
-                    f"got {new.partition(';')[0].strip()}, traced as {old.partition(';')[0].strip()}, at {line or '?'}"
-                )
+    nodes = list(other.module.graph.nodes)
+    for old, new in zip_longest(one.code.splitlines(), other.code.splitlines(), fillvalue="nothing"):
+        if old != new:
+            place = re.match(r"\s*node(\d+) =", new)
+            line = origin(nodes[int(place[1])]) if place else ""
+            return f"got {new.partition(';')[0].strip()}, traced as {old.partition(';')[0].strip()}, at {line or '?'}"
     return "got other structures, or other numbers in its constants"

@@ -32,7 +32,7 @@ from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_module_of, profiling_mode
 from autovaruna.graph.operators import is_differentiable, is_of_batch, reached
 from autovaruna.graph.pieces import NORMS, normalize
-from autovaruna.graph.precision import REGION, compiling_nothing, without_autocast
+from autovaruna.graph.precision import compiling_nothing, without_autocast
 from autovaruna.graph.random import python_generators, untouched_generator
 from autovaruna.graph.records import Block
 from autovaruna.graph.source_lines import first_line, modules_of, origin
@@ -191,7 +191,7 @@ class PartsTrial:
             for each, spec in zip(self._of(tensors, part.samples), specs, strict=True)
         ]
         state = {name: self.started(name) if name in self._changed else each for name, each in self.state.items()}
-        run = _TrialPass(self, self.module, state, part, results, records_values, seed)
+        run = _TrialPass(self, state, part, results, records_values, seed)
         with (
             around or nullcontext(),
             untouched_generator(self.device),
@@ -361,6 +361,8 @@ class PartsTrial:
                 isinstance(source, fx.Node) and source.op == "call_function" and self.traced.facts[source.name].is_view
             ):
                 source = source.args[0]
+            if isinstance(state, fx.Node) and state.target is torch.ops.aten.detach.default:  # under no_grad
+                state = state.args[0]
             if isinstance(state, fx.Node) and isinstance(source, fx.Node) and str(state.target) in self.following:
                 found[source] = str(state.target)
         return found
@@ -449,28 +451,20 @@ class _TrialPass(GraphRun):
     def __init__(
         self,
         trial: PartsTrial,
-        module: fx.GraphModule,
         state: dict[str, Tensor],
         part: _Part,
         results: _Results,
         records_values: bool,
         seed: int,
     ) -> None:
-        super().__init__(module, state, trial.device, None, seed)
+        super().__init__(trial.module, state, trial.device, None, seed)
         self._trial, self._state, self._part, self._results = trial, state, part, results
         self._records_values = records_values
-        self._is_region = module is not trial.module
 
     def value(self, node: fx.Node) -> Any:
         trial, target = self._trial, node.target
         if node in trial.becoming:
             value: Any = self._state[trial.becoming[node]].clone()
-        elif target is REGION:
-            (is_on, inner, *given), _ = self.fetch_args_kwargs_from_env(node)
-            with torch.set_grad_enabled(is_on):
-                value = _TrialPass(trial, inner, {}, self._part, self._results, False, self.seed).run(
-                    *given, enable_io_processing=False
-                )
         elif is_of_batch(node) and self._part.of_batch is not None:
             value = self._part.of_batch[node.name]
         elif target in NORMS or _in_training(target):
@@ -479,8 +473,7 @@ class _TrialPass(GraphRun):
             value = self._drawn(node)
         else:
             value = super().value(node)
-        if not self._is_region:
-            self._hold(node)
+        self._hold(node)
         if node in trial.ends and isinstance(value, Tensor):
             self._results.ends[node] = value.clone()
         if self._records_values and isinstance(value, Tensor) and is_differentiable(value):
@@ -512,7 +505,7 @@ class _TrialPass(GraphRun):
     def _drawn(self, node: fx.Node) -> Any:
         """Returns what the whole batch has drawn for the samples of the part; records what it draws by."""
         trial, num_samples = self._trial, len(self._part.samples)
-        for source in node.all_input_nodes if not self._is_region else ():
+        for source in node.all_input_nodes:
             if isinstance(value := self.env[source], Tensor) and is_differentiable(value):
                 rows = trial.rows(source, value.detach().clone(), num_samples)
                 self._results.rows |= {} if rows is None else {f"what {node.name} draws by": rows}
@@ -546,7 +539,7 @@ def _with_layers_once(traced: TracedModel) -> fx.GraphModule:
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             graph.erase_node(node)
-        elif (held := getattr(traced.module, str(node.target), None)) is not None:  # a region, or what is kept whole
+        elif (held := getattr(traced.module, str(node.target), None)) is not None:  # it is kept whole
             setattr(module, str(node.target), held)
     module.graph = graph
     return module

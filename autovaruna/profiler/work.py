@@ -32,7 +32,7 @@ from autovaruna.graph.pieces import (
     extract,
     split_backward,
 )
-from autovaruna.graph.precision import precision_of, regions
+from autovaruna.graph.precision import precision_of
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.records import Block
 from autovaruna.graph.traced import TracedModel
@@ -65,8 +65,7 @@ def make_code(traced: TracedModel, nodes: Sequence[str], outputs: Sequence[str])
         if name_of(node) in EMPTY:  # it may hold places that the graph goes on to index with
             with graph.inserting_after(node):
                 graph.call_function(aten.zero_.default, (node,))
-    every = [node for each in regions(piece.module) for node in each.graph.nodes]
-    called = [target for node in every for target in (node.target, *node.args)]  # `draw` takes what it calls
+    called = [target for node in graph.nodes for target in (node.target, *node.args)]  # `draw` takes what it calls
     takes_shares = any(isinstance(each, OpOverload) and each.overloadpacket in _OF_SHARES for each in called)
     needs_gradient = any(traced.facts[name].needs_gradient for name in outputs)
     split = split_backward(piece) if needs_gradient else None

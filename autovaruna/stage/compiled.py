@@ -88,29 +88,11 @@ def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in outside:
             node.target = outside[node.target]
-        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            _keep_out(module, node)
     return fx.GraphModule(module, graph)
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _keep_out(module: fx.GraphModule, node: fx.Node) -> None:
-    """Keeps a region without gradients out of compilation, which refuses the switches of autocast in it."""
-    is_enabled, holder, *arguments = node.args
-    assert isinstance(holder, fx.Node)
-    region = module.get_submodule(str(holder.target))
-
-    def run(*given: Any) -> Any:
-        with torch.set_grad_enabled(bool(is_enabled)):
-            return region(*given)
-
-    node.target = _not_compiled(run)
-    node.args = tuple(arguments)
-    if not holder.users:
-        node.graph.erase_node(holder)
 
 
 def _order(value: Any) -> Order:

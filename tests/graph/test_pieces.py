@@ -202,12 +202,12 @@ def traced_under(model: nn.Module, around: Any = nullcontext()) -> TracedModel: 
 def no_gradient_inside(self: nn.Module, x: Tensor) -> Tensor:
     x = self.first(x)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        weights = x @ x.sum(0).unsqueeze(1)
+        weights = x @ self.first.weight.sum(0).unsqueeze(1)
     mean: Tensor = self.last(x * weights.float()).mean()
     return mean
 
 
-def test_a_region_keeps_its_precision_and_its_grad_mode() -> None:
+def test_what_is_under_no_grad_keeps_its_precision_and_its_grad_mode() -> None:
     """Story: torch.export loses ``torch.no_grad()`` inside ``torch.autocast`` when it makes regions of them."""
     model = Function(no_gradient_inside, first=nn.Linear(4, 4), last=nn.Linear(4, 1))
     x = torch.randn(6, 4)

@@ -32,6 +32,7 @@ from autovaruna.graph.operators import (
     is_differentiable,
     is_listed,
     is_of_batch,
+    is_random,
     operator_of,
     reached,
 )
@@ -173,11 +174,6 @@ def join_tried(node: fx.Node, sizes: Sizes) -> ReductionKind:
     if _are_close(whole, (PARTS[0] * one + PARTS[1] * other) / ALL):
         return ReductionKind.MEAN
     return ReductionKind.SUM if _are_close(whole, one + other) else ReductionKind.OTHER
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def places(rows: Tensor, part: int) -> Tensor:

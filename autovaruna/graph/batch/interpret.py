@@ -49,6 +49,7 @@ class BatchAnalysis:
     def __init__(self, graph: KnownGraph, chosen: Collection[fx.Node] = ()) -> None:
         nodes, facts = graph.module.graph, graph.facts
         self._facts, self._sizes, self._batch = facts, graph.sizes, graph.batch_inputs
+        self._names_of_state = graph.parameters.keys() | graph.buffers.keys()
         self._known = set(chosen)
         self._picked = picked_symbols(nodes) if chosen else {}
         attributes = [node.name for node in nodes.find_nodes(op="get_attr") if node.name in facts]
@@ -99,7 +100,7 @@ class BatchAnalysis:
         if node.op == "placeholder":
             return ValueSource.SAMPLES | ValueSource.BATCH if node.name in self._batch else ValueSource.NONE
         if node.op == "get_attr":
-            return ValueSource.NONE if _is_constant(node) else ValueSource.STATE
+            return ValueSource.STATE if str(node.target) in self._names_of_state else ValueSource.NONE
         found = ValueSource.NONE
         for each in node.all_input_nodes:
             found |= self[each].source
@@ -177,14 +178,6 @@ def is_number(node: fx.Node) -> bool:
     """Whether a node gives a tensor without dimensions."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dim() == 0
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Whether a graph holds what a node reads; parameters and buffers it does not."""
-    holder: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        holder = getattr(holder, name, None)
-    return holder is not None
 
 
 def _is_small(node: fx.Node) -> bool:

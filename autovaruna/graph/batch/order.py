@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
-from autovaruna.graph.batch.drawn import ALL, SIZES, computed, is_random, places, run
+from autovaruna.graph.batch.drawn import ALL, SIZES, computed, places, run
 from autovaruna.graph.batch.interpret import BatchAnalysis, read
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.lengths import Sizes, free_value
-from autovaruna.graph.operators import Dependence, Trait, arguments, has, name_of, reached
+from autovaruna.graph.operators import Dependence, Trait, arguments, has, is_random, name_of, reached
 
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"})
 _BY_SAMPLE = torch.arange(ALL)

@@ -10,10 +10,8 @@ from autovaruna.graph.call import CallSpec, InputSpec
 
 WHOLE = "inputs='replicated', num_micro_batches=1, dynamic_batch=False"
 """What has every rank pass the same batch, and the model see all of it at once."""
-
 _EXAMPLE = "in an argument {0} (batch_dims={{'{0}': 1}})"
 EXAMPLE = _EXAMPLE.format("x")
-
 _OTHERWISE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
     f"whose first dimension is the batch (batch_first=True), or say which one it is {EXAMPLE}; "
@@ -21,16 +19,13 @@ _OTHERWISE = (
     f"pass {WHOLE} together: all ranks pass one batch, and the model sees it whole, as in plain PyTorch. "
     "With dynamic_batch=False alone each micro-batch is a batch of its own to the model."
 )
-
 FOR_COUNTS = (
     "Expected what follows from each sample's own numbers. Count before the model, and pass the result as an input "
     f"with a row for each sample; or pass {WHOLE} together: all ranks pass one batch, and the model counts over all of "
     "it, as in plain PyTorch. With dynamic_batch=False alone each micro-batch is a batch of its own to the model."
 )
 """What to write where counts over the batch go into what a model gives for each sample."""
-
 _MOST_NAMES = 3
-
 _OF_AN_EDGE = 2
 
 

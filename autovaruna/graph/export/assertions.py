@@ -24,15 +24,11 @@ from autovaruna.errors import InputError
 from autovaruna.graph.constant_values import follows_held, numbers_of
 from autovaruna.graph.export.errors import refuse_int
 from autovaruna.graph.opaque.run import is_profiling
-from autovaruna.graph.precision import regions
 from autovaruna.graph.source_lines import is_users, origin
 
 _LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Try, ast.NamedExpr)
-
 _IDENTITY = ast.Is | ast.IsNot
-
 _HIDES_TRUTH = (ast.Not, ast.IfExp, ast.Lambda, ast.comprehension, ast.NamedExpr, ast.In, ast.NotIn, ast.Await)
-
 _CASTS = {Tensor.__bool__: Tensor.bool, Tensor.__int__: Tensor.long}
 _aten = torch.ops.aten
 
@@ -170,15 +166,12 @@ def _line(frame: FrameType) -> str:
 
 
 def place_checks(module: fx.GraphModule) -> None:
-    """Has a graph, and the regions in it, call `check` where a check was."""
-    for each in regions(module):
-        for node in each.graph.nodes:
-            if node.target is torch.ops.autovaruna.check.default:
-                node.target = check
-            elif node.target is _aten._assert_async.msg:
-                node.target, node.args = check, (node.args[0], True, Path(origin(node)).name)
-        if each is not module:
-            each.recompile()
+    """Has a graph call `check` where a check was."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.autovaruna.check.default:
+            node.target = check
+        elif node.target is _aten._assert_async.msg:
+            node.target, node.args = check, (node.args[0], True, Path(origin(node)).name)
 
 
 def is_traced(tensor: Any) -> bool:

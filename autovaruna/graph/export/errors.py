@@ -7,16 +7,23 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import BACKWARD_HOOKS, EXPORT, FAKE_TENSORS, FUNCTORCH, FakeTensor, FakeTensorMode
+from autovaruna._torch import (
+    BACKWARD_HOOKS,
+    EXPORT,
+    FAKE_TENSORS,
+    FUNCTORCH,
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+)
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.advice import advice
@@ -71,15 +78,15 @@ class BatchSizeError(TraceError):
     """Says that a graph would hold for one batch size alone."""
 
 
-def check_operations(module: fx.GraphModule) -> None:
-    """Refuses operations that would fail later.
+def check_operations(module: fx.GraphModule, held: Mapping[str, Any]) -> None:
+    """Refuses operations that would fail later; `held` is what the graph holds beside parameters and buffers.
 
     Raises:
         TraceError: a weight has sparse gradients.
-        InModuleError: the inside of a function transform is in the graph.
+        InModuleError: the inside of a function transform is in the graph, or an operation that takes functions.
     """
     for node in module.graph.nodes:
-        if node.op == "get_attr" and _is_lost(module, str(node.target)):
+        if node.op == "get_attr" and _is_lost(str(node.target), held):
             raise TraceError(
                 f"The trace has lost how a value is made that {', '.join(map(str, node.users))} uses. Expected "
                 "operations of torch; move what makes it into a submodule, which may then be kept whole."
@@ -91,11 +98,10 @@ def check_operations(module: fx.GraphModule) -> None:
                 "which are not summed over ranks. Expected sparse=False; the numbers are the same, and so are those of "
                 "the optimizer (SGD or Adagrad in place of SparseAdam)."
             )
-        if str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH):
-            where = origin(node) or node.name
-            raise InModuleError(
-                (modules_of(node) or [""])[-1], f"it uses a function transform of torch.func at {where}"
-            )
+        is_transform = str(getattr(node.target, "__module__", "")).startswith(FUNCTORCH)
+        if is_transform or isinstance(node.target, HigherOrderOperator):
+            what = "a function transform of torch.func" if is_transform else f"{node.target}() of functions"
+            raise InModuleError((modules_of(node) or [""])[-1], f"it uses {what} at {origin(node) or node.name}")
 
 
 def check_model(model: nn.Module) -> None:
@@ -152,11 +158,9 @@ def refuse_backward(name: str) -> TraceError:
     )
 
 
-def _is_lost(module: nn.Module, target: str) -> bool:
+def _is_lost(target: str, held: Mapping[str, Any]) -> bool:
     """Whether an attribute is a value of the trace, and none of the model."""
-    if "lifted_tensor" not in target:
-        return False
-    value = attrgetter(target)(module)
+    value = held.get(target) if "lifted_tensor" in target else None
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 
@@ -226,7 +230,7 @@ def explain(
     else:
         text = (
             f"{reason_of(error)}. Expected a forward whose Python control flow does not depend on the numbers in "
-            f"tensors. Replace the branch by torch.where or torch.cond, move it out of forward, or {_INTO} as one "
+            f"tensors. Replace the branch by torch.where, move it out of forward, or {_INTO} as one "
             "operation."
         )
     return TraceError(f"{name} cannot be traced{where}: {text}")

@@ -1,32 +1,26 @@
-"""Holds what torch.export made of a call, and makes it plain: the model's own names, regions, no idle nodes."""
+"""Holds what torch.export made of a call, and makes it plain: the model's own names, no idle nodes, all in one mode."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
-from operator import attrgetter, getitem
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 
 from autovaruna._torch import OpOverload, schema_of
-from autovaruna.graph.cuts import Marker
+from autovaruna.graph.cuts import Marker, is_mark
 from autovaruna.graph.export.watchers import WatchedCall
 from autovaruna.graph.lengths import Lengths
 from autovaruna.graph.operators import aliases_of
-from autovaruna.graph.precision import REGION, inside, regions
 from autovaruna.graph.side_effects import NumberChange
 from autovaruna.graph.tree import Tree
 
 _ALLOWS_CUDNN = ("cudnn_enabled", "cudnn_enable")
 """How operations call the argument."""
-_OF_THE_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
 aten = torch.ops.aten
 _NO_END = 2**63 - 1
 _DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
@@ -72,29 +66,14 @@ class Exported:
 
 
 def unlift(program: ExportedProgram) -> fx.GraphModule:
-    """Returns the graph of a program with parameters, buffers and constants as attributes, by their names in the model.
+    """Returns the graph of a program with attributes, by their names in the model, in place of inputs that are state.
 
-    Of anything unusual ``torch.export`` makes it: that compiles code with these names, and fails at words of Python.
+    ``program.module()`` would compile code with these names, which fails at words of Python.
     """
-    signature = program.graph_signature
-    kinds = {spec.kind for spec in signature.input_specs}
-    is_plain = kinds <= {*_OF_THE_MODEL, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT}
-    if not is_plain or any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
-        module = program.module(check_guards=False)
-        assert isinstance(module, fx.GraphModule)
-        return module
-    module = fx.GraphModule(
-        program.graph_module, copy.deepcopy(program.graph)
-    )  # a copy has no names of nodes that left
-    held = {**program.state_dict, **program.constants}
-    holders: dict[str, nn.Module] = {"": module}
-    for node, spec in zip(module.graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
+    module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph))  # a copy lacks names of nodes that left
+    for node, spec in zip(module.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
         if spec.kind is not InputKind.USER_INPUT:
             assert spec.target is not None
-            place, _, name = spec.target.rpartition(".")
-            holder = _holder(holders, place)
-            assign = holder.register_buffer if spec.kind is InputKind.BUFFER else partial(setattr, holder)
-            assign(name, held[spec.target])
             with module.graph.inserting_after(node):
                 attribute = module.graph.create_node("get_attr", spec.target)
             node.replace_all_uses_with(attribute)
@@ -103,23 +82,13 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
     return module
 
 
-def _holder(holders: dict[str, nn.Module], path: str) -> nn.Module:
-    if path not in holders:
-        above, _, name = path.rpartition(".")
-        parent = _holder(holders, above)
-        if not hasattr(parent, name):
-            parent.add_module(name, nn.Module())
-        holders[path] = getattr(parent, name)
-    return holders[path]
-
-
 def drop_idle(module: fx.GraphModule) -> None:
-    """Replaces each operation that returns its argument by that, in regions (``torch.no_grad()``) as well."""
-    for graph, (operation, is_idle) in product((part.graph for part in regions(module)), _IDLE.items()):
-        for node in graph.find_nodes(op="call_function", target=operation):
+    """Replaces each operation that returns its argument by that."""
+    for operation, is_idle in _IDLE.items():
+        for node in module.graph.find_nodes(op="call_function", target=operation):
             if is_idle(*node.args, **node.kwargs):
                 node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
+                module.graph.erase_node(node)
 
 
 def _is_whole(source: fx.Node, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> bool:
@@ -147,89 +116,54 @@ _IDLE: dict[OpOverload, Callable[..., bool]] = {
 }
 
 
-def open_free_regions(module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]) -> None:
-    """Puts the operations of each region that no gradient goes into in its place."""
-    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True))
-    free: set[fx.Node] = {node for node, has_gradient in inputs.items() if not has_gradient}
-    for node in list(module.graph.nodes):
-        if node.target is REGION and free.issuperset(each for each in node.args[2:] if isinstance(each, fx.Node)):
-            free |= _open(module, node)
-        elif node.op == "get_attr":
-            free |= set() if str(node.target) in parameters else {node}
-        elif node.op == "call_function" and free.issuperset(node.all_input_nodes):
-            free.add(node)
+def detach_without_gradients(
+    module: fx.GraphModule, parameters: Collection[str], have_gradients: Sequence[bool]
+) -> None:
+    """Detaches what operations under ``torch.no_grad()`` take, where that may have a gradient: all run in one mode.
 
-
-def _open(module: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
-    """Puts the operations of a region in its place, and returns them; a region that holds attributes stays."""
-    inner, given = inside(module, region)
-    if inner.graph.find_nodes(op="get_attr"):
-        return {region}
-    copies = dict(given)
-    with module.graph.inserting_before(region):
-        results: Any = module.graph.graph_copy(inner.graph, copies)
-    for user in list(region.users):
-        assert user.target is getitem, "a region returns a tuple"
-        user.replace_all_uses_with(results[user.args[1]])
-        module.graph.erase_node(user)
-    module.graph.erase_node(region)
-    return {copy for node, copy in copies.items() if node not in given}
-
-
-def detach_views(module: fx.GraphModule) -> None:
-    """Detaches the views that regions without gradients return; what they return as it is given keeps its gradient.
-
-    PyTorch says of a view made under ``torch.no_grad()`` that it needs a gradient, and can compute none.
+    A tensor that such an operation returns as it is, or written into, keeps its gradient.
     """
-    for part in regions(module):
-        for region in part.graph.find_nodes(op="call_function", target=REGION):
-            if not region.args[0]:
-                inner, given = inside(part, region)
-                _detach_views(inner)
-                _pass_by(region, inner.graph.output_node().args[0], given)
-
-
-def _detach_views(region: fx.GraphModule) -> None:
-    last = region.graph.output_node()
-    for returned in last.all_input_nodes:
-        last.replace_input_with(returned, _itself(returned))
-    for view in filter(_is_view, last.all_input_nodes):
-        with region.graph.inserting_before(last):
-            detached = region.graph.call_function(aten.detach.default, (view,))
-        detached.meta = dict(view.meta)
-        last.replace_input_with(view, detached)
-    region.recompile()
-
-
-def _itself(node: fx.Node) -> fx.Node:
-    """Follows operations back that return their argument, as ``to`` may, rather than a view of it."""
-    while _is_view(node):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        source = node.args[0]
-        if not isinstance(source, fx.Node) or node.target(*args, **kwargs) is not args[0]:  # type: ignore[operator]
-            break
-        node = source
-    return node
-
-
-def _pass_by(region: fx.Node, results: Any, given: Mapping[fx.Node, Any]) -> None:
-    """Has what a region returns unchanged come from its source, past the region."""
-    for user in list(region.users):
-        if user.target is getitem and (source := given.get(results[user.args[1]])) is not None:
-            user.replace_all_uses_with(source)
-            user.graph.erase_node(user)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return any(not alias.is_write for alias in aliases_of(node))
-
-
-def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dict[str, Tensor]:
-    """Renames placeholders and attributes, drops checks, and returns the constant tensors by attribute name."""
+    inputs = zip(module.graph.find_nodes(op="placeholder"), have_gradients, strict=True)
+    graded = {node for node, has_gradient in inputs if has_gradient}
     for node in list(module.graph.nodes):
-        if (node.op == "call_module" and node.target == "_guards_fn") or node.target in _CHECKS:
+        if node.op == "get_attr" and str(node.target) in parameters:
+            graded.add(node)
+        if node.op != "call_function" or graded.isdisjoint(node.all_input_nodes):
+            continue
+        if is_mark(node) or not node.meta.get("no_grad"):  # marks will be gone
+            graded.add(node)
+            continue
+        if _returns_itself(node):
+            node.replace_all_uses_with(node.args[0])
+        for source in filter(graded.__contains__, node.all_input_nodes):
+            with module.graph.inserting_before(node):
+                detached = module.graph.call_function(aten.detach.default, (source,))
+            detached.meta = {**node.meta, "val": source.meta["val"]}
+            node.replace_input_with(source, detached)
+
+
+def _returns_itself(node: fx.Node) -> bool:
+    """Whether an operation returns its first argument: it writes into that, or has nothing to do, as ``to`` may."""
+    aliases, target = aliases_of(node), node.target
+    if not aliases or not isinstance(node.args[0], fx.Node) or not isinstance(target, OpOverload):
+        return False
+    if aliases[0].is_write:
+        written = schema_of(target).arguments[0].alias_info
+        return written is not None and bool(written.is_write)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    return target(*args, **kwargs) is args[0]
+
+
+def tidy(
+    module: fx.GraphModule, input_names: list[str], state: Collection[str], held: Mapping[str, object]
+) -> dict[str, Tensor]:
+    """Renames placeholders and attributes, drops checks, and returns the constant tensors, of those `held`, by name."""
+    for node in list(module.graph.nodes):
+        if node.target in _CHECKS:
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code(lambda node: has_effect(module, node))
+    for node in reversed(module.graph.nodes):
+        if not node.users and not node.is_impure():
+            module.graph.erase_node(node)
     used = {node.name for node in module.graph.nodes if node.op != "placeholder"}
     for node, name in zip(module.graph.find_nodes(op="placeholder"), input_names, strict=True):
         node.name = node.target = name if name not in used else f"input_{name}"
@@ -238,33 +172,14 @@ def tidy(module: fx.GraphModule, input_names: list[str], state: set[str]) -> dic
         target = str(node.target)
         if target in state:
             node.target = target.removeprefix(PREFIX)
-        elif isinstance(value := attrgetter(target)(module), Tensor):
+        elif isinstance(value := held.get(target), Tensor):
             constants[target] = value.detach()
     return constants
 
 
 def allow_cudnn(module: fx.GraphModule, is_enabled: bool) -> None:
     """Says in every operation of a graph that takes it as an argument whether cuDNN may be used."""
-    for region in regions(module):
-        for node in region.graph.nodes:
-            if not isinstance(node.target, OpOverload):
-                continue
-            names = [argument.name for argument in schema_of(node.target).arguments]
-            place = next((place for place, name in enumerate(names) if name in _ALLOWS_CUDNN), len(names))
-            if place < len(node.args):
-                node.update_arg(place, is_enabled)
-            elif place < len(names):
-                node.update_kwarg(names[place], is_enabled)
-        if region is not module:  # a name in the model may be a word of Python, which cannot be compiled
-            region.recompile()
-
-
-def has_effect(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node changes a tensor in place, itself or in a region that it wraps (``torch.no_grad()``)."""
-    if node.is_impure():
-        return True
-    if isinstance(node.target, OpOverload):  # wraps nothing
-        return False
-    held = [attrgetter(str(arg.target))(module) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    children = [(each, child) for each in held if isinstance(each, fx.GraphModule) for child in each.graph.nodes]
-    return any(child.op not in ("placeholder", "output") and has_effect(region, child) for region, child in children)
+    for node in module.graph.nodes:
+        known = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
+        for place, name in ((place, each.name) for place, each in enumerate(known) if each.name in _ALLOWS_CUDNN):
+            node.update_arg(place, is_enabled) if place < len(node.args) else node.update_kwarg(name, is_enabled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -42,9 +42,8 @@ from autovaruna.graph.export.exported import (
     PREFIX,
     Exported,
     allow_cudnn,
-    detach_views,
+    detach_without_gradients,
     drop_idle,
-    open_free_regions,
     tidy,
     unlift,
 )
@@ -56,7 +55,7 @@ from autovaruna.graph.opaque.functions import kept_functions
 from autovaruna.graph.opaque.keep import NamedFunction, OpaqueCalls, is_of_keeper, kept_whole, place_modules
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.outside import OutsidePlace
-from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_precision, regions, switch_in_regions
+from autovaruna.graph.precision import compiling_nothing, in_precision, recorded_modes
 from autovaruna.graph.random import python_generators, recorded_draws
 from autovaruna.graph.side_effects import (
     NumberChange,
@@ -313,19 +312,19 @@ class ExportAttempt:
             kept_whole(model, outermost(kept.modules), kept.operations, self.device) as keeper,
             with_fake_state(model, mode, self.device),
             named_cut_points(model),
-            kept_functions(keeper.call_own),
+            kept_functions(keeper.call_function),
             sizes.entered(),
             recorded_draws(model) as drawn,
             in_precision(self.call.precision),
             python_generators(0),
             padded_encoders(),
-            recorded_precision(self.call.precision),
+            recorded_modes(self.call.precision),
             modules_followed(),
             without_cudnn() as has_cudnn,
         ):
             flat = FlatCall(self, keeper, Idioms(keeper.functions), outside)
             try:
-                graph_module = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
+                graph_module, held = self._graph(flat, example_inputs(self.call, self.batch_size, mode, self.device))
                 if drawn:
                     raise InModuleError(drawn[0], DRAWN)
             except InputError:
@@ -333,11 +332,11 @@ class ExportAttempt:
             except Exception as error:
                 self._stop(error, flat, mode, drawn)
         output_tree, left, changes = self.reports[-1]
-        constants, markers = self._tidy(graph_module)
+        constants, markers = self._tidy(graph_module, held)
         allow_cudnn(graph_module, has_cudnn)
         watched_calls, lengths = pop_watched(graph_module), None
         if self.options.free:
-            if any(node.target is run_opaque for region in regions(graph_module) for node in region.graph.nodes):
+            if graph_module.graph.find_nodes(op="call_function", target=run_opaque):
                 raise TraceError(_KEPT)
             lengths = find_lengths(graph_module, self.call, is_dynamic, sizes.conditions)
         return Exported(
@@ -355,8 +354,8 @@ class ExportAttempt:
             fixes_lengths=sizes.fixed_at,
         )
 
-    def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> fx.GraphModule:
-        """Returns torch.export's graph, with parameters, buffers and what is kept whole as attributes."""
+    def _graph(self, flat: FlatCall, inputs: list[Tensor]) -> tuple[fx.GraphModule, dict[str, Any]]:
+        """Returns torch.export's graph, and what it holds beside parameters and buffers."""
         dimension = torch.export.Dim("batch", min=1)
         shapes: list[dict[int, Any]] = [
             {0: dimension} if spec.is_batch and self.options.is_dynamic else {} for spec in self.call.inputs
@@ -371,8 +370,8 @@ class ExportAttempt:
         graph_module = unlift(program)
         place_modules(graph_module)
         place_checks(graph_module)
-        check_operations(graph_module)
-        return graph_module
+        check_operations(graph_module, program.constants)
+        return graph_module, program.constants
 
     def _stop(self, error: Exception, flat: FlatCall, mode: FakeTensorMode, drawn: Sequence[str]) -> NoReturn:
         """Asks for another attempt if one may do better than this one, which an error has stopped; else explains it."""
@@ -408,16 +407,16 @@ class ExportAttempt:
             raise refuse_batch_size(self.model, self.call, line, f"it holds for batch <= {size} alone")
         return size
 
-    def _tidy(self, graph_module: fx.GraphModule) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
-        """Gives a graph plain names and regions; returns tensors beside the model's, and cut points."""
+    def _tidy(
+        self, graph_module: fx.GraphModule, held: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], tuple[Marker, ...]]:
+        """Gives a graph plain names and one mode of gradients; returns tensors beside the model's, and cut points."""
         inputs = self.call.inputs
         parameters = {PREFIX + name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         state = parameters | {PREFIX + name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         drop_idle(graph_module)
-        open_free_regions(graph_module, parameters, [spec.needs_gradient for spec in inputs])
-        detach_views(graph_module)
-        switch_in_regions(graph_module)
-        constants = tidy(graph_module, [spec.name for spec in inputs], state)
+        detach_without_gradients(graph_module, parameters, [spec.needs_gradient for spec in inputs])
+        constants = tidy(graph_module, [spec.name for spec in inputs], state, held)
         return constants, pop_markers(graph_module)
 
 

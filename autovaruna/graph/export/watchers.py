@@ -7,13 +7,13 @@ changes what the model computes is no watcher: the model is traced with it, as w
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import local
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,12 +23,11 @@ from autovaruna._torch import FORWARD_HOOKS
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
 from autovaruna.graph.guards import restored
-from autovaruna.graph.precision import regions
+from autovaruna.graph.outside import is_record
 from autovaruna.graph.tree import Opaque, Tree, Undelivered, flatten
 
-_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+_CONTAINERS = (list, dict, set, deque)
 _DEPTH, _MOST = 4, 100_000
-_NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType)
 _tracing = local()
 
 
@@ -126,15 +125,11 @@ def _marked(value: Any) -> tuple[Any, list[int]]:
 def pop_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
     """Takes the marks out of a graph; returns the calls that it was traced with."""
     sources: dict[int, str] = {}
-    for each in regions(module):
-        marks: list[Any] = [node for node in each.graph.nodes if is_mark(node, WATCHED)]
-        for node in marks:
-            source = node.args[0]
-            name = sources[int(source.args[2])] if source in marks else source.name
-            sources[int(node.args[2])] = name if each is module else ""
-        drop(marks)
-        if marks and each is not module:
-            each.recompile()
+    marks: list[Any] = [node for node in module.graph.nodes if is_mark(node, WATCHED)]
+    for node in marks:
+        source = node.args[0]
+        sources[int(node.args[2])] = sources[int(source.args[2])] if source in marks else source.name
+    drop(marks)
     calls = getattr(_tracing, "calls", None) or ()
     return tuple(
         WatchedCall(path, tree, tuple(sources.get(key, "") for key in keys), num_given)
@@ -165,7 +160,7 @@ def _collect(value: Any, places: dict[int, Any], depth: int = _DEPTH) -> None:
     """Adds the containers in a value, and the attributes of objects in it, by identity."""
     if isinstance(value, _CONTAINERS):
         inner = value
-    elif hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS):
+    elif is_record(value):
         inner = vars(value)
     else:
         return

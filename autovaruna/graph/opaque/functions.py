@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
-from threading import Lock, get_ident, local
+from threading import get_ident
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,121 +17,40 @@ from autovaruna._torch import pytree, replaced
 from autovaruna.errors import TraceError
 
 Function = type[torch.autograd.Function]
-_lock = Lock()
-_num_handlers = 0
-_replaced: list[tuple[Function, Any]] = []
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a function's forward; `context` is what torch calls ``ctx``, None if the forward takes none."""
-
-    function: Function
-    context: Any
-    arguments: tuple[Any, ...]
-    run: Callable[[], Any]
-
-    @property
-    def wants_gradient(self) -> bool:
-        """Whether gradients may be on; torch turns them off for the forward, and tells by what its context has."""
-        return self.context is None or bool(self.context.next_functions) or not any(self.context.needs_input_grad)
-
-
-Handler = Callable[[Call], Any]
-"""Returns what the call returns."""
-
-
-class _HandlerThread(local):
-    """What this thread does: its handlers, and the function whose next forward none of them sees."""
-
-    def __init__(self) -> None:
-        self.handlers: list[Handler] = []
-        self.plain: Function | None = None
-
-
-_thread = _HandlerThread()
-
-
-def plain_apply(function: Function, *args: Any) -> Any:
-    """Calls a function as torch does, whatever handlers there are; they see what its forward calls."""
-    _thread.plain = function if _num_handlers else None
-    try:
-        return function.apply(*args)  # type: ignore[no-untyped-call]
-    finally:
-        _thread.plain = None
+Handler = Callable[[Function, tuple[Any, ...], bool, Callable[[], Any]], Any]
+"""Takes a function, its arguments, whether gradients may be on, and what runs its forward; returns what it returns."""
 
 
 @contextmanager
 def applied_by(handler: Handler) -> Iterator[None]:
-    """Has autograd functions that are called on this thread run by `handler` while the context lasts.
+    """Has the script's autograd functions that are called on this thread run by `handler` while the context lasts.
 
     Those that reach weights which are not among their tensors are refused.
     """
-    _count(+1)
-    _thread.handlers.append(handler)
-    try:
+    kind, thread = type(torch.autograd.Function), get_ident()
+    known: Callable[[Function, str], Any] = kind.__getattribute__
+
+    def find(function: Function, name: str) -> Any:
+        found = known(function, name)
+        is_seen = name == "forward" and get_ident() == thread and not function.__module__.startswith("torch.")
+        return _handled(function, found, handler) if is_seen else found
+
+    with replaced(kind, "__getattribute__", find):  # by which torch finds the forward of a function that it applies
         yield
-    finally:
-        _thread.handlers.pop()
-        _count(-1)
 
 
-def _count(change: int) -> None:
-    """Counts the handlers of all threads; functions are changed while there are any."""
-    global _num_handlers
-    with _lock:
-        before, _num_handlers = _num_handlers, _num_handlers + change
-        if not before:
-            _replace([*_subclasses(torch.autograd.Function)])
-            torch.autograd.Function.__init_subclass__ = classmethod(_replace_new)  # type: ignore[assignment]
-        if not _num_handlers:
-            del torch.autograd.Function.__init_subclass__
-            _put_back()
-
-
-def _subclasses(function: Function) -> Iterator[Function]:
-    for each in function.__subclasses__():
-        yield each
-        yield from _subclasses(each)
-
-
-def _replace_new(function: Function, /, **options: Any) -> None:
-    super(torch.autograd.Function, function).__init_subclass__(**options)
-    _replace([function])
-
-
-def _replace(functions: list[Function]) -> None:
-    found = [(each, each.forward) for each in functions if not each.__module__.startswith("torch.")]
-    for function, known in found:
-        _replaced.append((function, vars(function).get("forward")))
-        function.forward = staticmethod(_handled(function, getattr(known, "plain", known)))  # type: ignore[method-assign]
-
-
-def _put_back() -> None:
-    while _replaced:
-        function, known = _replaced.pop()
-        if known is not None:
-            function.forward = known  # type: ignore[method-assign]
-        else:
-            del function.forward
-
-
-def _handled(function: Function, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _handled(function: Function, plain: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
     has_context = function.setup_context is torch.autograd.Function.setup_context
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        def run() -> Any:
-            return plain(*args, **kwargs)
+        context, given = args[0] if has_context else None, args[has_context:]
+        # torch turns gradients off for a forward, and tells by what its context has whether they were on
+        may_train = context is None or bool(context.next_functions) or not any(context.needs_input_grad)
+        if may_train:
+            _refuse_weights(function, (given, plain, function.backward))
+        return handler(function, given, may_train, partial(plain, *args, **kwargs))
 
-        if _thread.plain is function or not _thread.handlers:
-            _thread.plain = None
-            return run()
-        call = Call(function, args[0] if has_context else None, args[has_context:], run)
-        _refuse_weights(call)
-        return _thread.handlers[-1](call)
-
-    forward.plain = plain  # type: ignore[attr-defined]
     return forward
 
 
@@ -154,12 +72,11 @@ def holder_of_weights(given: Any) -> str:
     return ""
 
 
-def _refuse_weights(call: Call) -> None:
+def _refuse_weights(function: Function, held: tuple[Any, ...]) -> None:
     """Refuses a function that uses the weights of a module, which its backward would find elsewhere."""
-    functions = call.function.forward, call.function.backward
-    if call.wants_gradient and (holder := holder_of_weights((call.arguments, functions))):
+    if holder := holder_of_weights(held):
         raise TraceError(
-            f"The torch.autograd.Function {call.function.__qualname__} uses the weights of {holder}, which are not "
+            f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
             "among its tensors, so that their gradients are its own affair. Expected a function of tensors: pass each "
             "weight to apply() and return its gradient; for a function that only saves memory use "
             "torch.utils.checkpoint, or recompute='all'."
@@ -185,15 +102,14 @@ def _is_filled(cell: Any) -> bool:
 
 
 @contextmanager
-def kept_functions(keep: Callable[[Function, tuple[Any, ...]], Any]) -> Iterator[None]:
+def kept_functions(keep: Callable[..., Any]) -> Iterator[None]:
     """Has calls of autograd functions on this thread leave nodes, by `keep`, where they have a backward."""
     is_trained = torch.is_grad_enabled()
 
-    def handle(call: Call) -> Any:
-        tensors = (each for each in pytree.tree_leaves(call.arguments) if isinstance(each, Tensor))
-        if is_trained and call.wants_gradient and any(each.requires_grad for each in tensors):
-            return keep(call.function, call.arguments)
-        return call.run()
+    def handle(function: Function, args: tuple[Any, ...], may_train: bool, run: Callable[[], Any]) -> Any:
+        tensors = (each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
+        is_kept = is_trained and may_train and any(each.requires_grad for each in tensors)
+        return keep(function.__qualname__, function.apply, *args) if is_kept else run()
 
     with plain_checkpoints(), applied_by(handle):
         yield

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
-from operator import methodcaller
 from typing import Any
 
 import sympy
@@ -141,7 +140,7 @@ class OpaqueTrial:
             hide_tracing(),
             python_generators(seed),
             with_state(places_of(self.module), state),
-            applied_by(methodcaller("run")),
+            applied_by(lambda function, args, may_train, run: run()),
         ):
             before = [(place, _bits(getattr(*place)).clone()) for place, *_ in places_of(self.module)]
             outputs, tree = flatten(self.module(*args, **kwargs), "output")

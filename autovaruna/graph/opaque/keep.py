@@ -17,11 +17,11 @@ from autovaruna._torch import HOOKS, parameter_table, replaced
 from autovaruna.errors import TraceError
 from autovaruna.graph.guards import restored
 from autovaruna.graph.module_state import own_tensors, places_of
-from autovaruna.graph.opaque.functions import Function, holder_of_weights, plain_apply
+from autovaruna.graph.opaque.functions import holder_of_weights
 from autovaruna.graph.opaque.infer import USES_WEIGHTS, CannotKeepError, OpaqueTrial, copy_of, infer_reductions
 from autovaruna.graph.opaque.run import KeptFunction, OpaqueModule, Returned
 from autovaruna.graph.operators import run_opaque
-from autovaruna.graph.precision import current_precision, regions
+from autovaruna.graph.precision import current_precision, precision_of
 from autovaruna.graph.side_effects import StateError
 from autovaruna.graph.source_lines import users_line
 from autovaruna.graph.tree import Constant, Opaque, flatten
@@ -122,11 +122,6 @@ class OpaqueCalls:
         spare = (CannotKeepError(USES_WEIGHTS.format(holder)), ()) if holder else spare_of(module)
         return self.call(name, module, spare, *args, **kwargs)
 
-    def call_own(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Leaves a node for a call of an autograd function, in whose forward gradients are off."""
-        module = KeptFunction(function.__qualname__, partial(plain_apply, function), is_own=True)
-        return self.call(module.name, module, spare_of(module), *args)
-
     def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
         """Leaves a node for a call of a module."""
         try:
@@ -154,7 +149,7 @@ class OpaqueCalls:
         state = own_tensors(module)
         if not tensors and not state:
             raise CannotKeepError("it neither takes nor holds a tensor")
-        is_own = isinstance(module, KeptFunction) and module.is_own
+        is_own = isinstance(module, KeptFunction) and module.is_own  # in its forward gradients are off
         mode = current_precision(), is_own or torch.is_grad_enabled()
         copy, own = spare
         if isinstance(copy, CannotKeepError):
@@ -168,7 +163,7 @@ class OpaqueCalls:
             returned = self._known[kind] = infer_reductions(trial)
         key = f"{path} {len(_calls)}"
         line = users_line().removeprefix(" at ")
-        _calls[key] = OpaqueModule(path, module, copy, call, returned, num_parameters, line)
+        _calls[key] = OpaqueModule(path, module, copy, call, returned, num_parameters, line, mode[1])
         results = _module(tensors, state, self.batch[0], key)
         return returned.tree.unflatten(results)
 
@@ -179,14 +174,7 @@ def is_of_keeper(error: BaseException) -> bool:
 
 
 def place_modules(module: fx.GraphModule) -> None:
-    """Has a graph, and the regions in it, call `run_opaque` where a module was kept."""
-    for each in regions(module):
-        _place_in(each)
-        if each is not module:  # a name in the model may be a word of Python, which cannot be compiled
-            each.recompile()
-
-
-def _place_in(module: fx.GraphModule) -> None:
+    """Has a graph call `run_opaque` where a module was kept."""
     for number, node in enumerate(list(module.graph.nodes)):
         if node.target is torch.ops.autovaruna.module.default:
             tensors, state, batch, key = node.args
@@ -194,5 +182,5 @@ def _place_in(module: fx.GraphModule) -> None:
             setattr(module, name, _calls[key])
             with module.graph.inserting_before(node):
                 kept = module.graph.create_node("get_attr", name)
-            kept.meta["precision"] = node.meta.get("precision", ())
+            kept.meta["precision"] = precision_of(node)
             node.target, node.args = run_opaque, (kept, batch, tensors, state)

@@ -90,11 +90,12 @@ class Returned:
 
 
 class KeptFunction(nn.Module):
-    """Calls a function that is kept whole: one of torch, or an autograd function (`is_own`)."""
+    """Calls a function that is kept whole: one of torch, one that is marked, or ``apply`` of an autograd function."""
 
-    def __init__(self, name: str, function: Callable[..., Any], is_own: bool = False) -> None:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.name, self.function, self.is_own = name, function, is_own
+        self.name, self.function = name, function
+        self.is_own = isinstance(getattr(function, "__self__", None), type(torch.autograd.Function))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -104,7 +105,7 @@ class KeptFunction(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptFunction:
         """Returns one of the same function; TorchScript's cannot be copied."""
-        return KeptFunction(self.name, self.function, self.is_own)
+        return KeptFunction(self.name, self.function)
 
 
 class OpaqueModule:
@@ -127,8 +128,9 @@ class OpaqueModule:
         returned: Returned,
         num_parameters: int,
         line: str,
+        is_differentiated: bool,
     ) -> None:
-        self.path, self.line = path, line
+        self.path, self.line, self._is_differentiated = path, line, is_differentiated
         self._modules = {False: module, True: stand_in}
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
         self._call = call
@@ -158,7 +160,8 @@ class OpaqueModule:
         device = next(each.device for each in (*given, *tensors))
         seed = default_generator(device).initial_seed()
         saving = without_saved_tensors_hooks()  # a forward may go backward itself, or transform functions
-        with with_state(places, given), plain_checkpoints(), python_generators(seed), saving:
+        gradients = torch.set_grad_enabled(self._is_differentiated and torch.is_grad_enabled())
+        with gradients, with_state(places, given), plain_checkpoints(), python_generators(seed), saving:
             outputs, tree = flatten(module(*args, **kwargs), "output")
             with torch.no_grad():  # what it has changed or assigned
                 for ((owner, name), *_), buffer in list(zip(places, state, strict=True))[self.num_parameters :]:
