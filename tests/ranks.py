@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from autovaruna.runtime.deadlock import Failure, encoded
+from autovaruna.runtime.deadlock import Failure
 from autovaruna.runtime.environment import of_this_thread
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
+from autovaruna.runtime.transport.values import pack
 from autovaruna.runtime.world import World, describe
 
 Result = TypeVar("Result")
@@ -24,7 +25,7 @@ class RankThread(ThreadTransport):
 
     def fail(self, text: str) -> None:
         for rank in range(len(self.hosts)):
-            ThreadTransport.send_notice(self, encoded(Failure(text)), rank)
+            ThreadTransport.send_notice(self, pack(Failure(text)), rank)
 
 
 def make_worlds(num_ranks: int) -> list[World]:

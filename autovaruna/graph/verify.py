@@ -25,7 +25,7 @@ from autovaruna._torch import TorchDispatchMode, pytree
 from autovaruna.errors import TraceError
 from autovaruna.graph.export.watchers import without_script_hooks
 from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
-from autovaruna.graph.opaque.run import OpaqueModule, forgetting, profiling_mode
+from autovaruna.graph.opaque.run import OpaqueModule, profiling_mode, saving_nothing
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
 from autovaruna.graph.random import default_generator, draw_from, python_generators, untouched_generator
@@ -164,7 +164,7 @@ class EagerVsGraph:
     @contextmanager
     def _alike(self) -> Iterator[None]:
         """Draws the same random numbers in model and graph, keeps nothing for a backward, and restores generators."""
-        keeps = nullcontext() if self._kept_paths else forgetting()
+        keeps = nullcontext() if self._kept_paths else saving_nothing()
         formula = sdpa_kernel(SDPBackend.MATH) if self._drops_attention else nullcontext()
         with untouched_generator(self.device), python_generators(_SEED), keeps, formula, DrawnAlike(self.device):
             yield

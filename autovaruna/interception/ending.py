@@ -73,26 +73,19 @@ LISTENING = ProcessPiece(_listen)
 
 
 class Ranks(Protocol):
-    """The ranks that this one is of."""
+    """The ranks that this one is of: a `World`."""
 
     @property
     def rank(self) -> int: ...
 
     @property
-    def num_acts(self) -> int:
-        """How often this rank has asked something of the others."""
+    def num_acts(self) -> int: ...
 
-    def abort(self, error: BaseException, where: str) -> NoReturn:
-        """Ends all ranks, and shows the error."""
+    def abort(self, error: BaseException, where: str) -> NoReturn: ...
 
-    def end_with(self, status: int) -> NoReturn:
-        """Ends all ranks with a status."""
+    def end_with(self, status: int) -> NoReturn: ...
 
-    def end_after(self, error: BaseException) -> NoReturn:
-        """Ends all ranks with the status of an error that has been shown."""
-
-    def leave(self) -> None:
-        """Says goodbye and waits for the others; RankError if they wait for this rank."""
+    def leave(self) -> None: ...
 
 
 class Ending:
@@ -137,7 +130,7 @@ class Ending:
         self._has_ended = True
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None:  # a hook that the script has put in the place of ours has shown it
-            self._ranks.end_after(uncaught)
+            self._ranks.end_with(status_after(uncaught))
         if self._status != 0 and self._num_acts == self._ranks.num_acts:
             self._ranks.end_with(self._status)
         try:
@@ -154,6 +147,11 @@ def status_of(argument: object) -> int:
     if argument is None:
         return 0
     return argument & 0xFF if isinstance(argument, int) else 1
+
+
+def status_after(error: BaseException) -> int:
+    """Returns the status of a process that an error has ended: that of a shell after Ctrl-C, else 1."""
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _show_errors() -> Undo | None:

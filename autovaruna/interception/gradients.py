@@ -80,12 +80,12 @@ class Unscaler(Protocol):
 
 UNSCALERS: WeakKeyDictionary[Optimizer, ReferenceType[Unscaler]] = WeakKeyDictionary()
 _scalers: WeakSet[GradScaler] = WeakSet()
-_num_seen = 0
+_num_recorded = 0
 
 
-def num_seen() -> int:
-    """Returns how many scalers have been seen: it grows with each new one."""
-    return _num_seen
+def num_recorded() -> int:
+    """Returns how many scalers have been recorded: it grows with each new one."""
+    return _num_recorded
 
 
 def enabled_scalers() -> list[GradScaler]:
@@ -93,11 +93,11 @@ def enabled_scalers() -> list[GradScaler]:
     return [scaler for scaler in list(_scalers) if scaler.is_enabled()]
 
 
-def _see(scaler: GradScaler) -> None:
-    global _num_seen
+def _record_scaler(scaler: GradScaler) -> None:
+    global _num_recorded
     if scaler not in _scalers:
         _scalers.add(scaler)
-        _num_seen += 1
+        _num_recorded += 1
 
 
 def record_scalers_of_callers() -> None:
@@ -107,7 +107,7 @@ def record_scalers_of_callers() -> None:
         for value in chain(frame.f_locals.values(), frame.f_globals.values()):
             for each in (value, *_attributes(value)):
                 if isinstance(each, GradScaler):
-                    _see(each)
+                    _record_scaler(each)
         frame = frame.f_back  # type: ignore[assignment]
 
 
@@ -124,7 +124,7 @@ def _watch_scalers() -> Undo:
     @wraps(initialise)
     def seen(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
         initialise(scaler, *args, **kwargs)
-        _see(scaler)
+        _record_scaler(scaler)
 
     @wraps(unscale)
     def everywhere(scaler: GradScaler, optimizer: Optimizer, inverse: Tensor, found: Tensor, *rest: Any) -> Overflows:

@@ -21,7 +21,7 @@ _owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = 
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Notes that what runs on this thread is the library's own."""
+    """Marks what runs on this thread as the library's own."""
     before = getattr(_on_this_thread, "is_own", False)
     _on_this_thread.is_own = True
     try:

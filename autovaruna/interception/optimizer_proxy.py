@@ -132,9 +132,9 @@ class OptimizerProxy:
         if self._before_step.id in first:
             first.move_to_end(self._before_step.id)
             last.move_to_end(self._after_step.id, last=False)
-        args = tuple(map(self._outside, args))
+        args = tuple(map(self._with_whole_groups, args))
         try:
-            return plain(*args, **{name: self._outside(value) for name, value in kwargs.items()})
+            return plain(*args, **{name: self._with_whole_groups(value) for name, value in kwargs.items()})
         finally:
             self._depth = 0
             self._give_back()
@@ -188,7 +188,7 @@ class OptimizerProxy:
             whole, self._whole = self._whole, None
             give_back(self._optimizer, whole)
 
-    def _outside(self, value: Any) -> Any:
+    def _with_whole_groups(self, value: Any) -> Any:
         """Returns a closure that is called with the whole groups; anything else as it is."""
         if not callable(value) or isinstance(value, Tensor | Optimizer):
             return value

@@ -21,7 +21,7 @@ class MicroBatch:
     origin: int
     start: int
     size: int
-    share: float
+    weight: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,18 +95,18 @@ def cut_batch(
 
 @lru_cache(maxsize=64)
 def weight_micro_batches(batch: GlobalBatch, weights: tuple[float, ...], is_sum: bool) -> GlobalBatch:
-    """Gives each micro-batch its share of the loss: one if losses are added, else a weight, or what samples it has."""
+    """Weighs the losses of micro-batches: by one each if they are added, else as given, or by samples."""
     if is_sum:
-        shares = [1.0] * len(batch.micro_batches)
+        weights = (1.0,) * len(batch.micro_batches)
     elif not weights:
         return batch
     else:
         total = sum(weights)
         if not total > 0:
             raise InputError(f"micro_batch_weight gave {list(weights)}; expected numbers with a sum above zero.")
-        shares = [weight / total for weight in weights]
-    parts = zip(batch.micro_batches.items(), shares, strict=True)
-    return replace(batch, micro_batches={index: replace(part, share=share) for (index, part), share in parts})
+        weights = tuple(weight / total for weight in weights)
+    parts = zip(batch.micro_batches.items(), weights, strict=True)
+    return replace(batch, micro_batches={index: replace(part, weight=weight) for (index, part), weight in parts})
 
 
 class OwnSamples:

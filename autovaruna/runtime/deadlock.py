@@ -94,17 +94,6 @@ class Failure(NamedTuple):
 
 
 Notice = WaitReport | Leave
-_NEWS = (WaitReport, Leave, Failure, Ask, Places)
-
-
-def encoded(news: Notice | Failure | Ask | Places) -> bytes:
-    """Returns what is told as bytes; its class is a number in them, for it takes long to look one up."""
-    return pack((_NEWS.index(type(news)), *news))
-
-
-def decoded(data: bytes | bytearray) -> Any:
-    kind, *parts = unpack(data)
-    return _NEWS[kind](*parts)
 
 
 @dataclass
@@ -169,7 +158,8 @@ class DeadlockDetector:
 
     def _newest_calls(self) -> dict[int, str]:
         """Returns where the ranks are that wait in the latest collective: a report of an earlier one is old."""
-        numbers = {rank: each.needs[0].count for rank, each in self.reports.items() if _is_call(each)}
+        needs = {rank: each.needs[0] for rank, each in self.reports.items() if each.needs}
+        numbers = {rank: need.count for rank, need in needs.items() if need.rank == _EVERY}
         newest = max(numbers.values(), default=0)
         return {rank: self.reports[rank].words for rank in sorted(numbers) if numbers[rank] == newest}
 
@@ -189,10 +179,6 @@ class DeadlockDetector:
         if self.failure is None:
             self.failure = Failure(text)
             self.tell_all(self.failure)
-
-
-def _is_call(report: WaitReport) -> bool:
-    return bool(report.needs) and report.needs[0].rank == _EVERY
 
 
 def _stuck(blockers: Mapping[int, Collection[int]], ended: Collection[int]) -> set[int]:
@@ -409,14 +395,14 @@ class RankWatch:
         for source, data in self.transport.poll_notices():
             if keep_part(data, self._parts):
                 continue
-            match decoded(data):
+            match unpack(data):
                 case Places(text):
                     self.places = text
                 case Failure() as failure:
                     self._failure = self._failure or failure
                 case Ask():
                     assert self._detector is not None
-                    self.transport.send_notice(encoded(Places(self._detector.places(source))), source)
+                    self.transport.send_notice(pack(Places(self._detector.places(source))), source)
                 case notice:
                     assert self._detector is not None
                     self._detector.record(source, notice)
@@ -425,7 +411,7 @@ class RankWatch:
 
     def send_notice(self, notice: Notice) -> None:
         if self._detector is None:
-            self.transport.send_notice(encoded(notice), 0)
+            self.transport.send_notice(pack(notice), 0)
         else:
             self._detector.record(0, notice)
 
@@ -433,7 +419,7 @@ class RankWatch:
         """Asks where the others are; the answer comes to `places`, on rank 0 at once."""
         self.places = ""
         if self._detector is None:
-            self.transport.send_notice(encoded(Ask()), 0)
+            self.transport.send_notice(pack(Ask()), 0)
         else:
             self.places = self._detector.places(0)
 
@@ -444,7 +430,7 @@ class RankWatch:
         self._failure = self._failure or Failure(text)
 
     def _tell_all(self, failure: Failure) -> None:
-        data = encoded(failure)
+        data = pack(failure)
         for rank in range(1, len(self.transport.hosts)):
             self.transport.send_notice(data, rank)
         self._failure = self._failure or failure

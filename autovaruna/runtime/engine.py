@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -145,11 +145,11 @@ class Engine:
         factor = self.loss_scale.expected_factor(graph.is_half) if is_whole else 1.0
         step = WholeStep(call, self._rank, factor) if is_whole else SplitStep(call, self._rank)
         outputs = step.run(self.placement)
-        found: list[Any] = [
+        delivered: list[Any] = [
             Undelivered(Opaque(spec.path, "tensor")) if output is None else output
             for output, spec in zip(outputs, traced.outputs, strict=True)
         ]
-        return traced.output_tree.unflatten(found, Undelivered)
+        return traced.output_tree.unflatten(delivered, Undelivered)
 
     def _bound(self, traced: TracedModel) -> tuple[BoundGraph, Programs]:
         """Returns a graph's stages, bound to the parameters as they are now, and what makes programs of them."""
@@ -164,7 +164,7 @@ class Engine:
 
     def _bind(self, traced: TracedModel) -> BoundGraph:
         assignment = carry_over(self.assignment, traced)
-        self._learn_holders(traced, assignment)
+        self._record_holders(traced, assignment)
         parts = split(traced, assignment)
         stages = self._stages(parts, traced)
         schedule = self.orders.along((edge.source, edge.destination, bool(edge.gradients)) for edge in parts.edges)
@@ -203,8 +203,8 @@ class Engine:
             for part, run in zip(own, runs, strict=True)
         }
 
-    def _learn_holders(self, traced: TracedModel, assignment: Assignment) -> None:
-        """Notes who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
+    def _record_holders(self, traced: TracedModel, assignment: Assignment) -> None:
+        """Records who holds the buffers that this graph changes and earlier ones (of eval mode, say) did not."""
         stages = {name: assignment.holders[name] for name in traced.changed_state - self.placement.holders.keys()}
         every = placement_of(assignment, self.plan).holders
         ranks = {name: every[name] for name in stages}
@@ -231,12 +231,10 @@ class Engine:
         self._rank.mail.forget(key)
 
     @property
-    def doings(self) -> tuple[Hashable, ...]:
-        """What the script has done between calls: the same on every rank."""
-        return self.backwards.num, self.backwards.last_gradient, self.loss_scale.words
-
-    @property
-    def words(self) -> dict[str, str]:
-        """The same in words."""
-        names = "the number of backwards", "the gradient of the last loss", "the scale of the GradScaler"
-        return dict(zip(names, map(str, self.doings), strict=True))
+    def script_actions(self) -> dict[str, str]:
+        """What the script has done between calls, in words: the same on every rank."""
+        return {
+            "the number of backwards": str(self.backwards.num),
+            "the gradient of the last loss": self.backwards.last_gradient,
+            "the scale of the GradScaler": self.loss_scale.words,
+        }

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from autovaruna.graph.call import InputSpec
-from autovaruna.graph.export.watchers import show
-from autovaruna.graph.opaque.run import forgetting
+from autovaruna.graph.export.watchers import call_hooks
+from autovaruna.graph.opaque.run import saving_nothing
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.random import RandomStream
 from autovaruna.graph.source_lines import failed_at
@@ -92,7 +92,7 @@ class Executor:
         """Runs tasks in order; from the second step on, a stage's sums start after its last backward on this rank."""
         mail, world, trace, graph = self._mail, self._world, self._rank.trace, self._program.graph
         self._output_gradient = output_gradient
-        mail.follow(tasks)
+        mail.follow([task.receives for task in tasks])
         idle = set(graph.stages)
         start, waited_before = perf_counter(), mail.waited_seconds
         with torch.set_grad_enabled(self._call.needs_gradient):
@@ -101,7 +101,7 @@ class Executor:
                 began, waited = perf_counter(), mail.waited_seconds
                 _METHODS[instruction.kind](self, graph.stages[instruction.stage], task)
                 if trace is not None:
-                    trace.noted.append((instruction, began, perf_counter(), mail.waited_seconds - waited))
+                    trace.recorded.append((instruction, began, perf_counter(), mail.waited_seconds - waited))
                 if task.ends_stage:
                     idle.discard(instruction.stage)
                     graph.book.end_stage(instruction.stage)
@@ -125,11 +125,11 @@ class Executor:
             state.before = self._state.copy(stage)
         returned = self._run_stage(stage, part, state, keeps_graph)
         for call in stage.part.watched:
-            show(self._rank.state.model, call, returned)
+            call_hooks(self._rank.state.model, call, returned)
         for kind, names in task.sends:
             self._mail.send([returned[name].detach() for name in names], kind)
         for place, name in stage.part.outputs:
-            self.outputs[place, part.index] = _alone(returned[name])
+            self.outputs[place, part.index] = compact(returned[name])
         if keeps_graph:
             state.returned = returned
         elif needs_gradient:
@@ -180,9 +180,9 @@ class Executor:
         stream = RandomStream(call.seed, call.number, part.index, self._rank.device) if stage.is_random else None
         tensors = self._leaves(stage, state) if call.needs_gradient else state.tensors
         if call.of_batch:
-            tensors = {**tensors, **call.of_batch.get(part.share, NOTHING)}
+            tensors = {**tensors, **call.of_batch.get(part.weight, NOTHING)}
         if call.needs_gradient and not keeps_graph:
-            with forgetting():
+            with saving_nothing():
                 return stage.run(tensors, part.size, stream, None, lengths)
         if keeps_graph and stage.index in self._program.graph.splitting:
             state.deferred = Deferred()
@@ -241,7 +241,7 @@ def no_gradient(place: int, part: MicroBatch) -> Tensor | None:
     return None
 
 
-def _alone(output: Tensor) -> Tensor:
+def compact(output: Tensor) -> Tensor:
     """Returns an output without its graph, and without memory of more: torch leaves a mean in that of its terms."""
     output = output.detach()
     is_one_number = output.numel() == 1  # to copy it takes less than to look

@@ -39,7 +39,7 @@ class StageUse:
     ranks: tuple[int, ...]
 
 
-class Order:
+class SumOrder:
     """The parameters of one rank that get a gradient, in the order in which they are summed.
 
     The parameters of a stage are summed over its replicas together. Where several stages have the same ranks, the later
@@ -50,7 +50,7 @@ class Order:
         holders: The ranks that hold each of them: a use without a gradient, and another graph, may need it elsewhere.
 
     Attributes:
-        spread: the uses of those that several stages use, or ranks without a gradient hold, and who gets the sum.
+        over_stages: the uses of those that several stages use, or ranks without a gradient hold, and who gets the sum.
         stages: the uses of the others, by the ranks that sum them and by stage.
     """
 
@@ -58,21 +58,21 @@ class Order:
         self, uses: Mapping[str, list[StageUse]], holders: Mapping[str, tuple[int, ...]], owners: Mapping[str, int]
     ) -> None:
         self.owners = owners
-        self.spread: dict[str, tuple[list[StageUse], tuple[int, ...]]] = {}
+        self.over_stages: dict[str, tuple[list[StageUse], tuple[int, ...]]] = {}
         self.stages: dict[tuple[int, ...], dict[int, dict[str, list[StageUse]]]] = {}
         for name, each in uses.items():
             if len({use.stage for use in each}) > 1 or set(holders[name]) != set(each[0].ranks):
-                getting = {each[-1].ranks[0], owners[name]} if name in owners else holders[name]
-                self.spread[name] = each, tuple(sorted(getting))
+                receivers = {each[-1].ranks[0], owners[name]} if name in owners else holders[name]
+                self.over_stages[name] = each, tuple(sorted(receivers))
         for name, each in sorted(uses.items(), key=lambda item: -item[1][0].stage):
-            if name not in self.spread:
+            if name not in self.over_stages:
                 self.stages.setdefault(each[0].ranks, {}).setdefault(each[0].stage, {})[name] = each
 
 
 class Summation:
     """Sums the gradients of one step; those of a stage from when its last backward on this rank has ended."""
 
-    def __init__(self, order: Order, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, order: SumOrder, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._order, self._world, self._parameters = order, world, parameters
         self._sums = GradientSums(world)
         self._totals: dict[str, Tensor] = {}
@@ -91,11 +91,11 @@ class Summation:
         self._accumulators.update(accumulators)
         self._ended.update(stage for stages in self._coming.values() for stage in stages)
         self._start()
-        for name, (uses, _) in self._order.spread.items():
+        for name, (uses, _) in self._order.over_stages.items():
             self._totals[name] = self._chain(name, uses)
         self._sums.finish()
         owners, rank = self._order.owners, self._world.rank
-        for name, (uses, ranks) in self._order.spread.items():
+        for name, (uses, ranks) in self._order.over_stages.items():
             if len(ranks) > 1 and rank in ranks:
                 self._world.broadcast(self._totals[name], uses[-1].ranks[0], ranks)
         return {name: total for name, total in self._totals.items() if owners.get(name, rank) == rank}
@@ -176,22 +176,22 @@ class GradientBook:
             for parameter in split.traced.graph.parameters
             if parameter.needs_gradient
         }
-        self._orders: dict[str | None, Order] = {}
+        self._orders: dict[str | None, SumOrder] = {}
         self._varies = split.traced.has_kept_modules
         self._kept: dict[ParameterUse, Tensor] = {}
         self.may_have_kept = False
-        self._early: Summation | None = None
+        self._begun: Summation | None = None
 
     def begin(self, origin: str, *, is_summed: bool) -> None:
         """Begins a step; its gradients are summed stage by stage, if they are and ranks know what they will sum."""
         self.may_have_kept |= not is_summed
         order = self._orders.get(origin) if is_summed and not self._varies else None
-        self._early = None if order is None else Summation(order, self._world, self._parameters)
+        self._begun = None if order is None else Summation(order, self._world, self._parameters)
 
     def end_stage(self, stage: int) -> None:
         """Starts the sums of a stage whose last gradients on this rank are there; never blocks."""
-        if self._early is not None:
-            self._early.end_stage(stage, _pop_gradients([each for each in self._stages if each.index == stage]))
+        if self._begun is not None:
+            self._begun.end_stage(stage, _pop_gradients([each for each in self._stages if each.index == stage]))
 
     def pop(self) -> dict[ParameterUse, Tensor]:
         """Returns the gradients of the last step, by use; the leaves keep none."""
@@ -210,10 +210,10 @@ class GradientBook:
             accumulators: This rank's; they are overwritten.
             origin: What the backward started from; None: several, so that ranks must agree anew.
         """
-        early, self._early = self._early, None
-        if early is None or origin is None:
-            early = Summation(self._agree(accumulators, origin), self._world, self._parameters)
-        return early.finish(accumulators)
+        summation, self._begun = self._begun, None
+        if summation is None or origin is None:
+            summation = Summation(self._agree(accumulators, origin), self._world, self._parameters)
+        return summation.finish(accumulators)
 
     def pop_kept(self) -> dict[str, Tensor]:
         """Sums what was kept back. Collective."""
@@ -225,10 +225,10 @@ class GradientBook:
 
     def forget_step(self) -> None:
         """Drops what a step that has failed leaves behind."""
-        self._early = None
+        self._begun = None
         _pop_gradients(self._stages)
 
-    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> Order:
+    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> SumOrder:
         """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
 
         Where a call goes backward from the same outputs, its graph gives the same parameters a gradient, unless a
@@ -245,7 +245,7 @@ class GradientBook:
         live = {name: [use for use in uses if (name, use.block) in agreed] for name, uses in self._uses.items()}
         holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
         own = {name: live[name] for name in holders if self._world.rank in holders[name]}
-        order = Order(own, holders, self._placement.owners)
+        order = SumOrder(own, holders, self._placement.owners)
         if origin is not None:
             self._orders[origin] = order
         return order
@@ -272,7 +272,7 @@ class Backwards:
         """Sets ``.grad`` of parameters whose gradient other ranks have to a tensor without numbers."""
         self._owes_gradients = not is_summed
         if is_summed:
-            show_remote_gradients(self._away)
+            show_remote_gradients(self._remote)
             show_gradients_of_owners(self._of_others)
 
     def synchronise(self) -> None:
@@ -314,11 +314,11 @@ class Backwards:
     @cached_property
     def _of_others(self) -> list[nn.Parameter]:
         """The parameters that this rank holds and another one steps over."""
-        away = [each for each in self._state.parameters().values() if not steps_here(each)]
-        return [each for each in away if not isinstance(each, RemoteTensor)]
+        others = [each for each in self._state.parameters().values() if not steps_here(each)]
+        return [each for each in others if not isinstance(each, RemoteTensor)]
 
     @cached_property
-    def _away(self) -> list[RemoteTensor]:
+    def _remote(self) -> list[RemoteTensor]:
         return [each for each in self._state.parameters().values() if isinstance(each, RemoteTensor)]
 
 

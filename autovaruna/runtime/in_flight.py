@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from autovaruna.runtime.transport.layout import empty_on_host, is_dense
 NOTHING: Mapping[str, Tensor] = {}
 
 
+@dataclass(slots=True, eq=False)
 class InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
@@ -25,15 +27,12 @@ class InFlight:
         deferred: weight gradients that the backward leaves for later.
     """
 
-    __slots__ = ("before", "deferred", "gradients", "returned", "stash", "tensors")
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.returned = NOTHING
-        self.gradients: dict[str, Tensor] = {}
-        self.before = NOTHING
-        self.stash: Stash | None = None
-        self.deferred: Deferred | None = None
+    tensors: Mapping[str, Tensor]
+    returned: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+    stash: Stash | None = None
+    deferred: Deferred | None = None
 
 
 class Stash:

@@ -2,7 +2,8 @@
 
 A message keeps the memory layout of its tensors: with other strides kernels could change the last bit. The first
 message of a kind is preceded by its layouts; both ends remember them, so that later ones are the bare numbers and can
-be received before they are needed. Posting a receive takes time, too: as a rule a rank does it while it waits.
+be received before they are needed. Posting a receive takes time, too: as a rule a rank does it while it waits. Eager
+messages, those between ranks of one host (`transport/rings.py`), come without a posted receive.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +38,9 @@ def packed(layouts: Layouts, tensors: Sequence[Tensor | None]) -> list[Tensor] |
         return [tensors[0]]  # what most messages are
     travelling = []
     for layout, tensor in zip(layouts, tensors, strict=True):
-        if layout is None or tensor is None:
-            if not (layout is None and tensor is None):
-                return None
-        elif layout.fits(tensor):
+        if layout is not None and layout.fits(tensor):
             travelling.append(tensor if layout.is_dense else distinct(tensor).contiguous())
-        else:
+        elif layout is not None or tensor is not None:  # without both, a gradient is not there
             return None
     return travelling
 
@@ -51,13 +49,13 @@ def unpacked(layouts: Layouts, travelled: Sequence[Tensor]) -> list[Tensor | Non
     """Returns a message as the sender had it, from what of it has travelled."""
     if len(travelled) == len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense:
         return [travelled[0]]  # what most messages are
-    come, found = iter(travelled), list[Tensor | None]()
+    arrived, message = iter(travelled), list[Tensor | None]()
     for layout in layouts:
         if layout is None:
-            found.append(None)
+            message.append(None)
         else:
-            found.append(next(come) if layout.is_dense else layout.unpack(next(come)))
-    return found
+            message.append(next(arrived) if layout.is_dense else layout.unpack(next(arrived)))
+    return message
 
 
 def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:
@@ -90,13 +88,6 @@ class Parcel(NamedTuple):
     names: tuple[str, ...]
 
 
-class Receiver(Protocol):
-    """An instruction, as far as it receives messages."""
-
-    @property
-    def receives(self) -> tuple[Parcel, ...]: ...
-
-
 _Posted = tuple[Layouts, list[Tensor], Pending, int]
 """A receive that is posted: its layouts, their memory, the message, and its bytes."""
 
@@ -115,7 +106,7 @@ class Mail:
         self.num_posted_bytes = 0
         self.waited_seconds = 0.0
         self.due = 0
-        self._program: Sequence[Receiver] = ()
+        self._program: Sequence[Sequence[Parcel]] = ()
         self._position = self._next = 0
         self._layouts: dict[MessageKind, Layouts] = {}
         self._eager: dict[MessageKind, tuple[Layout, ...]] = {}
@@ -129,8 +120,8 @@ class Mail:
             del self._layouts[kind]
             self._eager.pop(kind, None)
 
-    def follow(self, program: Sequence[Receiver]) -> None:
-        """Takes the instructions that come, in order; posts what the first one receives and, later, what others do."""
+    def follow(self, program: Sequence[Sequence[Parcel]]) -> None:
+        """Takes what each instruction receives, in order; posts that of the first one and, later, that of others."""
         self._program, self._next = program, 0
         if self._carrier is not self._world.carrier:  # another model has opened one, which moves what came by itself
             self._carrier, is_eager = self._world.carrier, self._world.is_eager
@@ -146,7 +137,7 @@ class Mail:
         self.due = self._next - AHEAD
 
     def _expect_next(self) -> None:
-        for parcel in self._program[self._next].receives:
+        for parcel in self._program[self._next]:
             self.expect(parcel.kind)
         self._next += 1
 

@@ -225,7 +225,7 @@ _later: WeakSet[OptimizerProxy] = WeakSet()
 
 def _watch_later_optimizers() -> Undo:
     """Does the same for other optimizers that have parameters that are elsewhere, at the first step of each."""
-    stop = watch_steps(_join)
+    stop = watch_steps(_cut_at_first_step)
 
     def undo() -> None:
         stop()
@@ -238,7 +238,7 @@ def _watch_later_optimizers() -> Undo:
 LATER_OPTIMIZERS = ProcessPiece(_watch_later_optimizers)
 
 
-def _join(optimizer: Optimizer, *_: Any) -> None:
+def _cut_at_first_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _known:
         return
     parameters = parameters_of(optimizer)

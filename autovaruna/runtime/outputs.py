@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -12,34 +11,22 @@ from torch import Tensor
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import OutputKind, OutputSpec, joined, opened
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
-from autovaruna.runtime.mail import Mail, MessageKind
-from autovaruna.runtime.program import Program
-from autovaruna.runtime.world import World
+from autovaruna.runtime.executor import RankContext
+from autovaruna.runtime.mail import MessageKind
+from autovaruna.runtime.program import ModelCall, Program
 
 
-@dataclass(eq=False, repr=False)
 class OutputCollector:
-    """Collects the outputs of one call on a device. Every rank takes part.
+    """Collects the outputs of one call. Every rank takes part.
 
     `made` are those that this rank's stages made, by (output, micro-batch).
     """
 
-    program: Program
-    world: World
-    mail: Mail
-    made: Mapping[tuple[int, int], Tensor]
-    device: torch.device
-    _own: dict[int, Tensor] = field(default_factory=dict)
-    _known_makers: dict[int, list[int]] = field(default_factory=dict)
-
-    def expect(self, places: Mapping[int, OutputSpec]) -> None:
-        """Posts the receives of numbers, which are few; never blocks."""
-        for place, spec in places.items():
-            if spec.kind is not OutputKind.SAMPLES:
-                makers = self._makers(place, self._parts(spec))
-                for maker in dict.fromkeys(makers):
-                    if maker != self.world.rank:
-                        self.mail.expect(self._numbers(place, makers, maker, self.world.rank))
+    def __init__(self, program: Program, rank: RankContext, made: Mapping[tuple[int, int], Tensor]) -> None:
+        self.program, self.world, self.mail, self.device = program, rank.world, rank.mail, rank.device
+        self.made = made
+        self._own: dict[int, Tensor] = {}
+        self._known_makers: dict[int, list[int]] = {}
 
     def send(self, places: Mapping[int, OutputSpec]) -> None:
         """Starts to send what this rank's stages made to the ranks that get it; never blocks."""
@@ -116,8 +103,8 @@ class OutputCollector:
                 if len(parts) == 1:
                     return slots[0]
                 wide = slots.to(torch.complex128 if slots.is_complex() else torch.float64)
-                shares = _shares(self.program.batch, slots.device)
-                return (wide * shares.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
+                weights = _weights(self.program.batch, slots.device)
+                return (wide * weights.view(-1, *[1] * (slots.dim() - 1))).sum(0).to(slots.dtype)
 
     def _numbers(self, place: int, makers: Sequence[int], maker: int, receiver: int) -> MessageKind:
         return self.program.messages.numbers(place, maker, receiver, _num_slots(makers, maker))
@@ -134,26 +121,21 @@ def _num_slots(makers: Sequence[int], maker: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _shares(batch: GlobalBatch, device: torch.device) -> Tensor:
-    return torch.tensor([part.share for part in batch.micro_batches.values()], dtype=torch.float64, device=device)
+def _weights(batch: GlobalBatch, device: torch.device) -> Tensor:
+    return torch.tensor([part.weight for part in batch.micro_batches.values()], dtype=torch.float64, device=device)
 
 
-@dataclass(eq=False, repr=False)
 class GradientExchange:
     """Exchanges the gradients of one call that do not belong to parameters: of its outputs and of its inputs.
 
     `made` are those of inputs that this rank's stages make, by (input, micro-batch). `origin` names the outputs that
-    the backward starts from; `name`, in errors, the call.
+    the backward starts from.
     """
 
-    program: Program
-    world: World
-    mail: Mail
-    made: Mapping[tuple[str, int], Tensor | None]
-    inputs: Mapping[str, Tensor]
-    name: str
-    origin: str = ""
-    _gradients: dict[int, Tensor | None] = field(default_factory=dict)
+    def __init__(self, call: ModelCall, rank: RankContext, made: Mapping[tuple[str, int], Tensor | None]) -> None:
+        self.program, self.world, self.mail, self.inputs = call.program, rank.world, rank.mail, call.inputs
+        self.made, self._call, self.origin = made, call.name, ""
+        self._gradients: dict[int, Tensor | None] = {}
 
     def spread_output_gradients(self, gradients: Sequence[Tensor | None], zeros: Sequence[Tensor]) -> None:
         """Sends the gradients of this rank's outputs to the stages that made them. Collective.
@@ -161,7 +143,7 @@ class GradientExchange:
         The caller has not used those that are None. An output that some rank's loss uses has a gradient on every rank.
         """
         own = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        what = f"agreeing on the outputs of {self.name} that backward starts from"
+        what = f"agreeing on the outputs of {self._call} that backward starts from"
         used = {int(place) for places in self.world.gather_numbers(own, what) for place in places}
         self.origin = f"/{sorted(used)}"
         self._gradients = {
@@ -192,7 +174,7 @@ class GradientExchange:
             return self.mail.receive(self.program.messages.output_gradient(place, part, self.origin))[0]
         if spec.kind is OutputKind.SAME:
             return gradient if part.index == min(batch.micro_batches) else None
-        return gradient * part.share
+        return gradient * part.weight
 
     def input_gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's inputs. Every rank takes part."""

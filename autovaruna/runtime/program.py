@@ -96,13 +96,13 @@ class Program:
         ]
 
     def seeds(self, factor: float) -> dict[float, Tensor]:
-        """Returns the gradient of each micro-batch's loss, by its share, for a backward from `factor`."""
+        """Returns the gradient of each micro-batch's loss, by its weight, for a backward from `factor`."""
         if self._factor != factor:
             self._factor, loss = factor, self.outputs[self.loss_place]
             value: Tensor = self.traced.nodes[loss.node].meta["val"]
-            shares = {part.share for part in self.batch.micro_batches.values()}
+            weights = {part.weight for part in self.batch.micro_batches.values()}
             self._seeds = {
-                share: torch.full((), share * factor, dtype=value.dtype, device=value.device) for share in shares
+                weight: torch.full((), weight * factor, dtype=value.dtype, device=value.device) for weight in weights
             }
         return self._seeds
 
@@ -162,7 +162,7 @@ class ModelCall:
         number: how many came before.
         seed: with number and micro-batch, what random operations draw from.
         inputs: this rank's mini-batch, by name.
-        of_batch: what micro-batches are given of the whole batch, by their share of the loss and the name of the node.
+        of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
         asks_for_sums: whether gradients are to be summed over ranks; what it returns when a backward comes counts.
         name: what to call it in errors.
     """

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna.errors import InputError
-from autovaruna.interception.gradients import UNSCALERS, Overflows, enabled_scalers, num_seen
+from autovaruna.interception.gradients import UNSCALERS, Overflows, enabled_scalers, num_recorded
 from autovaruna.interception.optimizer_proxy import cut_groups
 from autovaruna.runtime.optimizer import OWN_PART
 from autovaruna.runtime.world import World
@@ -44,7 +44,7 @@ class LossScale:
         Without a scaler it is one, or for float16 gradients the factor of the last backward: a loop may scale by hand.
         With several, which one is meant matters for these: an `InputError`.
         """
-        if self._num_looked_at != num_seen():
+        if self._num_looked_at != num_recorded():
             self._search()
         scaler, self._unseen_factor = self._scaler, None
         if scaler is not None:
@@ -76,7 +76,7 @@ class LossScale:
 
     def _search(self) -> None:
         """Looks for the scaler, since the program has made new ones."""
-        self._num_looked_at = num_seen()
+        self._num_looked_at = num_recorded()
         if self._scaler is not None or self._optimizer is None:
             return
         if enabled_scalers():

@@ -156,14 +156,11 @@ class Step(ABC):
 
     @cached_property
     def _collector(self) -> OutputCollector:
-        return OutputCollector(
-            self._program, self._rank.world, self._rank.mail, self._executor.outputs, self._rank.device
-        )
+        return OutputCollector(self._program, self._rank, self._executor.outputs)
 
     @cached_property
     def _exchange(self) -> GradientExchange:
-        rank, made, call = self._rank, self._executor.input_gradients, self._call
-        return GradientExchange(self._program, rank.world, rank.mail, made, call.inputs, call.name)
+        return GradientExchange(self._call, self._rank, self._executor.input_gradients)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -205,7 +202,6 @@ class WholeStep(Step):
 
     def _run(self) -> list[Tensor | None]:
         program = self._program
-        self._collector.expect(self._delivered)
         tasks = self._prepare(_ALL)
         self._executor.run(tasks, partial(_seed, program.seeds(self._factor), program.loss_place))
         self._collector.send(self._delivered)
@@ -348,7 +344,7 @@ class SplitStep(Step):
 
 def _seed(seeds: Mapping[float, Tensor], loss_place: int, place: int, part: MicroBatch) -> Tensor | None:
     """Returns the gradient of an output from which a backward within the call starts: of the loss alone."""
-    return seeds[part.share] if place == loss_place else None
+    return seeds[part.weight] if place == loss_place else None
 
 
 def _total(gradients: Gradients) -> Tensor | None:

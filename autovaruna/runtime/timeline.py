@@ -31,7 +31,7 @@ Span = tuple[str, float, float, float]
 Ends = tuple[float, float]
 """When a rank's last instruction ended, and when its step did."""
 Step = tuple[list[Span], Ends]
-Noted = tuple[Instruction, float, float, float]
+Recorded = tuple[Instruction, float, float, float]
 """An instruction, when it began and ended, and how long it waited meanwhile."""
 Rows = list[dict[str, Any]]
 
@@ -138,7 +138,7 @@ class EventTrace:
     most of the time. After steps 2, 4, 8, ... a table in the log says where the time of the step went.
 
     Attributes:
-        noted: what has run in this step, by readings of `perf_counter`; only later is anything made of it.
+        recorded: what has run in this step, by readings of `perf_counter`; only later is anything made of it.
         num_steps_left: how many are to be written yet.
         on_account: called on rank 0 with the number of a step, its seconds, those predicted, and where they went.
 
@@ -153,8 +153,8 @@ class EventTrace:
         self.on_account: Callable[[int, float, float, Sequence[LostTime]], None] | None = None
         on_all(world, self._begin, "starting the trace")
         self._offset = offset_to_first(world)
-        self.noted: list[Noted] = []
-        self._ended: list[tuple[list[Noted], float]] = []
+        self.recorded: list[Recorded] = []
+        self._ended: list[tuple[list[Recorded], float]] = []
         self._awaited = awaited_by(predicted, edges) if world.rank == 0 else {}
 
     def _begin(self) -> None:
@@ -169,9 +169,9 @@ class EventTrace:
                 ) from error
 
     def write_step(self) -> None:
-        """Ends a step. If it is time to, hands what was noted to rank 0, which waits for all and appends it."""
-        self._ended.append((self.noted, perf_counter()))
-        self.noted = []
+        """Ends a step. If it is time to, hands what was recorded to rank 0, which waits for all and appends it."""
+        self._ended.append((self.recorded, perf_counter()))
+        self.recorded = []
         self._num_steps += 1
         self.num_steps_left -= 1
         if self._num_steps % next(num for last, num in _STEPS_TOGETHER if self._num_steps <= last):
@@ -192,11 +192,11 @@ class EventTrace:
                 self._is_broken = True
                 logger.warning("the trace ends here: %s cannot be written (%s)", self._path, error.strerror)
 
-    def _step(self, noted: Sequence[Noted], end: float) -> Step:
+    def _step(self, recorded: Sequence[Recorded], end: float) -> Step:
         offset = self._offset
         spans = [
             (str(instruction), begin + offset, begin + offset + waited, done + offset)
-            for instruction, begin, done, waited in noted
+            for instruction, begin, done, waited in recorded
         ]
         return spans, (spans[-1][3] if spans else 0.0, end + offset)
 

@@ -74,17 +74,17 @@ class Server:
                 deliver_challenge(connection, self._token)
                 answer_challenge(connection, self._token)
                 watch.cancel()
-                self._know(watched)
+                self._admit(watched)
                 while True:
                     self._answer(connection, json.loads(connection.recv_bytes(MOST_BYTES)))
         except Exception:  # whatever a stranger sends, it ends with the connection
             pass
         finally:
             watch.cancel()
-            self._know(watched)
+            self._admit(watched)
             watched.close()
 
-    def _know(self, watched: socket.socket) -> None:
+    def _admit(self, watched: socket.socket) -> None:
         """Counts a connection as a stranger's no more."""
         with suppress(ValueError):
             self._strangers.remove(watched)

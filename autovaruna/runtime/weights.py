@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from autovaruna._torch import IncompatibleKeys, buffer_table, by_tensor, parameter_table, version_of
+from autovaruna._torch import buffer_table, by_tensor, parameter_table, version_of
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.module_state import replace_tensor
 from autovaruna.graph.random import default_generator, untouched_generator
@@ -316,23 +316,9 @@ def from_rank(value: Any, root: int, world: World) -> Any:
 def load_part(state: OwnedState, entries: Mapping[str, Any], is_strict: bool) -> Any:
     """Loads this rank's part of a whole ``state_dict``; returns and raises as plain PyTorch."""
     known = state.model.state_dict()
-    missing = [name for name in known if name not in entries]
-    unexpected = [name for name in entries if name not in known]
-    errors = [
-        f"size mismatch for {name}: got {tuple(entries[name].shape)}, expected {tuple(value.shape)}"
-        for name, value in known.items()
-        if isinstance(value, Tensor) and isinstance(entries.get(name), Tensor) and entries[name].shape != value.shape
-    ]
-    if is_strict:
-        errors += [f"missing key {name}" for name in missing] + [f"unexpected key {name}" for name in unexpected]
-    if errors:
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(state.model).__name__}:\n\t" + "\n\t".join(errors)
-        )
     away = {name for name, value in known.items() if isinstance(value, Tensor) and value.is_meta}
-    mine = {name: value for name, value in entries.items() if name in known.keys() - away}
-    state.model.load_state_dict(mine, strict=False)
-    return IncompatibleKeys(missing, unexpected)
+    given = {name: value.to("meta") if name in away else value for name, value in entries.items()}
+    return state.model.load_state_dict(given, strict=is_strict)
 
 
 @dataclass(eq=False)

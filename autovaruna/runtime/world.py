@@ -12,7 +12,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import is_
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -33,7 +32,6 @@ from autovaruna.runtime.transport.base import (
     Pending,
     TensorTransfer,
     Transport,
-    status_after,
 )
 from autovaruna.runtime.transport.layout import MAX_PART_BYTES, Layout, check_dense, empty_on_host, split, to_host
 from autovaruna.runtime.transport.values import pack, unpack
@@ -48,9 +46,12 @@ Ranks = tuple[int, ...]
 
 
 class Message(Pending):
-    """A list of tensors on the way: done when all its parts are. Then `finish` runs."""
+    """A list of tensors on the way: done when all its parts are.
 
-    __slots__ = ("_count", "_event", "_finish", "_parts", "_world")
+    `landing` has buffers, and the memory that is copied to them at the end: often they themselves.
+    """
+
+    __slots__ = ("_count", "_event", "_landing", "_parts", "_world")
 
     def __init__(
         self,
@@ -58,17 +59,12 @@ class Message(Pending):
         parts: list[TensorTransfer],
         event: Event,
         count: int,
-        finish: Callable[[], None] | None = None,
+        landing: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self._world, self._parts, self._event, self._count = world, parts, event, count
-        self._finish = finish
+        self._landing = [(buffer, landed) for buffer, landed in landing if landed is not buffer]
         if any(part.needs_calls for part in parts):
             world.lagging.append(self)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was done when last asked."""
-        return not self._parts
 
     def is_done(self) -> bool:
         parts = self._parts
@@ -76,9 +72,9 @@ class Message(Pending):
             if not parts[-1].is_done():
                 return False
             parts.pop()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+        while self._landing:
+            buffer, landed = self._landing.pop()
+            buffer.detach().copy_(landed)
         return True
 
     def wait(self) -> None:
@@ -130,7 +126,7 @@ class World:
         self.num_ranks = len(transport.hosts)
         self.hosts = transport.hosts
         self.num_models = 0
-        self.transport = transport
+        self.transport, self.abort, self.end_with = transport, transport.abort, transport.end
         self.watch = RankWatch(transport, self._advance)
         self.carrier: Carrier | None = None
         self.lagging: deque[Message] = deque()
@@ -232,8 +228,8 @@ class World:
 
     def _sent(self, parts: list[TensorTransfer], destination: int, channel: int, tag: int) -> Pending:
         """Returns what has been started as a message, which is kept until it has left."""
-        event, counts = ("sent", destination, channel, tag), self.watch.counts
-        count = counts[event] = counts[event] + len(parts)
+        event = "sent", destination, channel, tag
+        count = self.watch.count(event, len(parts))
         if parts.count(DONE) == len(parts):
             return DONE
         message = Message(self, parts, event, count)
@@ -244,18 +240,26 @@ class World:
         """Posts the receive of a message into `buffers`, which are laid out as the tensors that were sent."""
         carrier = self.carrier
         if carrier is not None and carrier.receives_from(source):
-            landing = [_on_device(buffer, carrier.device) for buffer in buffers]
+            landing = [
+                buffer if buffer.device.type == carrier.device.type else torch.empty_like(buffer, device=carrier.device)
+                for buffer in buffers
+            ]
             parts = [carrier.post_receive(part, source, tag) for each in landing for part in split(each)]
-            return self._received(parts, source, CARRIER_CHANNEL, tag, _filling(buffers, landing))
+            return self._received(parts, source, CARRIER_CHANNEL, tag, zip(buffers, landing, strict=True))
         landing = [buffer if buffer.is_cpu else empty_on_host(buffer) for buffer in buffers]
         parts = self.transport.post_receives(landing, source, TENSOR_CHANNEL, tag)
-        return self._received(parts, source, TENSOR_CHANNEL, tag, _filling(buffers, landing))
+        return self._received(parts, source, TENSOR_CHANNEL, tag, zip(buffers, landing, strict=True))
 
     def _received(
-        self, parts: list[TensorTransfer], source: int, channel: int, tag: int, finish: Callable[[], None] | None = None
+        self,
+        parts: list[TensorTransfer],
+        source: int,
+        channel: int,
+        tag: int,
+        landing: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> Message:
         event = "received", source, channel, tag
-        return Message(self, parts, event, self.watch.count(event, len(parts)), finish)
+        return Message(self, parts, event, self.watch.count(event, len(parts)), landing)
 
     def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Returns whether tensors of `source` come without a posted receive: `receive_eager` in place of `receive`."""
@@ -264,8 +268,8 @@ class World:
 
     def receive_eager(self, layouts: Sequence[Layout], source: int, tag: int) -> EagerMessage:
         """Returns the next message of `source`, which makes its own tensors; where messages are eager."""
-        event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
-        count = counts[event] = counts[event] + len(layouts)
+        event = "received", source, TENSOR_CHANNEL, tag
+        count = self.watch.count(event, len(layouts))
         return EagerMessage(self, self.transport.eager_source(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:
@@ -372,7 +376,7 @@ class World:
     def poll(self) -> None:
         """Calls `progress` if something on its way does not advance by itself; a rank does it between instructions."""
         lagging = self.lagging
-        while lagging and (lagging[0].has_ended or lagging[0].is_done()):  # to ask for one lets all advance
+        while lagging and lagging[0].is_done():  # to ask for one lets all advance
             lagging.popleft()
         needs_more = len(self._sends) > SENDS_AT_ONCE or self.carrier is not None
         for group in self._groups.values():
@@ -401,18 +405,6 @@ class World:
 
     # The end.
 
-    def abort(self, error: BaseException, where: str) -> NoReturn:
-        """Ends all ranks, after this rank's traceback, headed by `where`, on standard error."""
-        self.transport.abort(error, where)
-
-    def end_with(self, status: int) -> NoReturn:
-        """Ends all ranks with a status."""
-        self.transport.end(status)
-
-    def end_after(self, error: BaseException) -> NoReturn:
-        """Ends all ranks with the status of an error that has been shown."""
-        self.transport.end(status_after(error))
-
     @property
     def num_acts(self) -> int:
         """How often this rank has asked something of the others."""
@@ -424,27 +416,6 @@ class World:
         if self.carrier is not None:
             self.carrier.close()
         self.transport.close()
-
-
-def _on_device(buffer: Tensor, device: torch.device) -> Tensor:
-    """Returns memory on a device that is laid out as `buffer`: itself, if it is there."""
-    if buffer.device.type == device.type:
-        return buffer
-    return torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device)
-
-
-def _filling(buffers: Sequence[Tensor], landing: Sequence[Tensor]) -> Callable[[], None] | None:
-    """Returns what copies memory that a message has landed in to its buffers; None: it landed there."""
-    if all(map(is_, buffers, landing)):
-        return None
-
-    def fill() -> None:
-        with torch.no_grad():
-            for buffer, other in zip(buffers, landing, strict=True):
-                if other is not buffer:
-                    buffer.copy_(other)
-
-    return fill
 
 
 def describe(error: BaseException) -> str:
@@ -460,13 +431,13 @@ def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
         if names:
             pairs = [(name, first.get(name, "missing"), other.get(name, "missing")) for name in names[:5]]
             return "; ".join(
-                f"{name} is {_around(one, two)} on rank 0, {_around(two, one)} on rank {rank}"
+                f"{name} is {_excerpt(one, two)} on rank 0, {_excerpt(two, one)} on rank {rank}"
                 for name, one, two in pairs
             )
     return ""
 
 
-def _around(text: str, other: str) -> str:
+def _excerpt(text: str, other: str) -> str:
     """Returns a text, and of a long one the part where it begins to differ from another."""
     if len(text) <= _MOST_LETTERS:
         return text

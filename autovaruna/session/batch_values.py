@@ -96,7 +96,7 @@ class BatchValues:
                 name: torch.as_tensor(use.of_share(made[source], share)).to(self._device, self._dtype(name))
                 for name, (source, use) in self._totals.values.items()
             }
-            for share in {part.share for part in batch.micro_batches.values()}
+            for share in {part.weight for part in batch.micro_batches.values()}
         }
 
     def _merged(self, name: str, totals: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -283,13 +283,13 @@ class Session:
         inputs = self._same_inputs.digests(call, run.num_calls, tensors)
         wants_norm, metrics = run.metrics.report()
         flags |= NORM_WANTED * wants_norm
-        actions = (*run.actions.digest(), *(engine.doings if engine else ()), run.is_synchronising)
+        actions = (*run.actions.digest(), *(engine.script_actions.values() if engine else ()), run.is_synchronising)
         numbers = BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics)
         return Report((call.key(), repr(actions)), flags, numbers)
 
     def _words(self) -> dict[str, str]:
         """Returns what this rank's script has done since the start, in words."""
-        engine = {} if self._model.engine is None else self._model.engine.words
+        engine = {} if self._model.engine is None else self._model.engine.script_actions
         return {**self._run.actions.words(), **engine, "no_sync()": "off" if self._run.is_synchronising else "on"}
 
     def _drop_unread_attributes(self, call: CallSpec, keys: Collection[str]) -> bool:

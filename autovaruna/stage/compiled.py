@@ -24,8 +24,8 @@ class CompiledPiece:
     """A piece of a graph that torch.compile has been given."""
 
     def __init__(self, piece: Piece, traced: TracedModel, backend: str) -> None:
-        self._around = _Around()
-        self._module = _prepared(piece.module, self._around)
+        self._uncompiled = _Uncompiled()
+        self._module = _prepared(piece.module, self._uncompiled)
         self._run = torch.compile(self._module, backend=backend, dynamic=True)
         self._free = [_free_dimensions(argument, traced) for argument in piece.arguments]
 
@@ -34,20 +34,20 @@ class CompiledPiece:
         given: list[Any] = []
         for argument, free in zip(arguments, self._free, strict=True):
             if isinstance(argument, RandomStream):
-                self._around.stream = argument
+                self._uncompiled.stream = argument
             elif isinstance(argument, Tensor) and not hasattr(argument, "_dynamo_static_indices"):
                 for place in set(range(argument.dim())) - free:
                     mark_static(argument, place)
             given.append(None if isinstance(argument, RandomStream) else argument)
-        if self._around.stream is not None and self._around.learns:
+        if self._uncompiled.stream is not None and self._uncompiled.learns:
             copies = [each.clone() if isinstance(each, Tensor) else each for each in given]  # it may change them
             with torch.no_grad(), profiling_mode():
                 self._module(*copies)
-            self._around.learns = False
+            self._uncompiled.learns = False
         return self._run(*given)  # type: ignore[no-any-return]
 
 
-class _Around:
+class _Uncompiled:
     """What a piece needs that torch.compile must not see: it would compile again for each other object.
 
     As long as it `learns`, nothing is compiled: kernels differ in the order of memory that they choose.
@@ -74,13 +74,13 @@ class _Around:
         exit_autocast(self.entered.pop())  # type: ignore[no-untyped-call]
 
 
-def _prepared(module: fx.GraphModule, around: _Around) -> fx.GraphModule:
+def _prepared(module: fx.GraphModule, uncompiled: _Uncompiled) -> fx.GraphModule:
     """Returns a copy of a module whose random operations and switches of autocast stay out of compilation."""
     plain: dict[Any, Any] = {
-        draw: around.draw,
+        draw: uncompiled.draw,
         check: check,
-        enter_autocast: around.enter,
-        exit_autocast: around.leave,
+        enter_autocast: uncompiled.enter,
+        exit_autocast: uncompiled.leave,
     }
     outside = {each: _not_compiled(instead) for each, instead in plain.items()}
     graph = fx.Graph()

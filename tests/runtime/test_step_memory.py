@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autovaruna.runtime.executor import _alone
+from autovaruna.runtime.executor import compact
 from autovaruna.runtime.in_flight import Stash
 from tests.catalogue import PLAIN
 from tests.reference import compare, plain_steps, sgd
@@ -38,7 +38,7 @@ def test_an_output_is_kept_on_memory_of_its_own() -> None:
     """``mse_loss`` leaves its mean in the memory of all terms: one micro-batch after the other, they added up."""
     x = torch.randn(100, requires_grad=True)
     for output in (F.mse_loss(x, torch.zeros(100)), x[:10], x * 2):
-        kept = _alone(output)
+        kept = compact(output)
         assert torch.equal(kept, output) and not kept.requires_grad
         assert kept.untyped_storage().nbytes() == kept.nbytes
     assert kept.data_ptr() == output.data_ptr(), "what fills its memory is not copied"

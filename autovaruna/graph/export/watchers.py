@@ -200,7 +200,7 @@ class _ShownTensor(torch.autograd.Function):
         )
 
 
-def show(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> None:
+def call_hooks(model: nn.Module, call: WatchedCall, values: Mapping[str, Tensor]) -> None:
     """Calls the hooks of a module with what they see in one micro-batch, by the names of nodes on this rank.
 
     Raises:

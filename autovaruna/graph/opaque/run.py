@@ -210,7 +210,7 @@ def opaque_module_of(node: fx.Node) -> OpaqueModule | None:
     return kept
 
 
-def forgetting() -> saved_tensors_hooks:
+def saving_nothing() -> saved_tensors_hooks:
     """Keeps nothing for a backward; under no_grad, lstm and others choose another kernel, with other last bits."""
     return saved_tensors_hooks(lambda tensor: None, _refuse_backward)
 

@@ -7,7 +7,6 @@ for every transport.
 
 from __future__ import annotations
 
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -215,11 +214,6 @@ class Carrier(Protocol):
     def advance(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-def status_after(error: BaseException) -> int:
-    """Returns the status of a process that an error has ended: that of a shell after Ctrl-C, else 1."""
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def show(error: BaseException, where: str) -> str:

@@ -11,6 +11,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from autovaruna.errors import RankError
+from autovaruna.interception.ending import status_after
 from autovaruna.runtime.transport.base import (
     CHANNELS,
     DONE,
@@ -21,7 +22,6 @@ from autovaruna.runtime.transport.base import (
     TensorTransfer,
     Transport,
     show,
-    status_after,
 )
 from autovaruna.runtime.transport.layout import Layout, split
 from autovaruna.runtime.transport.rings import MAX_BYTES, SLOT_BYTES, RingReceiver, RingSender, open_rings
@@ -74,14 +74,12 @@ class ProcessTransport(Transport):
         The receive of such a list is posted ahead, past lists that need no post and have the same key: it would get
         their messages for those of its own that come through the ring.
         """
-        if not _is_large(tensors, channel):
-            return super().post_sends(tensors, destination, channel, tag)
-        return [self.send_far(part, destination, channel, tag) for each in tensors for part in split(each)]
+        post = self.send_far if _is_large(tensors, channel) else self.post_send
+        return [post(part, destination, channel, tag) for each in tensors for part in split(each)]
 
     def post_receives(self, tensors: Sequence[Tensor], source: int, channel: int, tag: int) -> list[TensorTransfer]:
-        if not _is_large(tensors, channel):
-            return super().post_receives(tensors, source, channel, tag)
-        return [self.receive_far(part, source, channel, tag) for each in tensors for part in split(each)]
+        post = self.receive_far if _is_large(tensors, channel) else self.post_receive
+        return [post(part, source, channel, tag) for each in tensors for part in split(each)]
 
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, swap: Swap) -> None:
         new = set(pairs) - self._ring_pairs

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from autovaruna.interception.ending import status_after
 from autovaruna.runtime.transport.base import (
     DONE,
     SMALL_BYTES,
@@ -18,7 +19,6 @@ from autovaruna.runtime.transport.base import (
     Transport,
     check_size,
     show,
-    status_after,
 )
 from autovaruna.runtime.transport.layout import flat
 
