@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.costs import SizedProblem, StageFormula
 from autovaruna.planner.exchange import Exchange
 from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
@@ -69,6 +69,7 @@ class Planner:
         self.speeds = problem.cluster.speeds if set(problem.cluster.speeds) != {1.0} else ()
         is_split = problem.constraints.schedule == SPLIT_SCHEDULE
         self.sized = lru_cache(maxsize=_MOST_SIZED)(lambda count: SizedProblem(problem, tables, count, is_split))
+        self.formula = lru_cache(maxsize=1)(lambda count: StageFormula(self.sized(count)))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     @property

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,17 @@ from autovaruna.planner.cost_table import Array, Costs
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Peak, StagePlan
-from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, RecomputeOptions, StageBytes
-from autovaruna.profiler.records import Cluster
+from autovaruna.planner.stage_memory import (
+    Holdings,
+    HoldingsOfRanges,
+    MemoryModel,
+    StageBytes,
+)
+from autovaruna.profiler.records import Cluster, LinkCost
+from autovaruna.schedule.pipeline import share_of
+
+_MOST_TABLES = 64
+"""Tables of a formula that are kept: those of the stages of one grid, and of unequal replicas."""
 
 
 class AllReduces:
@@ -258,12 +267,114 @@ class SizedProblem:
         return {"auto": (False, True), "all": (True,), "none": (False,)}[self.problem.constraints.recompute]
 
     @cached_property
-    def ways(self) -> RecomputeOptions:
+    def ways(self) -> list[tuple[Array, StageBytes[Array]]]:
+        """The ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
         options = []
         for needs_recompute in self.recompute_choices:
             num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
             options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
         return options
+
+
+class StageFormula:
+    """Says about what a step takes that has some ranges as a stage, for all ranges; infinite: it does not fit.
+
+        first message | micro-batches: their work, or their messages | all-reduce and optimizer, or others' backwards
+
+    The last is for the first stages alone. A rank with several stages gives each its part of time and memory.
+    """
+
+    def __init__(self, sized: SizedProblem) -> None:
+        self.sized, hosts = sized, sized.problem.cluster.hosts
+        self._before, self._after, self._waited_for = (each[sized.tables.positions, None] for each in sized.waits)
+        self._has_neighbours = len(set(hosts)) < len(hosts)
+        self._messages = cache(self._message_seconds)
+        self._deepest = lru_cache(_MOST_TABLES)(self._depths_within)
+        self._table = lru_cache(_MOST_TABLES)(self._build)
+
+    def seconds(
+        self, ranks: Sequence[int], num_behind: int, before: Sequence[int], behind: Sequence[int], num_held: int = 1
+    ) -> Array:
+        """Returns the table of a stage.
+
+        Args:
+            ranks: its replicas.
+            num_behind: ranks of this stage and of those behind it, which is what its in-flight depth follows from.
+            before, behind: the last rank of the stage before, and the first of the one behind.
+            num_held: the stages of a rank.
+        """
+        cluster, constraints = self.sized.problem.cluster, self.sized.problem.constraints
+        count, replicas, hosts = self.sized.num_micro_batches, len(ranks), [cluster.hosts[rank] for rank in ranks]
+        share, speeds = -(-count // replicas), [cluster.speeds[rank] for rank in ranks]
+        depth = (
+            share
+            if constraints.schedule == "gpipe"
+            else min(constraints.in_flight or -(-num_behind // replicas), share)
+        )
+        load = max(share_of(count, replicas, k) / speed for k, speed in enumerate(speeds))
+        own = min(cluster.memory_bytes[rank] for rank in ranks) - cluster.process_bytes
+        limit = own / num_held + cluster.process_bytes
+        is_apart = replicas == 1 or not self._has_neighbours
+        links = [
+            cluster.remote_link
+            if is_apart and any(cluster.hosts[rank] != hosts[0] for rank in others)
+            else cluster.local_link
+            for others in (before, behind)
+        ]
+        return self._table(
+            replicas, depth, load * num_held, min(speeds), limit, share * num_held, len(set(hosts)) == 1, *links
+        )
+
+    def _build(
+        self,
+        replicas: int,
+        depth: int,
+        load: float,
+        slowest: float,
+        limit: float,
+        num_messages: int,
+        is_local: bool,
+        before: LinkCost,
+        behind: LinkCost,
+    ) -> Array:
+        """Returns the table; `load` is the micro-batches of a replica over its speed, at most."""
+        share = -(-self.sized.num_micro_batches // replicas)
+        each, first = self._messages(before, behind)
+        seconds = self._work_within(limit, share, depth) * load
+        seconds += share * self.sized.overhead_seconds
+        np.maximum(seconds, num_messages * each, out=seconds)
+        seconds += self._before
+        seconds += first
+        reduce = self.sized.reduce_seconds(replicas, self.sized.tables.trained_bytes, is_local=is_local)
+        optimizer = self.sized.optimizer_seconds * (self.sized.owned_share(replicas) / slowest)
+        seconds += np.maximum(self._after, reduce + optimizer)
+        return seconds
+
+    def _depths_within(self, limit: float, share: int) -> list[Array]:
+        """Returns how deep each range may go within a limit of memory, without recompute and with it."""
+        return [num_bytes.depth_within(limit, share) for _, num_bytes in self.sized.ways]
+
+    def _work_within(self, limit: float, share: int, in_flight: int) -> Array:
+        """Returns the seconds of each range in the best way that fits, infinite if none does.
+
+        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
+        """
+        best = np.full_like(self.sized.work, np.inf)
+        for (seconds, _), deepest in zip(self.sized.ways, self._deepest(limit, share), strict=True):
+            slower = seconds * np.maximum(in_flight / np.maximum(deepest, 1.0), 1.0)
+            np.minimum(best, slower, out=best, where=deepest >= 1.0)
+        return best
+
+    def _message_seconds(self, before: LinkCost, behind: LinkCost) -> tuple[Array, Array]:
+        """Returns what the messages of every range take: of each micro-batch, and of the first there and the last back.
+
+        Of these two only what is not among its waits.
+        """
+        held = self.sized.held
+        forward, backward = (each / before.bytes_per_second for each in (held.received, held.gradients_sent))
+        each = np.maximum(np.maximum(forward, backward), held.gradients_received / behind.bytes_per_second)
+        once = forward + backward + 2 * before.latency_seconds - self._waited_for
+        return each, np.where(held.received > 0, np.maximum(once, 0.0), 0.0)
 
 
 def _forbid_empty(table: Array) -> Array:

@@ -1,18 +1,14 @@
-"""Predicts the memory of a stage on one replica: what it holds, and the peak as its in-flight depth asks for it.
-
-Also defines the ways to run ranges in the memory that there is, without recompute and with it, and what that takes.
-"""
+"""Predicts the memory of a stage on one replica: what it holds, and the peak as its in-flight depth asks for it."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autovaruna.planner.cost_table import Array, Costs
 from autovaruna.planner.range_tables import RangeTables
@@ -103,10 +99,6 @@ class StageBytes(Generic[Bytes]):
         """Returns the peak over the whole step, with what other stages of the rank use as well: the process, too."""
         peak = float(self.at(in_flight, share, deferred))
         return Peak(peak, peak - float(self.beside_others(in_flight, share, deferred)) + process_bytes)
-
-    def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
-        """Returns the same with every part changed."""
-        return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
 
 
 def _greatest(*parts: Bytes) -> Bytes:
@@ -307,38 +299,3 @@ class MemoryModel:
         once = lasting + (gradients + messages + running)
         first, least = once + self.before_gradients(held), lasting + (gradients + updating)
         return StageBytes(once, each, least, first, running, gradients, deferred)
-
-
-RecomputeOptions = Sequence[tuple[Array, StageBytes[Array]]]
-"""Ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionsWithin:
-    """Ways to run ranges within a limit of memory, the fastest first; a `deepest` depth of 0 or less does not fit."""
-
-    seconds: Sequence[Array]
-    deepest: Sequence[Array]
-    is_possible: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, ways: RecomputeOptions, limit_bytes: float, share: int) -> OptionsWithin:
-        """Returns how deep each way may go; a replica has `share` micro-batches."""
-        deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in ways]
-        return cls([seconds for seconds, _ in ways], deepest, np.logical_or.reduce([depth >= 1 for depth in deepest]))
-
-    def allowed_work(self, in_flight: int) -> Array:
-        """Returns the seconds of each range in the best way that fits, infinite if none does.
-
-        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
-        """
-        fits = self.deepest[0] >= in_flight
-        best = np.where(fits, self.seconds[0], np.inf)
-        left = np.flatnonzero(~fits & self.is_possible)
-        others = [(each.take(left), most.take(left)) for each, most in zip(self.seconds, self.deepest, strict=True)]
-        slower = np.full(len(left), np.inf)
-        for depth in {in_flight, (in_flight + 1) // 2, 1}:
-            for seconds, most in others:
-                np.minimum(seconds * (in_flight / depth), slower, out=slower, where=most >= depth)
-        best.put(left, slower)
-        return best
