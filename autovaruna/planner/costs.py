@@ -14,12 +14,7 @@ from autovaruna.planner.cost_table import Array, Costs
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Peak, StagePlan
-from autovaruna.planner.stage_memory import (
-    Holdings,
-    HoldingsOfRanges,
-    MemoryModel,
-    StageBytes,
-)
+from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, StageBytes
 from autovaruna.profiler.records import Cluster, LinkCost
 from autovaruna.schedule.pipeline import share_of
 
@@ -38,15 +33,12 @@ class AllReduces:
         local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
         self.cluster = cluster
         self._local_gain = local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
-        self._cost_over = cache(self._cost_of_ranks)
+        self._is_local = cache(lambda ranks: len({cluster.hosts[rank] for rank in ranks}) == 1)
 
     def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
         """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
-        latency, seconds_per_byte = self._cost_over(ranks)
+        latency, seconds_per_byte = self.cost(len(ranks), is_local=self._is_local(ranks))
         return latency + seconds_per_byte * num_bytes
-
-    def _cost_of_ranks(self, ranks: tuple[int, ...]) -> tuple[float, float]:
-        return self.cost(len(ranks), is_local=len({self.cluster.hosts[rank] for rank in ranks}) == 1)
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
         """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank."""
@@ -63,22 +55,10 @@ class Waits(NamedTuple):
     Attributes:
         before: of a stage that starts at p, before its first forward.
         after: of a stage that starts at p, after its last backward, until the step ends.
-        messages: what of `before` and `after` together is messages to and from the stage that starts at p.
     """
 
     before: Array
     after: Array
-    messages: Array
-
-
-class RangeSeconds(NamedTuple):
-    """Seconds of a range on a rank of speed 1: of one micro-batch, of the two parts of its backward, of the step."""
-
-    forward: float
-    backward: float
-    input: float
-    weight: float
-    optimizer: float
 
 
 @dataclass(frozen=True)
@@ -150,7 +130,6 @@ class SizedProblem:
         return Waits(
             before=np.where(before > 0, before + there + cluster.overhead_seconds, 0.0),
             after=np.where(after > 0, after + again + cluster.overhead_seconds, 0.0),
-            messages=np.where(before > 0, there, 0.0) + np.where(after > 0, again, 0.0),
         )
 
     @cached_property
@@ -216,33 +195,29 @@ class SizedProblem:
     @cached_property
     def optimizer_seconds(self) -> Array:
         """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
-        return np.asarray(self._optimizer_seconds_at(), dtype=np.float64)
+        return np.asarray(self.optimizer_seconds_at(), dtype=np.float64)
 
     @property
     def whole_optimizer_seconds(self) -> float:
         """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
-        return float(self._optimizer_seconds_at((0, self.tables.num_segments)))
+        return float(self.optimizer_seconds_at((0, self.tables.num_segments)))
 
-    def _optimizer_seconds_at(self, where: Any = ...) -> Any:
+    def optimizer_seconds_at(self, where: Any = ...) -> Any:
         """Returns the table, or one entry of it, which is known much sooner."""
         cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes
         each = cost.seconds_per_parameter * num_trained[where] + cost.seconds_per_byte * trained[where]
         return each if self.problem.needs_gradient else each * 0.0
 
     @cached_property
-    def seconds_of(self) -> Callable[[int, int], RangeSeconds]:
-        """Says the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+    def seconds_of(self) -> Callable[[int, int], tuple[float, float, float, float]]:
+        """Says what the blocks of the segments i .. j-1 take: forward, backward, and the two parts of a split one."""
         return cache(self._seconds_of)
 
-    def _seconds_of(self, i: int, j: int) -> RangeSeconds:
+    def _seconds_of(self, i: int, j: int) -> tuple[float, float, float, float]:
         costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
-        return RangeSeconds(
-            forward=float(costs.forward_seconds[blocks].sum()),
-            backward=float(costs.backward_seconds[blocks].sum()),
-            input=float(costs.input_seconds[blocks].sum()),
-            weight=float(costs.weight_seconds[blocks].sum()),
-            optimizer=float(self._optimizer_seconds_at((i, j))),
-        )
+        parts = (costs.forward_seconds, costs.backward_seconds, costs.input_seconds, costs.weight_seconds)
+        forward, backward, until_gradients, weight = (float(each[blocks].sum()) for each in parts)
+        return forward, backward, until_gradients, weight
 
     @cached_property
     def overhead_seconds(self) -> float:
@@ -267,7 +242,7 @@ class SizedProblem:
         return {"auto": (False, True), "all": (True,), "none": (False,)}[self.problem.constraints.recompute]
 
     @cached_property
-    def ways(self) -> list[tuple[Array, StageBytes[Array]]]:
+    def recompute_options(self) -> list[tuple[Array, StageBytes[Array]]]:
         """The ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
         options = []
         for needs_recompute in self.recompute_choices:
@@ -286,10 +261,9 @@ class StageFormula:
 
     def __init__(self, sized: SizedProblem) -> None:
         self.sized, hosts = sized, sized.problem.cluster.hosts
-        self._before, self._after, self._waited_for = (each[sized.tables.positions, None] for each in sized.waits)
+        self._before, self._after = (each[sized.tables.positions, None] for each in sized.waits)
         self._has_neighbours = len(set(hosts)) < len(hosts)
         self._messages = cache(self._message_seconds)
-        self._deepest = lru_cache(_MOST_TABLES)(self._depths_within)
         self._table = lru_cache(_MOST_TABLES)(self._build)
 
     def seconds(
@@ -339,42 +313,32 @@ class StageFormula:
     ) -> Array:
         """Returns the table; `load` is the micro-batches of a replica over its speed, at most."""
         share = -(-self.sized.num_micro_batches // replicas)
-        each, first = self._messages(before, behind)
         seconds = self._work_within(limit, share, depth) * load
         seconds += share * self.sized.overhead_seconds
-        np.maximum(seconds, num_messages * each, out=seconds)
+        np.maximum(seconds, num_messages * self._messages(before, behind), out=seconds)
         seconds += self._before
-        seconds += first
         reduce = self.sized.reduce_seconds(replicas, self.sized.tables.trained_bytes, is_local=is_local)
         optimizer = self.sized.optimizer_seconds * (self.sized.owned_share(replicas) / slowest)
         seconds += np.maximum(self._after, reduce + optimizer)
         return seconds
 
-    def _depths_within(self, limit: float, share: int) -> list[Array]:
-        """Returns how deep each range may go within a limit of memory, without recompute and with it."""
-        return [num_bytes.depth_within(limit, share) for _, num_bytes in self.sized.ways]
-
     def _work_within(self, limit: float, share: int, in_flight: int) -> Array:
         """Returns the seconds of each range in the best way that fits, infinite if none does.
 
-        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
+        A range that only fits with one micro-batch in flight waits for each of them in proportion.
         """
         best = np.full_like(self.sized.work, np.inf)
-        for (seconds, _), deepest in zip(self.sized.ways, self._deepest(limit, share), strict=True):
-            slower = seconds * np.maximum(in_flight / np.maximum(deepest, 1.0), 1.0)
-            np.minimum(best, slower, out=best, where=deepest >= 1.0)
+        for depth in sorted({in_flight, 1}, reverse=True):
+            for seconds, num_bytes in self.sized.recompute_options:
+                fits = num_bytes.at(depth, share) <= limit
+                np.minimum(best, seconds * (in_flight / depth), out=best, where=fits)
         return best
 
-    def _message_seconds(self, before: LinkCost, behind: LinkCost) -> tuple[Array, Array]:
-        """Returns what the messages of every range take: of each micro-batch, and of the first there and the last back.
-
-        Of these two only what is not among its waits.
-        """
+    def _message_seconds(self, before: LinkCost, behind: LinkCost) -> Array:
+        """Returns what the messages of every range take for a micro-batch, over the links to its neighbours."""
         held = self.sized.held
-        forward, backward = (each / before.bytes_per_second for each in (held.received, held.gradients_sent))
-        each = np.maximum(np.maximum(forward, backward), held.gradients_received / behind.bytes_per_second)
-        once = forward + backward + 2 * before.latency_seconds - self._waited_for
-        return each, np.where(held.received > 0, np.maximum(once, 0.0), 0.0)
+        first = np.maximum(held.received, held.gradients_sent) / before.bytes_per_second
+        return np.maximum(first, held.gradients_received / behind.bytes_per_second)
 
 
 def _forbid_empty(table: Array) -> Array:

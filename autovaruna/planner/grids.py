@@ -13,16 +13,12 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.cost_table import Array
 from autovaruna.planner.cuts import even_starts, partition_chain, put_before
 from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
-from autovaruna.planner.problem import Problem, forced_stages, micro_batch_range
-from autovaruna.planner.search_space import MAX_UNITS, micro_batch_counts, stage_limit
+from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages, micro_batch_range
+from autovaruna.planner.search_space import micro_batch_counts, stage_limit
 from autovaruna.schedule.pipeline import share_of
 
 _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
-_FEW_RANKS = 4
-"""Of which every split into groups is tried in tiny problems."""
-_MOST_ORDERS = 24
-"""Of uneven ranks every order is tried if there are no more than these."""
 _MOST_PLANS = 2**15
 """If ranks and segments are split over stages in no more ways than these, for all orders and M, each is tried."""
 CELLS = 10**7
@@ -92,9 +88,9 @@ def groups_of(planner: Planner) -> Iterator[tuple[float, Ranks, int]]:
     """
     problem = planner.problem
     num_ranks, forced = problem.cluster.num_ranks, problem.constraints.num_replicas
-    counts, most = (micro_batch_counts(problem), _MOST_ORDERS) if planner.is_tiny else (even_counts(problem), 0)
-    orders = rank_orders(problem, most) if planner.is_tiny else rank_orders(problem)[:1]
-    unequal = list(_splits(num_ranks)) if planner.is_tiny and not forced and num_ranks <= _FEW_RANKS else []
+    counts = micro_batch_counts(problem) if planner.is_tiny else even_counts(problem)
+    orders = rank_orders(problem) if planner.is_tiny else rank_orders(problem)[:1]
+    unequal = list(_splits(num_ranks)) if planner.is_tiny and not forced and num_ranks <= 4 else []
     for order, count in product(orders, counts):
         even = [(min(forced or num_ranks // number, count),) * number for number in range(2, num_ranks + 1)]
         for replicas in dict.fromkeys([*even, *unequal]):
@@ -114,12 +110,10 @@ def cut_grids(
         num_stages, replicas, count = grid
         if num_stages < _fewest_stages(planner, count) or not is_open(grid):
             continue
-        even, found = (
-            even_starts(planner.tables.prefix(planner.sized(count).step_seconds), num_stages),
-            list[Candidate](),
-        )
+        even = even_starts(planner.tables.prefix(planner.sized(count).step_seconds), num_stages)
+        found = list[Candidate]()
         is_quick = num_stages * planner.tables.num_segments**2 <= CELLS
-        for order in rank_orders(planner.problem, _MOST_ORDERS):
+        for order in rank_orders(planner.problem):
             places = layouts(planner.problem, order, [replicas] * num_stages)
             is_enough = not is_quick and planner.build(Candidate(even, places[0], count))
             suited = None if is_enough else cut_for_ranks(planner, count, places[0])
@@ -140,12 +134,12 @@ def unequal_replicas(planner: Planner, count: int, below: float) -> Iterator[Can
     Of many ranks, replicas are multiples of a part of them. Splits that take `below` by the formula are left out.
     """
     problem, num_ranks = planner.problem, planner.problem.cluster.num_ranks
-    forced, unit = forced_stages(problem), math.ceil(num_ranks / MAX_UNITS)
+    forced, unit = forced_stages(problem), math.ceil(num_ranks / FEW_RANKS)
     choices = sorted({min(choice, count) for choice in range(unit, num_ranks + 1, unit)})
     most = min(stage_limit(problem, planner.tables.num_segments), num_ranks // choices[0])
     if most < _fewest_stages(planner, count):
         return
-    orders = rank_orders(problem, _MOST_ORDERS)
+    orders = rank_orders(problem)
     segments = planner.tables.num_segments
     if 2 ** (num_ranks + segments) * len(orders) * len(micro_batch_counts(problem)) <= _MOST_PLANS:
         for order, replicas in product(orders, _splits(num_ranks)):
@@ -175,10 +169,9 @@ def _best_splits(
     for used, replicas in product(range(1, len(order) + 1), choices):
         rest = [stages for stages in range(most) if (used - replicas, stages) in best]
         if rest:
-            first = len(order) - used
-            ranks = sorted(order[first : first + replicas], key=lambda rank: -speeds[rank])
-            near = [*order[first - 1 : first]], [*order[first + replicas : first + replicas + 1]]
-            costs = formula.seconds(ranks, used, *near)
+            first, behind = len(order) - used, len(order) - used + replicas
+            ranks = sorted(order[first:behind], key=lambda rank: -speeds[rank])
+            costs = formula.seconds(ranks, used, order[first - 1 : first], order[behind : behind + 1])
         for stages in rest:
             values, ends = put_before(costs, best[used - replicas, stages])
             row = best.setdefault((used, stages + 1), np.full(n + 1, np.inf))

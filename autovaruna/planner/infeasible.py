@@ -16,9 +16,9 @@ from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.placement import Ranks
-from autovaruna.planner.problem import Problem, forced_stages
+from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages
 from autovaruna.planner.range_tables import RangeTables
-from autovaruna.planner.search_space import MAX_UNITS, cut_positions
+from autovaruna.planner.search_space import cut_positions
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -97,7 +97,7 @@ def _rank_choices(problem: Problem, tables: RangeTables) -> Iterator[Ranks]:
     replicas = max(constraints.num_replicas, 1)
     most = min(cluster.num_ranks // replicas, tables.num_segments)
     largest = sorted(range(cluster.num_ranks), key=lambda rank: -cluster.memory_bytes[rank])
-    for stages in [forced] if forced else range(most, 0, -1) if most <= MAX_UNITS else [most]:
+    for stages in [forced] if forced else range(most, 0, -1) if most <= FEW_RANKS else [most]:
         chosen = largest[: stages * replicas]
         for order in (chosen, chosen[::-1], sorted(chosen)):
             in_turn = cycle(order)  # with more stages than ranks, each has several
@@ -130,7 +130,7 @@ def _least_bytes(sized: SizedProblem, num_replicas: int) -> Array:
     constraints = sized.problem.constraints
     share = -(-sized.num_micro_batches // num_replicas)
     depth = share if constraints.schedule == "gpipe" else min(constraints.in_flight or 1, share)
-    return np.asarray(np.minimum.reduce([num_bytes.at(depth, share) for _, num_bytes in sized.ways]))
+    return np.asarray(np.minimum.reduce([num_bytes.at(depth, share) for _, num_bytes in sized.recompute_options]))
 
 
 def _bytes_of_segments(sized: SizedProblem) -> Array:
