@@ -168,7 +168,8 @@ class _Search:
     def _try_grids(self) -> None:
         """Simulates regular grids that may be near the best, or the stages on the ranks that they are to have."""
         if not self.problem.constraints.stage_ranks:
-            self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
+            near = max(_NEAR, 1.0 + self.problem.constraints.simplicity)  # a simpler one may be chosen
+            self._simulate(grids_of(self.problem, self.tables.num_segments), near)
         for count in self.counts if self.problem.constraints.stage_ranks else ():
             candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
             if candidate:
