@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from autovaruna.planner.costs import SizedProblem
+from autovaruna.planner.costs import SizedProblem, StageFormula
 from autovaruna.planner.exchange import Exchange
 from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
@@ -17,15 +17,9 @@ from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth
-from autovaruna.schedule.simulation import Simulation
 
 _ACTS_OF_A_CANDIDATE = 100
-_ACTS_OF_A_FIT = 30
-"""What it takes to fit a stage that shares its ranks with others into their memory."""
-_ACTS_OF_A_PEAK, _INSTRUCTIONS_OF_AN_ACT = 120, 4
-"""What it takes to follow the memory of ranks: for a plan; and how many instructions of theirs one act stands for."""
-_MOST_SIZED = 8
-"""Numbers of micro-batches whose tables are kept, since a search goes back and forth between a few."""
+"""What it takes to look at one, or to fit one into memory, counted in acts of the simulator."""
 DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
 DEEPEST = "deepest"
 """As deep as memory allows without recompute, or with it where that is needed at any depth."""
@@ -68,7 +62,9 @@ class Planner:
         self.host_of = tuple(numbers[host] for host in hosts) if len(numbers) > 1 else ()
         self.speeds = problem.cluster.speeds if set(problem.cluster.speeds) != {1.0} else ()
         is_split = problem.constraints.schedule == SPLIT_SCHEDULE
-        self.sized = lru_cache(maxsize=_MOST_SIZED)(lambda count: SizedProblem(problem, tables, count, is_split))
+        # A search goes back and forth between a few numbers of micro-batches.
+        self.sized = lru_cache(maxsize=8)(lambda count: SizedProblem(problem, tables, count, is_split))
+        self.formula = lru_cache(maxsize=1)(lambda count: StageFormula(self.sized(count)))
         self.tied = [p for p in problem.graph.parameters if p.needs_gradient and len(p.blocks) > 1]
 
     @property
@@ -82,7 +78,7 @@ class Planner:
         return self.problem.cluster.num_ranks * self.tables.num_segments <= _TINY
 
     def count_candidate(self) -> float:
-        """Counts a candidate that is looked at, and returns `num_acts`."""
+        """Counts a candidate that is looked at or built, and returns `num_acts`."""
         self.predictor.num_acts += _ACTS_OF_A_CANDIDATE
         return self.num_acts
 
@@ -93,8 +89,7 @@ class Planner:
     def build(self, candidate: Candidate, limits: Sequence[float] = ()) -> Plan | None:
         """Returns the plan of a candidate without a prediction, None if it does not fit (the cluster, or limits)."""
         sized = self.sized(candidate.num_micro_batches)
-        if candidate.is_interleaved:
-            self.predictor.num_acts += _ACTS_OF_A_FIT * len(candidate.starts)
+        self.count_candidate()
         options = fit(sized, self.options(sized, candidate), limits or self.limits)
         return None if options is None else self.put_together(candidate, options)
 
@@ -149,20 +144,15 @@ class Planner:
 
         If `is_quick`, one part is enough even where they differ: some ranks may hold a little more.
         """
-        return self.with_bytes(
-            plan, *self.predictor.whole(self.pipeline(plan), policy_of(plan.schedule), is_quick=is_quick)
-        )
-
-    def with_bytes(self, plan: Plan, pipeline: Pipeline, simulation: Simulation) -> Plan:
-        """Returns the plan with what a simulation predicts, of all ranks or of parts that stand for all."""
-        sized, ways = self.sized(plan.num_micro_batches), product(range(plan.num_stages), Kind)
-        alike = {(stage, kind): Instruction(stage, kind, 0) for stage, kind in ways}  # memory asks no micro-batch
+        policy = policy_of(plan.schedule)
+        pipeline, simulation = self.predictor.whole(self.pipeline(plan), policy, is_quick=is_quick)
+        sized, kinds = self.sized(plan.num_micro_batches), product(range(plan.num_stages), Kind)
+        alike = {(stage, kind): Instruction(stage, kind, 0) for stage, kind in kinds}  # memory asks no micro-batch
         rows = tuple([tuple([alike[act[2].stage, act[3]] for act in acts]) for acts in simulation.acts])
         places = np.searchsorted(self.tables.positions, [stage.blocks[0] for stage in plan.stages]).tolist()
         held = [sized.held_by(i, j) for i, j in pairwise([*places, self.tables.num_segments])]
         own = self.problem.cluster.own_process_bytes
         needed = bytes_of_ranks(plan, held, sized.model, pipeline, rows, own)
-        self.predictor.num_acts += _ACTS_OF_A_PEAK + sum(map(len, rows)) // _INSTRUCTIONS_OF_AN_ACT
         seconds = simulation.step_seconds + self.exchange.seconds(plan)
         return replace(plan, predicted_seconds=seconds, rank_memory_bytes=needed)
 
@@ -214,25 +204,26 @@ class Planner:
 
     def _new_stage(self, sized: SizedProblem, i: int, j: int, option: Option, reduce: float) -> StagePlan:
         first, end = int(self.tables.positions[i]), int(self.tables.positions[j])
-        times, peak = sized.seconds_of(i, j), peak_of(sized, option)
+        (forward, backward, until_gradients, weight), peak = sized.seconds_of(i, j), peak_of(sized, option)
+        optimizer = float(sized.optimizer_seconds_at((i, j)))
         speeds = tuple(map(self.speeds.__getitem__, option.ranks)) if self.speeds else ()
         return StagePlan(
             blocks=tuple(range(first, end)),
             ranks=option.ranks,
             needs_recompute=option.needs_recompute,
             in_flight=option.in_flight,
-            forward_seconds=times.forward,
-            backward_seconds=times.backward if self.problem.needs_gradient else 0.0,
+            forward_seconds=forward,
+            backward_seconds=backward if self.problem.needs_gradient else 0.0,
             memory_bytes=peak.num_bytes,
             shared_bytes=peak.shared_bytes,
-            recompute_seconds=times.forward if option.needs_recompute else 0.0,
+            recompute_seconds=forward if option.needs_recompute else 0.0,
             reduce_seconds=reduce,
-            optimizer_seconds=times.optimizer * sized.owned_share(len(option.ranks), option.held),
+            optimizer_seconds=optimizer * sized.owned_share(len(option.ranks), option.held),
             parameter_bytes=option.held.parameters,
             speeds=speeds if set(speeds) != {1.0} else (),
             deferred=option.deferred,
-            input_seconds=times.input if option.deferred else 0.0,
-            weight_seconds=times.weight if option.deferred else 0.0,
+            input_seconds=until_gradients if option.deferred else 0.0,
+            weight_seconds=weight if option.deferred else 0.0,
         )
 
     def _reduce_seconds(self, sized: SizedProblem, candidate: Candidate, options: Sequence[Option]) -> list[float]:

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from autovaruna.profiler.records import Profile
 
 Array = NDArray[np.float64]
-_MOST_KNOWN = 16
-"""Sizes whose costs are kept: a search asks for the same few again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class CostTable:
         names = [each.name for each in fields(Costs)[1:]]
         rows = (np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs]) for name in names)
         self._rows = [np.maximum.accumulate(row.astype(np.float64)[order], axis=0) for row in rows]
-        self.at = lru_cache(maxsize=_MOST_KNOWN)(self._interpolated)
+        self.at = lru_cache(maxsize=16)(self._interpolated)  # a search asks for the same few sizes
 
     def _interpolated(self, micro_batch_size: float) -> Costs:
         """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,12 @@ from autovaruna.planner.cost_table import Array, Costs
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Peak, StagePlan
-from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, RecomputeOptions, StageBytes
-from autovaruna.profiler.records import Cluster
+from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, StageBytes
+from autovaruna.profiler.records import Cluster, LinkCost
+from autovaruna.schedule.pipeline import share_of
+
+_MOST_TABLES = 64
+"""Tables of a formula that are kept: those of the stages of one grid, and of unequal replicas."""
 
 
 class AllReduces:
@@ -29,15 +33,12 @@ class AllReduces:
         local, remote = cluster.local_link.bytes_per_second, cluster.remote_link.bytes_per_second
         self.cluster = cluster
         self._local_gain = local / remote if len(set(cluster.hosts)) > 1 and local > remote else 1.0
-        self._cost_over = cache(self._cost_of_ranks)
+        self._is_local = cache(lambda ranks: len({cluster.hosts[rank] for rank in ranks}) == 1)
 
     def seconds(self, ranks: tuple[int, ...], num_bytes: float) -> float:
         """Returns the predicted seconds to all-reduce `num_bytes` over some ranks."""
-        latency, seconds_per_byte = self._cost_over(ranks)
+        latency, seconds_per_byte = self.cost(len(ranks), is_local=self._is_local(ranks))
         return latency + seconds_per_byte * num_bytes
-
-    def _cost_of_ranks(self, ranks: tuple[int, ...]) -> tuple[float, float]:
-        return self.cost(len(ranks), is_local=len({self.cluster.hosts[rank] for rank in ranks}) == 1)
 
     def cost(self, num_ranks: int, *, is_local: bool) -> tuple[float, float]:
         """Returns what a ring of so many ranks takes, in seconds: once, and for each byte; nothing for one rank."""
@@ -54,22 +55,10 @@ class Waits(NamedTuple):
     Attributes:
         before: of a stage that starts at p, before its first forward.
         after: of a stage that starts at p, after its last backward, until the step ends.
-        messages: what of `before` and `after` together is messages to and from the stage that starts at p.
     """
 
     before: Array
     after: Array
-    messages: Array
-
-
-class RangeSeconds(NamedTuple):
-    """Seconds of a range on a rank of speed 1: of one micro-batch, of the two parts of its backward, of the step."""
-
-    forward: float
-    backward: float
-    input: float
-    weight: float
-    optimizer: float
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,6 @@ class SizedProblem:
         return Waits(
             before=np.where(before > 0, before + there + cluster.overhead_seconds, 0.0),
             after=np.where(after > 0, after + again + cluster.overhead_seconds, 0.0),
-            messages=np.where(before > 0, there, 0.0) + np.where(after > 0, again, 0.0),
         )
 
     @cached_property
@@ -207,33 +195,29 @@ class SizedProblem:
     @cached_property
     def optimizer_seconds(self) -> Array:
         """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
-        return np.asarray(self._optimizer_seconds_at(), dtype=np.float64)
+        return np.asarray(self.optimizer_seconds_at(), dtype=np.float64)
 
     @property
     def whole_optimizer_seconds(self) -> float:
         """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
-        return float(self._optimizer_seconds_at((0, self.tables.num_segments)))
+        return float(self.optimizer_seconds_at((0, self.tables.num_segments)))
 
-    def _optimizer_seconds_at(self, where: Any = ...) -> Any:
+    def optimizer_seconds_at(self, where: Any = ...) -> Any:
         """Returns the table, or one entry of it, which is known much sooner."""
         cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes
         each = cost.seconds_per_parameter * num_trained[where] + cost.seconds_per_byte * trained[where]
         return each if self.problem.needs_gradient else each * 0.0
 
     @cached_property
-    def seconds_of(self) -> Callable[[int, int], RangeSeconds]:
-        """Says the seconds of the range of the segments i .. j-1; the search asks for the same ones over again."""
+    def seconds_of(self) -> Callable[[int, int], tuple[float, float, float, float]]:
+        """Says what the blocks of the segments i .. j-1 take: forward, backward, and the two parts of a split one."""
         return cache(self._seconds_of)
 
-    def _seconds_of(self, i: int, j: int) -> RangeSeconds:
+    def _seconds_of(self, i: int, j: int) -> tuple[float, float, float, float]:
         costs, blocks = self.costs, slice(*self.tables.positions[[i, j]])
-        return RangeSeconds(
-            forward=float(costs.forward_seconds[blocks].sum()),
-            backward=float(costs.backward_seconds[blocks].sum()),
-            input=float(costs.input_seconds[blocks].sum()),
-            weight=float(costs.weight_seconds[blocks].sum()),
-            optimizer=float(self._optimizer_seconds_at((i, j))),
-        )
+        parts = (costs.forward_seconds, costs.backward_seconds, costs.input_seconds, costs.weight_seconds)
+        forward, backward, until_gradients, weight = (float(each[blocks].sum()) for each in parts)
+        return forward, backward, until_gradients, weight
 
     @cached_property
     def overhead_seconds(self) -> float:
@@ -258,12 +242,103 @@ class SizedProblem:
         return {"auto": (False, True), "all": (True,), "none": (False,)}[self.problem.constraints.recompute]
 
     @cached_property
-    def ways(self) -> RecomputeOptions:
+    def recompute_options(self) -> list[tuple[Array, StageBytes[Array]]]:
+        """The ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
         options = []
         for needs_recompute in self.recompute_choices:
             num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
             options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
         return options
+
+
+class StageFormula:
+    """Says about what a step takes that has some ranges as a stage, for all ranges; infinite: it does not fit.
+
+        first message | micro-batches: their work, or their messages | all-reduce and optimizer, or others' backwards
+
+    The last is for the first stages alone. A rank with several stages gives each its part of time and memory.
+    """
+
+    def __init__(self, sized: SizedProblem) -> None:
+        self.sized, hosts = sized, sized.problem.cluster.hosts
+        self._before, self._after = (each[sized.tables.positions, None] for each in sized.waits)
+        self._has_neighbours = len(set(hosts)) < len(hosts)
+        self._messages = cache(self._message_seconds)
+        self._table = lru_cache(_MOST_TABLES)(self._build)
+
+    def seconds(
+        self, ranks: Sequence[int], num_behind: int, before: Sequence[int], behind: Sequence[int], num_held: int = 1
+    ) -> Array:
+        """Returns the table of a stage.
+
+        Args:
+            ranks: its replicas.
+            num_behind: ranks of this stage and of those behind it, which is what its in-flight depth follows from.
+            before, behind: the last rank of the stage before, and the first of the one behind.
+            num_held: the stages of a rank.
+        """
+        cluster, constraints = self.sized.problem.cluster, self.sized.problem.constraints
+        count, replicas, hosts = self.sized.num_micro_batches, len(ranks), [cluster.hosts[rank] for rank in ranks]
+        share, speeds = -(-count // replicas), [cluster.speeds[rank] for rank in ranks]
+        depth = (
+            share
+            if constraints.schedule == "gpipe"
+            else min(constraints.in_flight or -(-num_behind // replicas), share)
+        )
+        load = max(share_of(count, replicas, k) / speed for k, speed in enumerate(speeds))
+        own = min(cluster.memory_bytes[rank] for rank in ranks) - cluster.process_bytes
+        limit = own / num_held + cluster.process_bytes
+        is_apart = replicas == 1 or not self._has_neighbours
+        links = [
+            cluster.remote_link
+            if is_apart and any(cluster.hosts[rank] != hosts[0] for rank in others)
+            else cluster.local_link
+            for others in (before, behind)
+        ]
+        return self._table(
+            replicas, depth, load * num_held, min(speeds), limit, share * num_held, len(set(hosts)) == 1, *links
+        )
+
+    def _build(
+        self,
+        replicas: int,
+        depth: int,
+        load: float,
+        slowest: float,
+        limit: float,
+        num_messages: int,
+        is_local: bool,
+        before: LinkCost,
+        behind: LinkCost,
+    ) -> Array:
+        """Returns the table; `load` is the micro-batches of a replica over its speed, at most."""
+        share = -(-self.sized.num_micro_batches // replicas)
+        seconds = self._work_within(limit, share, depth) * load
+        seconds += share * self.sized.overhead_seconds
+        np.maximum(seconds, num_messages * self._messages(before, behind), out=seconds)
+        seconds += self._before
+        reduce = self.sized.reduce_seconds(replicas, self.sized.tables.trained_bytes, is_local=is_local)
+        optimizer = self.sized.optimizer_seconds * (self.sized.owned_share(replicas) / slowest)
+        seconds += np.maximum(self._after, reduce + optimizer)
+        return seconds
+
+    def _work_within(self, limit: float, share: int, in_flight: int) -> Array:
+        """Returns the seconds of each range in the best way that fits, infinite if none does.
+
+        A range that only fits with one micro-batch in flight waits for each of them in proportion.
+        """
+        best = np.full_like(self.sized.work, np.inf)
+        for depth in sorted({in_flight, 1}, reverse=True):
+            for seconds, num_bytes in self.sized.recompute_options:
+                fits = num_bytes.at(depth, share) <= limit
+                np.minimum(best, seconds * (in_flight / depth), out=best, where=fits)
+        return best
+
+    def _message_seconds(self, before: LinkCost, behind: LinkCost) -> Array:
+        """Returns what the messages of every range take for a micro-batch, over the links to its neighbours."""
+        held = self.sized.held
+        first = np.maximum(held.received, held.gradients_sent) / before.bytes_per_second
+        return np.maximum(first, held.gradients_received / behind.bytes_per_second)
 
 
 def _forbid_empty(table: Array) -> Array:

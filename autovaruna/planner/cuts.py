@@ -34,7 +34,7 @@ def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
     best[n] = 0.0
     choices = []
     for costs in reversed(stage_costs):
-        best, choice = _put_before(costs, best)
+        best, choice = put_before(costs, best)
         choices.append(choice)
     if not np.isfinite(best[0]):
         return None
@@ -44,7 +44,7 @@ def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
     return ChainPartition(tuple(starts), float(best[0]))
 
 
-def _put_before(costs: Array, best: Array) -> tuple[Array, NDArray[np.int64]]:
+def put_before(costs: Array, best: Array) -> tuple[Array, NDArray[np.int64]]:
     """Puts one more stage before the best splits; returns the greatest cost for each start, and its end."""
     n = len(best) - 1
     values, ends = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)

@@ -20,7 +20,7 @@ from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.cost_table import Costs
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.prediction import pipeline_of, policy_of, telling
+from autovaruna.planner.prediction import pipeline_of, policy_of, representative
 from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
@@ -32,6 +32,7 @@ from autovaruna.schedule.simulator import simulate
 
 FORMAT_VERSION = 1
 _ROUNDING = 1e-6
+"""Memory limits that differ by no more are the same; a plan fits that needs no more than that above one."""
 _PREDICTED = (
     "bound_seconds",
     "single_bound_seconds",
@@ -73,24 +74,24 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
 
     A smaller memory limit makes a plan stale, a greater one too, since a better plan may fit.
     """
-    told = []
+    sentences = []
     if saved.graph != now.graph:
-        told.append(f"the model changed (graph {saved.graph[:12]} -> {now.graph[:12]})")
-    told += _changed("", saved.shapes, now.shapes)
+        sentences.append(f"the model changed (graph {saved.graph[:12]} -> {now.graph[:12]})")
+    sentences += _changed("", saved.shapes, now.shapes)
     if saved.num_ranks != now.num_ranks:
-        told.append(f"the number of ranks changed ({saved.num_ranks} -> {now.num_ranks})")
+        sentences.append(f"the number of ranks changed ({saved.num_ranks} -> {now.num_ranks})")
     elif saved.hosts != now.hosts:
         pair = (" + ".join(map(str, hosts)) for hosts in (saved.hosts, now.hosts))
-        told.append(f"the ranks of each host changed ({' -> '.join(pair)})")
+        sentences.append(f"the ranks of each host changed ({' -> '.join(pair)})")
     if saved.device != now.device:
-        told.append(f"the device changed ({saved.device} -> {now.device})")
+        sentences.append(f"the device changed ({saved.device} -> {now.device})")
     limits = zip_longest(saved.memory_bytes, now.memory_bytes, fillvalue=0.0)
     if saved.num_ranks == now.num_ranks and not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in limits):
-        told.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
+        sentences.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
     settings = [_plain(each.settings) for each in (saved, now)]
     if saved.graph != now.graph:  # what optimizers hold is measured, and of another model another
         settings = [{**each, "optimizer_bytes_factor": None} for each in settings]
-    return told + _changed("setting ", *settings)
+    return sentences + _changed("setting ", *settings)
 
 
 def _changed(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -126,7 +127,7 @@ def memory_complaint(plan: Plan, valid_for: Fingerprint, graph: Graph) -> str:
     rules = (known.process_bytes, known.fragmentation, known.work_of_all, known.work_of_largest)
     model = MemoryModel(factor, plan.needs_gradient, *rules, most_owners=plan.num_ranks if plan.shares_state else 1)
     limits = [limit + known.process_bytes for limit in valid_for.memory_bytes]  # a limit is for what the model brings
-    pipeline = telling(pipeline_of(plan, graph))
+    pipeline = representative(pipeline_of(plan, graph))
     schedule = simulate(pipeline, policy_of(plan.schedule)).schedule
     starts = [stage.blocks[0] for stage in plan.stages]
     ranges = HoldingsOfRanges(RangeTables(graph, [*starts, len(graph.blocks)]), costs)

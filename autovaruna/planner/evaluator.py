@@ -11,16 +11,10 @@ from autovaruna.planner.rank_memory import Choices, choices_of, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search_space import variants
 
-_LONG, _LONG_INTERLEAVED = 12_500, 5_000
-"""Acts of a simulation that is long: with fewer depths and schedules, and fitted by its depths alone."""
-SHORT = 1_000
-"""Acts of what is quick to simulate: fitted by its instructions with every rule for depths, the rest with the best."""
-_LONG_INTERLEAVED_VARIANTS = 2
-"""The two orders made for several stages a rank: which one is better depends on recompute."""
+_LONG = 5_000
+"""Acts of a simulation that is long: with one rule for depths, and fitted by its depths alone."""
 _LOOSER = (math.inf, *(1.35 - 0.02 * step for step in range(18)))
 """By its depths, a plan that fits by its instructions may need so many times its limits."""
-_NEAR = 1.02
-"""Plans that may take no longer than so many times the least seconds are fitted into memory by their instructions."""
 
 Variant = tuple[str, str]
 """A rule for depths, and a schedule."""
@@ -101,21 +95,18 @@ class Evaluator:
             predicted = self.planner.predict(plan, below)
             if predicted and self._fits(predicted):
                 best, below, best_variant = predicted, predicted.predicted_seconds, each
-        if self.planner.acts_of(candidate) > SHORT:
-            known = self._best_variants.get(candidate)
-            known = (best_variant.depth, best_variant.schedule) if best_variant else known
-            built = [each for each in built if known in (None, (each[0].depth, each[0].schedule))][:1]
+        if not self.planner.is_tiny:
+            built = [(best_variant, best)] if best and best_variant else built[:1]
         for each, plan in () if self.is_long(candidate) else built:
-            found = self._with_all_memory(each, plan, below)
-            if found:
+            if found := self._with_all_memory(each, plan, below):
                 best, below, best_variant = found, found.predicted_seconds, each
         if best_variant:
             self._best_variants[candidate] = best_variant.depth, best_variant.schedule
         return best
 
     def _with_all_memory(self, candidate: Candidate, plan: Plan, below: float) -> Plan | None:
-        """Returns a faster plan whose depths need most of those that fit: stages do not hold all at the same time."""
-        limits, below = self.planner.limits, min(below, self.least_seconds * _NEAR)
+        """Returns a faster plan of a variant, whose depths need more than there is: stages do not hold all at once."""
+        limits, below = self.planner.limits, min(below, self.least_seconds)
         tried: tuple[Choices, ...] = ()
         for factor in _LOOSER:
             built = self.planner.build(candidate, [factor * limit for limit in limits])
@@ -139,14 +130,12 @@ class Evaluator:
         if not self.is_long(candidate):
             return every
         self.was_cut_short = True
-        if candidate.is_interleaved:
-            return every[:_LONG_INTERLEAVED_VARIANTS]
         return [each for each in every if each[0] == every[0][0]]
 
     def _plans(self, candidate: Candidate, choices: Sequence[Variant]) -> Iterator[tuple[Candidate, Plan]]:
         """Yields a candidate in some variants, with its plan; plans may be alike."""
         is_free = self.planner.problem.constraints.schedule == "auto"
-        loose = [] if self.is_long(candidate) and not candidate.is_interleaved else self._loose
+        loose = [] if self.is_long(candidate) else self._loose
         built: dict[tuple[str, bool, bool], Plan | None] = {}
         for depth, schedule in choices:
             variant = replace(candidate, depth=depth, schedule=schedule)
@@ -160,8 +149,7 @@ class Evaluator:
     def is_long(self, candidate: Candidate) -> bool:
         """Returns whether a simulation of the candidate takes long."""
         replicas = min(len(ranks) for ranks in candidate.ranks)
-        limit = _LONG_INTERLEAVED if candidate.is_interleaved else _LONG
-        return 2 * candidate.num_micro_batches / replicas * len(candidate.starts) > limit
+        return 2 * candidate.num_micro_batches / replicas * len(candidate.starts) > _LONG
 
     def few_if_long(self, candidates: list[Candidate]) -> list[Candidate]:
         """Returns the candidates, or, if their simulations are long, the one whose stages have the least bound."""

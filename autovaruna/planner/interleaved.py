@@ -12,18 +12,15 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.cuts import even_starts
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import Ranks
-from autovaruna.planner.problem import forced_stages
-from autovaruna.planner.search_space import MAX_UNITS
+from autovaruna.planner.problem import FEW_RANKS, forced_stages
 from autovaruna.schedule.pipeline import share_of
 
 Pattern = tuple[int, ...]
 
-EVERY = 4
+_EVERY = 4
 """Up to so many rounds every number is tried, there and back too; in so many groups some may have a stage more."""
-_FEW_CUTS = 6
-"""If there are no more ways to cut the segments, each is tried."""
-_FEW_STAGES_IN_ANY_ORDER = 6
-"""So many may come in every order, of which there are 31 at most."""
+_FEW = 6
+"""So many stages may come in every order (31 at most); if there are no more ways to cut the segments, each is tried."""
 
 
 def patterns(num_groups: int, most_each: int, num_stages: int = 0, *, has_any_order: bool = False) -> Iterator[Pattern]:
@@ -33,13 +30,13 @@ def patterns(num_groups: int, most_each: int, num_stages: int = 0, *, has_any_or
         num_stages: the only number of stages; 0: any.
         has_any_order: whether every order of few stages comes, not only turns and ways there and back.
     """
-    rounds = [each for each in range(2, most_each + 1) if each <= EVERY or each in (most_each, each // 2 * 2)]
+    rounds = [each for each in range(2, most_each + 1) if each <= _EVERY or each in (most_each, each // 2 * 2)]
     in_turn = {num_groups * each for each in rounds} | {num_groups + 1}
-    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= EVERY else set()
+    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= _EVERY else set()
     for length in [num_stages] if num_stages else sorted(in_turn):
         if num_groups < length <= num_groups * most_each:
             yield tuple(stage % num_groups for stage in range(length))
-    for each in range(2, (most_each if num_stages else EVERY) + 1) if num_groups > 2 else ():
+    for each in range(2, (most_each if num_stages else _EVERY) + 1) if num_groups > 2 else ():
         there = [*range(num_groups), *range(num_groups - 2, 0, -1)]
         for length in (each * (num_groups - 1) + 1, each * (num_groups - 1)):  # the whole way, or without its end
             if num_stages in (0, length) and each <= most_each:
@@ -54,7 +51,7 @@ def _in_any_order(num_groups: int, most_each: int, begun: Pattern) -> Iterator[P
     num_seen = max(begun) + 1
     if num_seen == num_groups < len(begun):
         yield begun
-    for group in range(min(num_seen + 1, num_groups)) if len(begun) < _FEW_STAGES_IN_ANY_ORDER else ():
+    for group in range(min(num_seen + 1, num_groups)) if len(begun) < _FEW else ():
         if group != begun[-1] and begun.count(group) < most_each:
             yield from _in_any_order(num_groups, most_each, (*begun, group))
 
@@ -96,17 +93,13 @@ def varied(shapes: Iterable[Shape]) -> list[Shape]:
 
 def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
     """Yields a shape with even cuts, with some that suit the memory of few ranks, or of few cuts with all."""
-    sized, segments, count = (
-        planner.sized(shape.num_micro_batches),
-        planner.tables.num_segments,
-        shape.num_micro_batches,
-    )
+    count, segments = shape.num_micro_batches, planner.tables.num_segments
     ranks = tuple(shape.groups[group] for group in shape.pattern)
-    yield Candidate(even_starts(planner.tables.prefix(sized.step_seconds), len(ranks)), ranks, count)
-    if planner.problem.cluster.num_ranks <= MAX_UNITS:
+    yield Candidate(even_starts(planner.tables.prefix(planner.sized(count).step_seconds), len(ranks)), ranks, count)
+    if planner.problem.cluster.num_ranks <= FEW_RANKS:
         suited = cut_for_ranks(planner, count, ranks)
         if suited:
             yield suited
-    if math.comb(segments - 1, len(ranks) - 1) <= _FEW_CUTS:
+    if math.comb(segments - 1, len(ranks) - 1) <= _FEW:
         for inner in combinations(range(1, segments), len(ranks) - 1):
             yield Candidate((0, *inner), ranks, count)

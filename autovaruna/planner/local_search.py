@@ -11,17 +11,16 @@ from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
 from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.placement import changed_ranks, fewer_replicas
-from autovaruna.planner.problem import SPLIT_SCHEDULE
+from autovaruna.planner.problem import FEW_RANKS, SPLIT_SCHEDULE
 from autovaruna.planner.rank_memory import Choices, choices_of
-from autovaruna.planner.search_space import MAX_UNITS, nearby_counts, spread, stages_per_rank, variants
+from autovaruna.planner.search_space import nearby_counts, spread, stages_per_rank, variants
 
 BETTER = 0.9995
 """What a move has to save: a plan that is hardly faster is not worth the next simulations."""
 _NEARLY = 1.05
 """What takes no longer than so many times the seconds is kept, to begin from it later."""
-_STEPS = (8, 4, 2, 1)
-_MOST_PLACES = 128
-"""If cuts may be at no more places than this, all together, each is tried at all of them."""
+_STEPS = (64, 32, 16, 8, 4, 2, 1)
+"""Segments that a cut is moved by: the farthest first, since what crosses may be much less at a place far away."""
 _RATIO = 1.5
 """Of many depths, or of much that may be deferred, each that is tried is greater than the one before by this."""
 _MOST_TOGETHER = 2560
@@ -34,46 +33,39 @@ Move = Callable[[Planner, Candidate], Iterator[Candidate]]
 
 
 def improve(
-    trials: Evaluator,
+    evaluator: Evaluator,
     start: Candidate,
     most_acts: float,
     moves: Sequence[Move],
-    is_news: Callable[[Candidate], bool] = lambda candidate: True,
+    is_new: Callable[[Candidate], bool] = lambda candidate: True,
 ) -> None:
     """Changes a candidate until no move makes it better, or simulations took so many acts.
 
     Each kind of move is tried when those before it are of no use; after a success they begin anew. What is no news
     has been changed before: no more is tried from there.
     """
-    planner, seconds, kind = trials.planner, trials.plans[start].predicted_seconds, 0
+    planner, seconds, kind = evaluator.planner, evaluator.plans[start].predicted_seconds, 0
     limit = planner.num_acts + most_acts
     while kind < len(moves):
-        for other in filter(is_news, moves[kind](planner, start)):
+        for other in filter(is_new, moves[kind](planner, start)):
             if planner.count_candidate() + planner.acts_of(other) > limit:
-                trials.was_cut_short = True
+                evaluator.was_cut_short = True
                 return
-            found = trials.attempt(other, seconds * (BETTER if other.choices else _NEARLY), like=start)
+            found = evaluator.attempt(other, seconds * (BETTER if other.choices else _NEARLY), like=start)
             if found < seconds * BETTER:
-                start, seconds, kind = other, min(found, trials.attempt(other, found)), 0
+                start, seconds, kind = other, min(found, evaluator.attempt(other, found)), 0
                 break
         else:
             kind += 1
 
 
 def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-    """Yields candidates with one cut moved, by ever fewer segments; where these are few, at last anywhere.
-
-    What crosses may be much less at a place that is far away.
-    """
+    """Yields candidates with one cut moved, by ever fewer segments."""
     starts, bounds = start.starts, [*start.starts, planner.tables.num_segments]
     for step, s in product(_STEPS, range(1, len(starts))):
         for moved in (starts[s] - step, starts[s] + step):
             if bounds[s - 1] < moved < bounds[s + 1]:
                 yield from _with_cut(start, s, moved)
-    if sum(bounds[s + 1] - bounds[s - 1] for s in range(1, len(starts))) <= _MOST_PLACES:
-        for s in range(1, len(starts)):
-            for place in sorted(range(bounds[s - 1] + 1, bounds[s + 1]), key=lambda place: abs(place - starts[s])):
-                yield from _with_cut(start, s, place)
 
 
 def _with_cut(start: Candidate, stage: int, place: int) -> Iterator[Candidate]:
@@ -105,21 +97,20 @@ def move_ranks(planner: Planner, start: Candidate) -> Iterator[Candidate]:
     for changed in chain(fewer_replicas(planner.problem, groups), changes):
         ranks = tuple(changed[group] for group in pattern)
         yield replace(start, ranks=ranks, choices=())
-        if planner.problem.cluster.num_ranks <= MAX_UNITS:
+        if planner.problem.cluster.num_ranks <= FEW_RANKS:
             other = cut_for_ranks(planner, start.num_micro_batches, ranks)
             if other:
                 yield other
 
 
-def move_choices(trials: Evaluator) -> Move:
+def move_choices(evaluator: Evaluator) -> Move:
     """Returns the move that has stages hold more or less: by depths, recompute and what they defer."""
 
     def moved(planner: Planner, start: Candidate) -> Iterator[Candidate]:
-        plan = trials.plans[start]
+        plan = evaluator.plans[start]
         if planner.acts_of(start) * plan.num_stages <= _MOST_OF_A_ROUND:
-            yield from _changed_choices(
-                planner, replace(start, schedule=plan.schedule, choices=choices_of(plan.stages))
-            )
+            chosen = replace(start, schedule=plan.schedule, choices=choices_of(plan.stages))
+            yield from _changed_choices(planner, chosen)
 
     return moved
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations, combinations_with_replacement, permutations, product
+from itertools import accumulate, combinations, permutations, product
 from math import factorial, prod
 
-from autovaruna.planner.problem import Problem
+from autovaruna.planner.problem import FEW_RANKS, Problem
 from autovaruna.profiler.records import Cluster
 
 Ranks = tuple[tuple[int, ...], ...]
 """The ordered ranks of each stage."""
-
-_FEW_RANKS = 16
+_MOST_ORDERS = 24
+"""Of uneven ranks all orders are tried if there are no more: those of four ranks that all differ."""
 
 
 def classes_of(cluster: Cluster) -> tuple[int, ...]:
@@ -28,17 +28,13 @@ def is_uniform(cluster: Cluster) -> bool:
     return len(set(cluster.speeds)) == 1 and len(set(cluster.memory_bytes)) == 1
 
 
-def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
+def rank_orders(problem: Problem) -> list[list[int]]:
     """Returns orders in which stages may get the ranks: host by host, and by speed and memory where they differ.
 
-    Where hosts have unequal numbers of ranks, those of one order that are not left over are of the largest hosts. If
-    there are no more than `most` orders, counting ranks of one class as equal, it is all of them.
+    Where hosts have unequal numbers of ranks, those of one order that are not left over are of the largest hosts. All
+    others come behind, if they are few, with ranks of one class counted as equal.
     """
     cluster = problem.cluster
-    classes = classes_of(cluster)
-    num_orders = factorial(len(classes)) // prod(factorial(count) for count in Counter(classes).values())
-    if 1 < num_orders <= most:
-        return list(_arrangements(classes))
     first = {host: k for k, host in reversed(list(enumerate(cluster.hosts)))}
     by_host = sorted(range(cluster.num_ranks), key=lambda rank: first[cluster.hosts[rank]])
     held, side = Counter(cluster.hosts), -1 if is_uniform(cluster) else 1
@@ -50,22 +46,19 @@ def rank_orders(problem: Problem, most: int = 0) -> list[list[int]]:
             hosts = {host: sum(a for a, h in zip(amounts, cluster.hosts, strict=True) if h == host) for host in first}
             by_rising_host = sorted(rising, key=lambda rank: (hosts[cluster.hosts[rank]], first[cluster.hosts[rank]]))
             orders += [rising, falling, by_rising_host, by_rising_host[::-1]]
+    classes = classes_of(cluster)
+    num_orders = factorial(len(classes)) // prod(factorial(count) for count in Counter(classes).values())
+    orders += _arrangements(classes) if 1 < num_orders <= _MOST_ORDERS else ()
     return [order for k, order in enumerate(orders) if order not in orders[:k]]
 
 
-def _arrangements(classes: Sequence[int]) -> Iterator[list[int]]:
-    """Yields every order of the ranks, those of one class always in their own order."""
-    members = {number: [rank for rank, kind in enumerate(classes) if kind == number] for number in set(classes)}
-
-    def extend(order: list[int]) -> Iterator[list[int]]:
-        if len(order) == len(classes):
-            yield order
-        for own in members.values():
-            following = next((rank for rank in own if rank not in order), None)
-            if following is not None:
-                yield from extend([*order, following])
-
-    return extend([])
+def _arrangements(classes: Sequence[int], begun: tuple[int, ...] = ()) -> Iterator[list[int]]:
+    """Yields every order of the ranks that goes on from one, those of one class always in their own order."""
+    if len(begun) == len(classes):
+        yield list(begun)
+    left = [rank for rank in range(len(classes)) if rank not in begun]
+    for rank in {classes[rank]: rank for rank in reversed(left)}.values():
+        yield from _arrangements(classes, (*begun, rank))
 
 
 def layouts(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> list[Ranks]:
@@ -78,9 +71,10 @@ def layouts(problem: Problem, order: Sequence[int], replicas: Sequence[int]) -> 
     cluster = problem.cluster
     placed = [in_a_row(problem, order, replicas)]
     if len(replicas) > 1 and replicas[0] > 1 and len(set(replicas)) == 1 and len(set(cluster.hosts)) > 1:
-        ranks = _used(cluster, order, sum(replicas))
-        grouped = (_grouped(ranks, len(replicas), replicas[0], group) for group in _groups(cluster, replicas[0]))
-        placed += [_fastest_first(cluster, each) for each in grouped]
+        ranks, largest = _used(cluster, order, sum(replicas)), max(Counter(cluster.hosts).values())
+        for group in range(1, min(replicas[0], largest + 1)):
+            if largest % group == 0:  # a host gets a whole number of groups
+                placed.append(_fastest_first(cluster, _grouped(ranks, len(replicas), replicas[0], group)))
     return list(dict.fromkeys(placed))
 
 
@@ -93,13 +87,6 @@ def in_a_row(problem: Problem, order: Sequence[int], replicas: Sequence[int]) ->
 
 def _used(cluster: Cluster, order: Sequence[int], count: int) -> list[int]:
     return list(order[:count]) if is_uniform(cluster) else list(order[len(order) - count :])
-
-
-def _groups(cluster: Cluster, num_replicas: int) -> list[int]:
-    """Returns sizes of groups: 1, and those that give a host a whole number of groups."""
-    largest = max(Counter(cluster.hosts).values())
-    few = cluster.num_ranks <= _FEW_RANKS
-    return [q for q in range(1, min(num_replicas, largest + 1)) if q == 1 or few or largest % q == 0]
 
 
 def _grouped(ranks: Sequence[int], num_stages: int, num_replicas: int, group: int) -> Ranks:
@@ -123,7 +110,7 @@ def _fastest_first(cluster: Cluster, ranks: Ranks) -> Ranks:
 def changed_ranks(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
     """Yields assignments that differ little: two stages or ranks change places, or one rank goes to another stage.
 
-    Idle ranks are one more stage; of a large cluster one rank of each class stands for all of a stage.
+    Idle ranks are one more stage; one rank of each class stands for all of a stage.
     """
     constraints, cluster = problem.constraints, problem.cluster
     if constraints.stage_ranks:
@@ -131,26 +118,19 @@ def changed_ranks(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:
     classes, num_stages = classes_of(cluster), len(ranks)
     used = {rank for stage in ranks for rank in stage}
     groups = (*ranks, tuple(rank for rank in range(cluster.num_ranks) if rank not in used))
-    is_large = cluster.num_ranks > _FEW_RANKS
-    some = [tuple({classes[rank]: rank for rank in group}.values()) if is_large else group for group in groups]
-    if len(set(classes)) > 1:
-        for s, t in combinations(range(num_stages) if num_stages <= _FEW_RANKS else (), 2):
-            if len(ranks[s]) == len(ranks[t]):  # stages that share a parameter want to share a host
-                yield tuple(ranks[{s: t, t: s}.get(k, k)] for k in range(num_stages))
-        pairs_of = combinations if is_large else combinations_with_replacement
-        for s, t in pairs_of(range(num_stages + 1), 2):
-            for one, other in product(some[s], some[t]) if s < num_stages else ():
-                if classes[one] != classes[other] and (s < t or one < other):
-                    yield _swapped(ranks, one, other)
+    some = [tuple({classes[rank]: rank for rank in group}.values()) for group in groups]
+    for s, t in combinations(range(num_stages) if len(set(classes)) > 1 and num_stages <= FEW_RANKS else (), 2):
+        if len(ranks[s]) == len(ranks[t]):  # stages that share a parameter want to share a host
+            yield tuple(ranks[{s: t, t: s}.get(k, k)] for k in range(num_stages))
+    for s, t in combinations(range(num_stages + 1), 2):
+        for one, other in product(some[s], some[t]):
+            if classes[one] != classes[other]:
+                yield tuple(tuple({one: other, other: one}.get(rank, rank) for rank in stage) for stage in ranks)
     for s, t in permutations((num_stages, *range(num_stages)), 2) if not constraints.num_replicas else ():
         is_left = s == num_stages or len(groups[s]) > 1  # a stage keeps a rank
-        for rank in {classes[rank]: rank for rank in groups[s]}.values() if is_left else ():
+        for rank in some[s] if is_left else ():
             moved = [tuple(each for each in group if each != rank) for group in groups]
             yield tuple((*moved[k], rank) if k == t else moved[k] for k in range(num_stages))
-
-
-def _swapped(ranks: Ranks, one: int, other: int) -> Ranks:
-    return tuple(tuple({one: other, other: one}.get(rank, rank) for rank in stage) for stage in ranks)
 
 
 def fewer_replicas(problem: Problem, ranks: Ranks) -> Iterator[Ranks]:

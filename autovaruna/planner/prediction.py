@@ -24,13 +24,13 @@ from autovaruna.schedule.simulator import simulate, simulate_below
 _TIMES = attrgetter(*(part.name for part in fields(StageTimes)))
 """What the simulator knows of a stage has the same names in its plan."""
 _ACTS_OF_A_WHOLE_STEP = 1_000_000
-ACTS_OF_A_SHARED_ACT = 3
-"""A rank with several stages has more to choose from."""
-_ACTS_OF_A_BOUND = 5
-"""What a bound costs, for each stage, counted in acts of the simulator."""
-_ACTS_OF_A_START = 10
-"""What it costs to begin a simulation, for each stage."""
+"""What is longer, some seconds, is simulated in part."""
+_ACTS_OF_A_SHARED_ACT = 3
+"""What an instruction takes to simulate on a rank with several stages, which has more to choose from."""
+_ACTS_OF_A_STAGE = 10
+"""What a bound, or the begin of a simulation, takes for each stage."""
 _ACTS_OF_A_SHORT_STEP = 20_000
+"""What is longer is simulated in two shorter ones, and the memory of its ranks is that of one part."""
 _MOST_PARTS = 8
 """Of the parts of a pipeline that run beside each other, over other links, those with the greatest bounds tell."""
 
@@ -95,7 +95,7 @@ def short_enough(pipeline: Pipeline) -> Pipeline:
     return pipeline if num_acts <= _ACTS_OF_A_WHOLE_STEP else fold(pipeline)
 
 
-def telling(pipeline: Pipeline) -> Pipeline:
+def representative(pipeline: Pipeline) -> Pipeline:
     """Returns a pipeline that takes as long, with ranks that hold as much: one part if all are alike, else all of it.
 
     If that has too many instructions to simulate, it is the part that takes longest.
@@ -106,7 +106,7 @@ def telling(pipeline: Pipeline) -> Pipeline:
 def acts_of_an_act(pipeline: Pipeline) -> int:
     """Returns what an instruction costs to simulate, in those of a rank with one stage."""
     is_shared = sum(stage.num_replicas for stage in pipeline.stages) > pipeline.num_ranks
-    return ACTS_OF_A_SHARED_ACT if is_shared else 1
+    return _ACTS_OF_A_SHARED_ACT if is_shared else 1
 
 
 def fold(pipeline: Pipeline) -> Pipeline:
@@ -240,7 +240,7 @@ class RankOrders:
 
 def checked(pipeline: Pipeline, policy: Policy) -> Schedule:
     """Returns a schedule that is proven free of deadlock; of parts that run alike, or of a long one, part by part."""
-    if telling(pipeline) is not pipeline:
+    if representative(pipeline) is not pipeline:
         return schedule_by_parts(pipeline, lambda part: _checked(part, policy))
     return _checked(pipeline, policy)
 
@@ -294,7 +294,7 @@ class Predictor:
         known, parts = self._known
         if pipeline is not known:
             parts = sorted(map(Bounds, unlike_parts(pipeline)), key=lambda part: -part.lower)
-            self.num_acts += _ACTS_OF_A_BOUND * pipeline.num_stages * len(parts)
+            self.num_acts += _ACTS_OF_A_STAGE * pipeline.num_stages * len(parts)
             parts = parts[:_MOST_PARTS]
             self._known = pipeline, parts
         return parts
@@ -303,23 +303,23 @@ class Predictor:
         self, pipeline: Pipeline, policy: Policy, below: float = math.inf, bounds: Bounds | None = None
     ) -> float:
         found, num_acts = simulate_below(pipeline, policy, below, bounds)
-        self.num_acts += _ACTS_OF_A_START * pipeline.num_stages + num_acts * acts_of_an_act(pipeline)
+        self.num_acts += _ACTS_OF_A_STAGE * pipeline.num_stages + num_acts * acts_of_an_act(pipeline)
         self._last = pipeline, policy, found
         return found.step_seconds if found else math.inf
 
     def whole(self, pipeline: Pipeline, policy: Policy, *, is_quick: bool = False) -> tuple[Pipeline, Simulation]:
-        """Returns what `telling` makes of a pipeline, simulated; what was simulated last is not simulated again.
+        """Returns what `representative` makes of a pipeline, simulated; what was simulated last is not simulated again.
 
         If `is_quick`, the part of the greatest bound is enough, where parts differ and all take long.
         """
         is_long = policy.num_instructions(pipeline) > _ACTS_OF_A_SHORT_STEP
         is_part = (is_quick and is_long) or _is_alike(pipeline)
-        told = self._parts(pipeline)[0].pipeline if is_part else short_enough(pipeline)
-        last, by, found = self._last
-        if last is not told or by is not policy or found is None:
-            self.num_acts += policy.num_instructions(told) * acts_of_an_act(told)
-            found = simulate(told, policy)
-        return told, found
+        part = self._parts(pipeline)[0].pipeline if is_part else short_enough(pipeline)
+        last, by, simulation = self._last
+        if last is not part or by is not policy or simulation is None:
+            self.num_acts += policy.num_instructions(part) * acts_of_an_act(part)
+            simulation = simulate(part, policy)
+        return part, simulation
 
 
 def least_acts(counts: list[int], num_micro_batches: int) -> float:

@@ -12,9 +12,10 @@ from autovaruna.planner.cost_table import CostTable
 from autovaruna.planner.flow import Flow
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
-MOST_STAGES_PER_RANK, MOST_OF_MANY_RANKS = 4, 8
-"""What fills a pipeline of few ranks is little beside the rest of a step."""
-_FEW_RANKS = 16
+FEW_RANKS = 12
+"""Of more ranks not every number of replicas, and not every place of a rank, is tried."""
+_STAGES_OF_FEW_RANKS, _STAGES_OF_MANY_RANKS = 4, 8
+"""The most stages of a rank: what fills a pipeline of few ranks is little beside the rest of a step."""
 RECOMPUTE_CHOICES = ("auto", "all", "none")
 SPLIT_SCHEDULE = "zero_bubble"
 SPLIT_REFUSAL = (
@@ -135,8 +136,8 @@ def forced_stages(problem: Problem) -> int:
 
 def most_stages_per_rank(problem: Problem) -> int:
     """Returns the most stages that a rank may get."""
-    is_large = problem.cluster.num_ranks > _FEW_RANKS
-    return problem.constraints.max_stages_per_rank or (MOST_OF_MANY_RANKS if is_large else MOST_STAGES_PER_RANK)
+    most = _STAGES_OF_FEW_RANKS if problem.cluster.num_ranks <= FEW_RANKS else _STAGES_OF_MANY_RANKS
+    return problem.constraints.max_stages_per_rank or most
 
 
 def check_problem(problem: Problem) -> None:

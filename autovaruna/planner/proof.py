@@ -18,6 +18,7 @@ from autovaruna.planner.stage_memory import ROUNDING, state_of_ranges
 WORTH = 0.995
 """A plan with several stages a rank has to take less than this share of the best seconds with one."""
 _PRECISION = 1e-5
+"""Of a bound that is found by halving: it is shown with fewer digits."""
 
 
 def bound_of_all(sized: SizedProblem) -> float:

@@ -14,7 +14,6 @@ from autovaruna.planner.cost_table import Array
 
 _Holders = Sequence[Sequence[int]]
 """For each thing, the segments in which it is used, ascending; the first one makes it."""
-_NOTHING = Size(0.0, 0.0)
 _SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
 
 
@@ -82,7 +81,7 @@ class RangeTables:
         self.buffer_bytes = self.add_up(np.array([block.buffer_bytes for block in graph.blocks], dtype=np.float64))
         self.inputs = self._held(each.consumers for each in graph.inputs).sized([each.size for each in graph.inputs])
         sizes = [value.size for value in graph.values]
-        of_gradients = [value.size if value.needs_gradient else _NOTHING for value in graph.values]
+        of_gradients = [value.size if value.needs_gradient else Size(0.0, 0.0) for value in graph.values]
         holders = [self._segments((value.producer, *value.consumers)) for value in graph.values]
         received, sent = self._received(holders), self._sent(holders)
         self.received, self.sent = received.sized(sizes), sent.sized(sizes)

@@ -113,11 +113,6 @@ def fit(sized: SizedProblem, options: Sequence[Option], limits: Sequence[float])
 
 def _tightest(options: Sequence[Option], limits: Sequence[float]) -> dict[tuple[int, ...], float]:
     """Returns the least limit of the ranks that hold the same stages, by these stages."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for stage, option in enumerate(options):
-        groups.setdefault(option.ranks, []).append(stage)
-    if len(set().union(*groups)) == sum(map(len, groups)):  # stages share all their ranks, or none
-        return {tuple(stages): min(map(limits.__getitem__, ranks)) for ranks, stages in groups.items()}
     held: dict[int, list[int]] = {}
     for stage, option in enumerate(options):
         for rank in option.ranks:

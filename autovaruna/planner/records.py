@@ -12,7 +12,6 @@ from autovaruna.config.files import Amount, Count
 from autovaruna.profiler.records import LinkCost
 
 UNKNOWN_LINK = LinkCost(1e-5, 1e10)
-_ROUNDING = 1e-9
 
 
 class Peak(NamedTuple):
@@ -223,7 +222,7 @@ class Simplicity(NamedTuple):
         """Returns that of a plan."""
         has_unequal = len({len(stage.ranks) for stage in plan.stages}) > 1
         is_other = plan.schedule != "1f1b" and plan.num_stages > 1
-        is_uneven = abs(plan.micro_batch_size - round(plan.micro_batch_size)) > _ROUNDING
+        is_uneven = abs(plan.micro_batch_size - round(plan.micro_batch_size)) > 1e-9
         counts = plan.num_micro_batches, plan.predicted_seconds
         return cls(plan.num_stages, has_unequal, plan.is_shared, is_other, is_uneven, *counts)
 

@@ -19,8 +19,9 @@ import numpy as np
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import PlanError
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.evaluator import SHORT, Evaluator, Progress
+from autovaruna.planner.evaluator import Evaluator, Progress
 from autovaruna.planner.grids import (
+    CELLS,
     Grid,
     cut_for_ranks,
     cut_grids,
@@ -32,7 +33,6 @@ from autovaruna.planner.grids import (
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
 from autovaruna.planner.interleaved import Shape, candidates_of, shapes_on, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
-from autovaruna.planner.prediction import least_acts
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import Proof
 from autovaruna.planner.range_tables import RangeTables
@@ -48,18 +48,18 @@ from autovaruna.planner.search_space import (
 
 _log = logging.getLogger(__name__)
 
-BUDGET = 3_600_000
-"""Acts of the simulator that a search may take beside the grids: a count, so that it ends alike on every machine."""
-_SHARE_OF_BOUNDS, _SHARE_OF_SHAPES, _SHARE_OF_MOVES, _SHARE_OF_FINE = 0.14, 0.28, 0.56, 0.01
-"""Of the budget: to bound and simulate several stages a rank, to change the best plans, and two at finer cuts."""
-_MOST_STARTS, _SHARE_OF_A_START = 24, 0.07
-"""Moves begin from so many plans, and may take so much of the budget from each."""
+BUDGET = 2_000_000
+"""Acts of the simulator that moves may take: a count, so that a search ends alike on every machine. An eighth is for
+moves from one plan; several stages a rank may take half as many beside."""
+_MOST_STARTS = 24
+"""Moves begin from so many plans, at most: of tiny problems many are near the best."""
 _MOST_OF_A_ROW = 60_000
 """Acts that the simulation of a choice may take that is far from the best, and only a row of the table."""
-_NEAR, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY, _NEAR_OF_GROUPS = 1.06, 1.1, 1.25, 2.0
-"""What takes no more than so many times the least seconds is looked at: by a simulation, a formula, on its groups."""
-_MOST_GROUPS, _COUNTS, _CELLS = 200, 2, 10**6
-"""Several stages a rank are on so many groups; unequal replicas for 2 M, with few cells of the program for every M."""
+_NEAR, _NEAR_OF_A_FORMULA, _NEAR_OF_TINY = 1.06, 1.1, 1.25
+"""What takes no more than so many times the least seconds is looked at: by a simulation; by a formula or a bound, or to
+begin moves from it; to begin moves from it in a tiny problem."""
+_MOST_GROUPS = 200
+"""Groups of ranks, those of the fastest plans, that several stages a rank are tried on."""
 _WORTH_SHARING = 0.98
 """State is shared for steps that take no more than this share: each replica has all gradients otherwise."""
 _FULL = 0.5
@@ -90,7 +90,7 @@ def plan_and_choices(
         return searches[-1].run()
 
     plan = plan_with_cut_points(problem, search)
-    return plan, next(each.choices() for each in searches if each.found and each.found.stages == plan.stages)
+    return plan, next(each.choices() for each in searches if each.plan and each.plan.stages == plan.stages)
 
 
 def plan_with_sharing(problem: Problem, sharing: Sharing, make: Callable[[Problem], Plan]) -> Plan:
@@ -128,10 +128,10 @@ class _Search:
         self.tables = RangeTables(problem.graph, cut_positions(problem))
         self.planner = Planner(problem, self.tables)
         self.most_each = stages_per_rank(problem)
-        self.trials = Evaluator(self.planner)
+        self.evaluator = Evaluator(self.planner)
         self.proof = Proof(self.planner, self.counts, self.most_each)
         self.rows = set[Grid]()
-        self.found: Plan | None = None
+        self.plan: Plan | None = None
 
     def run(self) -> Plan:
         """Returns the plan; raises PlanError if none fits."""
@@ -140,22 +140,22 @@ class _Search:
         self._try_grids()
         self._try_unequal_replicas()
         self._try_several_stages_a_rank()
-        if self.trials.best is None:  # Of some splits alone is known which ranks have the bytes for them.
+        if self.evaluator.best is None:  # Of some splits alone is known which ranks have the bytes for them.
             for candidate in splits_that_fit(self.problem, self.tables, self.counts):
-                self.trials.attempt(candidate)
-        if self.trials.best is None:
+                self.evaluator.attempt(candidate)
+        if self.evaluator.best is None:
             raise explain_infeasible(self.problem, self.tables, self.counts)
         self._improve()
         if self.has_all_rows and not self.problem.constraints.stage_ranks:
             grids = grids_of(self.problem, self.tables.num_segments)
             self._simulate([grid for grid in grids if grid not in self.rows], math.inf, _MOST_OF_A_ROW)
-        self.found = self._proven(self._with_finer_cuts(*self._simplest()))
-        return self.found
+        self.plan = self._proven(self._with_finer_cuts(*self._simplest()))
+        return self.plan
 
     def choices(self) -> list[Plan]:
         """Returns the best plan of every regular grid, the fastest first."""
         best: dict[Grid, Plan] = {}
-        for plan in self.trials.plans.values():
+        for plan in self.evaluator.plans.values():
             grid = Grid(plan.num_stages, len(plan.stages[0].ranks), plan.num_micro_batches)
             is_regular = grid in self.rows and len({len(stage.ranks) for stage in plan.stages}) == 1
             if is_regular and not plan.is_shared:
@@ -168,27 +168,28 @@ class _Search:
     def _try_grids(self) -> None:
         """Simulates regular grids that may be near the best, or the stages on the ranks that they are to have."""
         if not self.problem.constraints.stage_ranks:
-            self._simulate(grids_of(self.problem, self.tables.num_segments), _NEAR)
+            near = max(_NEAR, 1.0 + self.problem.constraints.simplicity)  # a simpler one may be chosen
+            self._simulate(grids_of(self.problem, self.tables.num_segments), near)
         for count in self.counts if self.problem.constraints.stage_ranks else ():
             candidate = cut_for_ranks(self.planner, count, self.problem.constraints.stage_ranks)
             if candidate:
-                self.trials.attempt(candidate)
+                self.evaluator.attempt(candidate)
 
     def _simulate(self, grids: Sequence[Grid], near: float, most_acts: float = math.inf) -> None:
         """Simulates regular grids, but those far slower than the best, and those that take too long to simulate."""
-        trials, num_long = self.trials, 0
+        evaluator, num_long = self.evaluator, 0
 
         def is_open(grid: Grid) -> bool:
-            return even_seconds(self.planner, grid) < trials.least_seconds * near
+            return even_seconds(self.planner, grid) < evaluator.least_seconds * near
 
         for done, (grid, candidates) in enumerate(cut_grids(self.planner, grids, is_open)):
             self.progress("simulating grids", done / len(grids))
             if candidates and self.planner.acts_of(candidates[0]) > most_acts:
                 num_long += 1
                 continue
-            least = trials.least_seconds * near
-            for candidate in trials.few_if_long(candidates):
-                seconds = trials.attempt(candidate, least)
+            least = evaluator.least_seconds * near
+            for candidate in evaluator.few_if_long(candidates):
+                seconds = evaluator.attempt(candidate, least)
                 if seconds < least:
                     least = seconds
                     self.rows.add(grid)
@@ -197,43 +198,43 @@ class _Search:
 
     def _try_unequal_replicas(self) -> None:
         """Simulates splits with other replicas: for the numbers of micro-batches of the best grids, or for all."""
-        constraints, trials = self.problem.constraints, self.trials
-        if constraints.num_replicas or constraints.stage_ranks or not (trials.best or self.planner.is_tiny):
+        constraints, evaluator = self.problem.constraints, self.evaluator
+        if constraints.num_replicas or constraints.stage_ranks or not (evaluator.best or self.planner.is_tiny):
             return
-        known = trials.best_of_each(lambda each: each.num_micro_batches, _NEAR_OF_A_FORMULA)[:_COUNTS]
-        cells = (self.problem.cluster.num_ranks * self.tables.num_segments) ** 2
+        known = evaluator.best_of_each(lambda each: each.num_micro_batches, _NEAR_OF_A_FORMULA)[:2]
+        cells = self.problem.cluster.num_ranks**3 * self.tables.num_segments**2
         counts = list(dict.fromkeys([*(each.num_micro_batches for each in known), *self.counts]))
-        for done, count in enumerate(counts[: max(len(known), _CELLS // cells)]):
+        for done, count in enumerate(counts[: max(len(known), CELLS // cells)]):
             self.progress("trying unequal replicas", done / len(counts))
-            limit = trials.least_seconds * _NEAR_OF_A_FORMULA
+            limit = evaluator.least_seconds * _NEAR_OF_A_FORMULA
             for candidate in unequal_replicas(self.planner, count, limit):
-                trials.attempt(candidate, limit)
+                evaluator.attempt(candidate, limit)
 
     def _try_several_stages_a_rank(self) -> None:
         """Simulates plans with several stages a rank, those that promise most first, if one may be better."""
-        trials, planner, forced = self.trials, self.planner, forced_stages(self.problem)
-        if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(trials.best):
+        evaluator, planner, forced = self.evaluator, self.planner, forced_stages(self.problem)
+        if self.most_each == 1 or self.problem.constraints.stage_ranks or not self.proof.leaves_room(evaluator.best):
             return
         shapes = list[Shape]()
         if not forced:
-            plans = trials.best_of_each(lambda each: (each.ranks, each.num_micro_batches), _NEAR_OF_GROUPS)
-            groups = [(trials.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in plans]
+            plans = evaluator.best_of_each(lambda each: (each.ranks, each.num_micro_batches), math.inf)
+            groups = [(evaluator.plans[each].predicted_seconds, each.ranks, each.num_micro_batches) for each in plans]
             shapes += shapes_on(planner, self.most_each, groups[:_MOST_GROUPS])
         if forced or planner.is_tiny:
             shapes += shapes_on(planner, self.most_each, groups_of(planner))
         shapes = self._by_bound(shapes)
         begun = planner.num_acts
         for shape in shapes:
-            spent = (planner.num_acts - begun) / (BUDGET * _SHARE_OF_SHAPES)
+            spent = (planner.num_acts - begun) / (BUDGET / 2)
             self.progress("interleaving stages", min(spent, 1.0))
-            if spent > 1.0 and trials.best:
-                trials.was_cut_short = True
+            if spent > 1.0 and evaluator.best:
+                evaluator.was_cut_short = True
                 break
-            if shape.seconds >= trials.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
+            if shape.seconds >= evaluator.least_seconds * _NEAR_OF_A_FORMULA:  # other cuts may have a lesser bound
                 continue
             for candidate in candidates_of(planner, shape):
-                found = trials.attempt(candidate, trials.least_seconds * _NEAR)
-                if found == math.inf and trials.is_long(candidate):
+                found = evaluator.attempt(candidate, evaluator.least_seconds * _NEAR)
+                if found == math.inf and evaluator.is_long(candidate):
                     break
 
     def _by_bound(self, shapes: Sequence[Shape]) -> list[Shape]:
@@ -242,51 +243,42 @@ class _Search:
         The best of each number of groups and stages come first, then the next best of each.
         """
         planner, bounded, free = self.planner, list[Shape](), (math.inf,) * self.problem.cluster.num_ranks
-        end = planner.num_acts + BUDGET * _SHARE_OF_BOUNDS
+        end = planner.num_acts + BUDGET / 4
         for shape in shapes:
-            if planner.count_candidate() > end and bounded and self.trials.best:
+            if planner.count_candidate() > end and bounded and self.evaluator.best:
                 break
-            acts = least_acts([len(shape.groups[group]) for group in shape.pattern], shape.num_micro_batches)
-            some = list(islice(candidates_of(planner, shape), 1 if acts > SHORT else None))
+            some = list(islice(candidates_of(planner, shape), None if planner.is_tiny else 1))
             # What fits by its depths alone may recompute for no need.
-            tight = [plan for each in some if acts > SHORT and (plan := planner.build(each))]
+            tight = [] if planner.is_tiny else [plan for each in some if (plan := planner.build(each))]
             plans = tight or [plan for each in some if (plan := planner.build(each, free))]
             bounded.append(shape._replace(seconds=min(map(planner.bound, plans), default=math.inf)))
         return varied(bounded)
 
     def _improve(self) -> None:
         """Changes the best plans of each number of stages by moves: the simulated optimum is not that of a formula."""
-        trials, planner, begun = self.trials, self.planner, set[Hashable]()
-        moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(trials))
-        end, near = (
-            planner.num_acts + BUDGET * _SHARE_OF_MOVES,
-            _NEAR_OF_TINY if planner.is_tiny else _NEAR_OF_A_FORMULA,
-        )
-        first = trials.best_of_each(
-            lambda each: (len(each.starts), each.is_interleaved, len(set(map(len, each.ranks)))), _NEAR
-        )
+        evaluator, planner, begun = self.evaluator, self.planner, set[Hashable]()
+        moves = (move_cuts, move_counts, move_groups, move_ranks, move_choices(evaluator))
+        start, near = planner.num_acts, _NEAR_OF_TINY if planner.is_tiny else _NEAR_OF_A_FORMULA
 
         def kind(each: Candidate) -> Hashable:
             return each.num_micro_batches, each.ranks, each.starts if planner.is_tiny else ()
 
         for done in range(_MOST_STARTS):
             self.progress("improving plans", done / _MOST_STARTS)
-            starts = [*first, *trials.best_of_each(kind, near)]
+            left = start + BUDGET - planner.num_acts
+            starts = evaluator.best_of_each(kind, near)
             candidate = next((each for each in starts if kind(each) not in begun), None)
-            most = min(BUDGET * _SHARE_OF_A_START, end - planner.num_acts)
-            if candidate is None or most <= 0:
+            if candidate is None or left <= 0:
                 break
-            if planner.acts_of(candidate) <= SHORT:  # or moves lead away before it is tried
-                improve(trials, candidate, most, moves[-1:])
-            improve(trials, candidate, most, moves, lambda other: kind(other) not in begun)
+            improve(evaluator, candidate, min(BUDGET / 8, left), moves, lambda other: kind(other) not in begun)
             begun.add(kind(candidate))
 
     def _simplest(self) -> tuple[Candidate, Plan]:
         """Returns the simplest plan that takes hardly longer than the fastest, and what was given up for it."""
-        best, simplicity = self.trials.best, self.problem.constraints.simplicity
+        best, simplicity = self.evaluator.best, self.problem.constraints.simplicity
         assert best is not None
         limit = best.predicted_seconds * (1.0 + simplicity)
-        ordered = sorted(self.trials.plans.items(), key=lambda each: each[1].predicted_seconds)
+        ordered = sorted(self.evaluator.plans.items(), key=lambda each: each[1].predicted_seconds)
         near = [each for each in ordered if each[1].predicted_seconds <= limit]
         simplest = sorted(near, key=lambda each: Simplicity.of(each[1])) if simplicity else near
         for candidate, plan in (*simplest, *ordered[len(near) :]):
@@ -307,7 +299,7 @@ class _Search:
         suited = None if candidate.is_interleaved else cut_for_ranks(fine.planner, start.num_micro_batches, start.ranks)
         for each in (start, suited) if suited else (start,):
             if fine.attempt(each) < math.inf:
-                improve(fine, each, BUDGET * _SHARE_OF_FINE, (move_cuts, move_choices(fine)))
+                improve(fine, each, BUDGET / 50, (move_cuts, move_choices(fine)))
         if fine.best is None or fine.best.predicted_seconds >= plan.predicted_seconds:
             return plan
         whole = fine.planner.predict_whole(fine.best)
@@ -316,6 +308,6 @@ class _Search:
     def _proven(self, plan: Plan) -> Plan:
         self.progress("proving how good the plan is", 1.0)
         plan = self.planner.with_block_bytes(plan)
-        singles = (each for each in self.trials.plans.values() if not each.is_shared)
+        singles = (each for each in self.evaluator.plans.values() if not each.is_shared)
         single = min(singles, key=lambda each: each.predicted_seconds, default=None)
-        return self.proof.put_into(plan, single, was_cut_short=self.trials.was_cut_short)
+        return self.proof.put_into(plan, single, was_cut_short=self.evaluator.was_cut_short)

@@ -17,23 +17,27 @@ import numpy as np
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
 from autovaruna.planner.candidate import DEEPEST
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.prediction import policy_of
-from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem, forced_stages, micro_batch_range, most_stages_per_rank
+from autovaruna.planner.problem import (
+    FEW_RANKS,
+    SPLIT_SCHEDULE,
+    Problem,
+    forced_stages,
+    micro_batch_range,
+    most_stages_per_rank,
+)
 from autovaruna.planner.records import Plan
 
 _log = logging.getLogger(__name__)
 
 PREFER_MARGIN = 0.05
 """By which share of its step a plan that cuts elsewhere must be better than one that cuts at cut points."""
-MAX_SEGMENTS = 400
-"""Matrices over ranges have the square of this many entries."""
-MAX_SEGMENTS_OF_MANY_RANKS = 1000
+MAX_SEGMENTS, MAX_SEGMENTS_OF_MANY_RANKS = 400, 1000
+"""Places to cut: tables over ranges have the square of this many entries; 96 stages of 400 are not even enough."""
 _MAX_COUNTS = 32
-MAX_UNITS = 12
-"""With more ranks than this, not every replica count is tried for every stage."""
-_MAX_STAGES = 2048
-_OF_SHARED_RANKS = ("interleaved", "deepest_first", "1f1b", "varuna")
+"""Of up to so many numbers of micro-batches all are tried."""
+_INTERLEAVED = ("interleaved", "deepest_first", "1f1b", "varuna")
+"""Schedules of ranks with several stages, the two made for them first."""
 
 
 def cut_positions(problem: Problem) -> list[int]:
@@ -48,13 +52,17 @@ def cut_positions(problem: Problem) -> list[int]:
         return [0, *resolve_cuts(graph, problem.constraints.cuts), n]
     if problem.constraints.cutpoints == "only":
         return [0, *cut_point_blocks(graph), n]
-    limit = MAX_SEGMENTS if problem.cluster.num_ranks <= MAX_UNITS else MAX_SEGMENTS_OF_MANY_RANKS
+    limit = MAX_SEGMENTS if problem.cluster.num_ranks <= FEW_RANKS else MAX_SEGMENTS_OF_MANY_RANKS
     if n <= limit:
         return list(range(n + 1))
     costs = problem.cost_table.at(problem.profile.micro_batch_sizes[0])
     work = np.cumsum(costs.forward_seconds + costs.backward_seconds)
     shares = np.minimum((work / work[-1] * limit).astype(int), limit - 1)
-    crossing = _crossing_bytes(problem)
+    changes = np.zeros(n + 2)
+    for value in graph.values:
+        changes[value.producer + 1] += value.size.at(1)
+        changes[max(value.consumers) + 1] -= value.size.at(1)
+    crossing = changes.cumsum()
     positions = {0, n}
     for share in np.unique(shares[: n - 1]):
         inside = np.flatnonzero(shares[: n - 1] == share) + 1
@@ -70,14 +78,6 @@ def zoomed_positions(problem: Problem, cuts: Sequence[int], num_segments: int) -
     return sorted({0, n, *cuts} | {block for block in near if 0 < block < n})
 
 
-def _crossing_bytes(problem: Problem) -> Array:
-    change = np.zeros(len(problem.graph.blocks) + 2)
-    for value in problem.graph.values:
-        change[value.producer + 1] += value.size.at(1)
-        change[max(value.consumers) + 1] -= value.size.at(1)
-    return np.asarray(np.cumsum(change), dtype=np.float64)
-
-
 def micro_batch_counts(problem: Problem) -> list[int]:
     """Returns the numbers of micro-batches to try: all, or where there are many, about evenly spaced in ratio."""
     low, high = micro_batch_range(problem)
@@ -85,7 +85,7 @@ def micro_batch_counts(problem: Problem) -> list[int]:
         return list(range(low, high + 1))
     batch, step = problem.global_batch_size, problem.cluster.num_ranks
     counts = {low, high} | {math.ceil(batch / samples) for samples in spread(1, batch // low)}
-    if step <= MAX_UNITS:
+    if step <= FEW_RANKS:
         counts |= {count // step * step for count in counts} | set(spread(low, high, 1.25))
     return sorted(count for count in counts if low <= count <= high)
 
@@ -112,9 +112,7 @@ def nearby_counts(problem: Problem, count: int) -> list[int]:
 def stage_limit(problem: Problem, num_segments: int) -> int:
     """Returns the greatest number of stages to try."""
     constraints = problem.constraints
-    return forced_stages(problem) or min(
-        problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments, _MAX_STAGES
-    )
+    return forced_stages(problem) or min(problem.cluster.num_ranks // max(constraints.num_replicas, 1), num_segments)
 
 
 def stages_per_rank(problem: Problem) -> int:
@@ -140,7 +138,7 @@ def variants(problem: Problem, num_stages: int, is_interleaved: bool = False) ->
         return [(depth, constraints.schedule) for depth in (depths[:1] if is_full else depths)]
     if is_interleaved:
         depths = [depth for depth in ("textbook", "latency", DEEPEST) if depth in depths]
-        return [(depth, schedule) for depth in depths for schedule in _OF_SHARED_RANKS]
+        return [(depth, schedule) for depth in depths for schedule in _INTERLEAVED]
     schedules = ["1f1b"]
     if problem.needs_gradient and (num_stages > 1 or constraints.recompute != "none"):
         schedules.append("varuna")
@@ -217,11 +215,8 @@ def plan_with_cut_points(problem: Problem, search: Callable[[Problem], Plan]) ->
         return search(free)
     other = search(free)
     if other.predicted_seconds < plan.predicted_seconds * (1.0 - PREFER_MARGIN):
-        _log.info(
-            "cutting beside the cut points: a step takes %.6g s, at the cut points %.6g s",
-            other.predicted_seconds,
-            plan.predicted_seconds,
-        )
+        seconds = other.predicted_seconds, plan.predicted_seconds
+        _log.info("cutting beside the cut points: a step takes %.6g s, at the cut points %.6g s", *seconds)
         return other
     return replace(
         plan,

@@ -1,18 +1,14 @@
-"""Predicts the memory of a stage on one replica: what it holds, and the peak as its in-flight depth asks for it.
-
-Also defines the ways to run ranges in the memory that there is, without recompute and with it, and what that takes.
-"""
+"""Predicts the memory of a stage on one replica: what it holds, and the peak as its in-flight depth asks for it."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autovaruna.planner.cost_table import Array, Costs
 from autovaruna.planner.range_tables import RangeTables
@@ -66,19 +62,6 @@ class StageBytes(Generic[Bytes]):
             later = self.once + self._held(in_flight - 1, share, deferred)
         return _greatest(first, later, self.least)
 
-    def depth_within(self: StageBytes[Array], limit: float, share: float) -> Array:
-        """Returns the greatest depth at which the peak over the whole step is within a limit, 0 or less if none is.
-
-        At a depth of all its `share` of micro-batches, one less is there when all gradients are.
-        """
-        depth = np.zeros_like(self.least)
-        left = np.flatnonzero(self.least <= limit)
-        each = self.each.take(left)
-        first, later = (_depth_in(limit - part.take(left), each) for part in (self.first, self.once))
-        is_whole = (first >= share) & (later >= share - 1) if share > 1 else first >= 1
-        depth.put(left, np.where(is_whole, share, np.floor(np.minimum(first, later))))
-        return depth
-
     def _held(self, in_flight: float, share: float, deferred: float) -> Bytes:
         """Returns the most that micro-batches hold: those that are deferred are in flight no longer."""
         if not deferred:
@@ -104,21 +87,11 @@ class StageBytes(Generic[Bytes]):
         peak = float(self.at(in_flight, share, deferred))
         return Peak(peak, peak - float(self.beside_others(in_flight, share, deferred)) + process_bytes)
 
-    def map(self, change: Callable[[Bytes], Bytes]) -> StageBytes[Bytes]:
-        """Returns the same with every part changed."""
-        return StageBytes(*(change(getattr(self, part.name)) for part in fields(self)))
-
 
 def _greatest(*parts: Bytes) -> Bytes:
     if isinstance(parts[0], float):  # a comparison of two numbers takes numpy ten times as long
         return max(parts)
     return functools.reduce(np.maximum, parts)
-
-
-def _depth_in(room: Array, each: Array) -> Array:
-    """Returns how many micro-batches there is room for, with a fraction."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(each > 0, room / each, np.where(room >= 0, np.inf, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +133,8 @@ class Holdings(Generic[Bytes]):
 
 def state_of_ranges(tables: RangeTables, where: Any = ...) -> Holdings[Any]:
     """Returns what every range of segments holds without any micro-batch, as matrices, or one of them."""
-    return Holdings(
-        parameters=tables.parameter_bytes[where],
-        trained=tables.trained_bytes[where],
-        largest=tables.largest_bytes[where],
-        tied=tables.tied_bytes[where],
-        tied_once=tables.tied_once_bytes[where],
-        buffers=tables.buffer_bytes[where],
-    )
+    names = ("parameter", "trained", "largest", "tied", "tied_once", "buffer")
+    return Holdings(*(getattr(tables, f"{name}_bytes")[where] for name in names))
 
 
 class HoldingsOfRanges:
@@ -192,13 +159,10 @@ class HoldingsOfRanges:
     def _held(self, where: Any, i: Any, j: Any, greatest: Callable[[Array], Any]) -> Holdings[Any]:
         tables, size = self.tables, self.size
         (at_peak, ends), (at_first_peak, ends_of_first) = self._work, self._work_of_first
+        names = ("inputs", "received", "sent", "gradients_received", "gradients_sent")
         return replace(
             state_of_ranges(tables, where),
-            inputs=tables.inputs.at(size, where),
-            received=tables.received.at(size, where),
-            sent=tables.sent.at(size, where),
-            gradients_received=tables.gradients_received.at(size, where),
-            gradients_sent=tables.gradients_sent.at(size, where),
+            **{name: getattr(tables, name).at(size, where) for name in names},
             saved=np.maximum(self._saved[j] - self._saved[i], 0.0),
             work=np.maximum(greatest(at_peak) - ends[j], 0.0),
             deferred=np.maximum(self._deferred[j] - self._deferred[i], 0.0),
@@ -307,38 +271,3 @@ class MemoryModel:
         once = lasting + (gradients + messages + running)
         first, least = once + self.before_gradients(held), lasting + (gradients + updating)
         return StageBytes(once, each, least, first, running, gradients, deferred)
-
-
-RecomputeOptions = Sequence[tuple[Array, StageBytes[Array]]]
-"""Ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionsWithin:
-    """Ways to run ranges within a limit of memory, the fastest first; a `deepest` depth of 0 or less does not fit."""
-
-    seconds: Sequence[Array]
-    deepest: Sequence[Array]
-    is_possible: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, ways: RecomputeOptions, limit_bytes: float, share: int) -> OptionsWithin:
-        """Returns how deep each way may go; a replica has `share` micro-batches."""
-        deepest = [num_bytes.depth_within(limit_bytes, share) for _, num_bytes in ways]
-        return cls([seconds for seconds, _ in ways], deepest, np.logical_or.reduce([depth >= 1 for depth in deepest]))
-
-    def allowed_work(self, in_flight: int) -> Array:
-        """Returns the seconds of each range in the best way that fits, infinite if none does.
-
-        A range that only fits with fewer micro-batches in flight waits for each of them in proportion.
-        """
-        fits = self.deepest[0] >= in_flight
-        best = np.where(fits, self.seconds[0], np.inf)
-        left = np.flatnonzero(~fits & self.is_possible)
-        others = [(each.take(left), most.take(left)) for each, most in zip(self.seconds, self.deepest, strict=True)]
-        slower = np.full(len(left), np.inf)
-        for depth in {in_flight, (in_flight + 1) // 2, 1}:
-            for seconds, most in others:
-                np.minimum(seconds * (in_flight / depth), slower, out=slower, where=most >= depth)
-        best.put(left, slower)
-        return best

@@ -9,30 +9,22 @@ from rich.table import Table
 
 from autovaruna.graph.records import Graph
 from autovaruna.planner.infeasible import ranks_text, readable
-from autovaruna.planner.prediction import fold, pipeline_of, policy_of, telling
+from autovaruna.planner.prediction import fold, pipeline_of, policy_of, representative
 from autovaruna.planner.records import Plan
 from autovaruna.schedule.bound import lower_bound
-from autovaruna.schedule.simulation import LostTime
 from autovaruna.schedule.simulator import simulate
 
-_COLUMNS = (
-    ("stage", "right"),
-    ("ranks", "left"),
-    ("modules", "left"),
-    ("parameters", "right"),
-    ("forward +\nbackward ms", "right"),
-    ("memory", "right"),
-    ("recompute", "left"),
-)
-_LEAST_SHOWN = 0.001
-_MOST_SUMMED_UP = 4
+_LEAST_SHOWN = 0.001  # of a step: it is printed as 0.1 %
+_MOST_SUMMED_UP = 4  # stages that fit into a line
 
 
 def plan_table(plan: Plan, graph: Graph) -> Table:
     """Returns the stages of a plan as a table; times are predicted, for one micro-batch."""
     table = Table(title=_title(plan), box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name, side in _COLUMNS:
-        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "modules")
+    for name in ("stage", "ranks", "modules", "parameters", "forward +\nbackward ms", "memory", "recompute"):
+        table.add_column(
+            name, justify="left" if name in ("ranks", "modules", "recompute") else "right", no_wrap=name != "modules"
+        )
     for number, stage in enumerate(plan.stages):
         table.add_row(
             str(number),
@@ -64,7 +56,7 @@ def _title(plan: Plan) -> str:
 def explain(plan: Plan, graph: Graph) -> str:
     """Returns lines that say what the plan is predicted to cost, how good that is, and where time is lost."""
     pipeline = pipeline_of(plan, graph)
-    simulation = simulate(telling(pipeline), policy_of(plan.schedule))
+    simulation = simulate(representative(pipeline), policy_of(plan.schedule))
     lost = simulation.lost
     used = sorted({rank for stage in plan.stages for rank in stage.ranks})
     step = plan.predicted_seconds or 1.0
@@ -91,7 +83,9 @@ def explain(plan: Plan, graph: Graph) -> str:
         lines.append("optimizer state shared by the replicas of a stage: each keeps that of its own parameters")
     if len(used) < plan.num_ranks:
         lines.append(f"ranks used      {len(used)} of {plan.num_ranks}: more are not faster, or were not asked for")
-    for name, parts in _parts([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost):
+    shown = [each.parts for each in ([lost[rank] for rank in used] if len(lost) == plan.num_ranks else lost)]
+    for name in shown[0]:
+        parts = [each[name] for each in shown]
         mean = sum(parts) / len(parts)
         if max(parts) > 0:
             spread = f"{min(parts) / step:.1%} to {max(parts) / step:.1%}"
@@ -121,18 +115,6 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.4g} s"
     return f"{value * 1e3:.4g} ms" if value >= 1e-3 else f"{value * 1e6:.4g} us"
-
-
-def _parts(lost: Sequence[LostTime]) -> list[tuple[str, list[float]]]:
-    return [
-        ("work", [each.work_seconds for each in lost]),
-        ("bubble", [each.bubble_seconds for each in lost]),
-        ("imbalance", [each.imbalance_seconds for each in lost]),
-        ("messages", [each.message_seconds for each in lost]),
-        ("all-reduce", [each.reduce_seconds for each in lost]),
-        ("overhead", [each.overhead_seconds for each in lost]),
-        ("optimizer", [each.optimizer_seconds for each in lost]),
-    ]
 
 
 def _whole_module(inside: set[int], graph: Graph) -> str:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.candidate import Planner
+from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.problem import Problem
+from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
 from tests.products import some
@@ -69,6 +72,23 @@ def test_the_rank_with_too_little_is_named() -> None:
     message = complaint(replace(problem, cluster=replace(problem.cluster, memory_bytes=(2e6, 1e4, 2e6))))
     assert "rank 1 has 9.77 KiB" in message
     assert "give rank 1" in message
+
+
+def test_the_process_of_a_rank_counts_once_however_many_stages_it_has() -> None:
+    """It was once counted for each of them, and the limit for cuts was too low by as much."""
+    problem = make_problem(12, 4, 16, memory_bytes=7.5e5, stage_ranks=((0,), (1,), (0,), (1,)))
+    cluster, process = problem.cluster, 2.0**20
+    limits = tuple(limit + process for limit in cluster.memory_bytes)
+    beside = replace(problem, cluster=replace(cluster, memory_bytes=limits, process_bytes=process))
+    missing = [re.search(r"([\d.]+ KiB) are missing", complaint(each)) for each in (problem, beside)]
+    assert missing[0] and missing[1] and missing[0][1] == missing[1][1]
+    ranks = problem.constraints.stage_ranks
+    for tight in (9e5, 1.2e6, 2e6):
+        cuts = []
+        for each, more in ((problem, 0.0), (beside, process)):
+            each = replace(each, cluster=replace(each.cluster, memory_bytes=(tight + more,) * 4))
+            cuts.append(cut_for_ranks(Planner(each, RangeTables(each.graph, range(13))), 16, ranks))
+        assert cuts[0] == cuts[1]
 
 
 def uneven(seed: int) -> Problem:
