@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autovaruna._torch import FakeTensor
 from autovaruna.errors import TraceError
@@ -68,7 +67,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def left_tensors(model: nn.Module) -> list[str]:
-    """Returns the attributes in which a traced forward has left tensors, or numbers of them, that are no constants."""
+    """Returns the attributes in which a traced forward has left tensors, or numbers or sizes of such, no constants."""
     return list(dict.fromkeys(name for name, values in _attributes(model) if any(map(_is_left, values))))
 
 
@@ -76,7 +75,7 @@ def warn_of_left(names: Sequence[str], model: nn.Module) -> None:
     """Warns of attributes with tensors, which plain PyTorch would have after a call, and ranks have not."""
     if names:
         text = (
-            f"forward leaves tensors, or numbers out of them (item()), in {', '.join(names[:_MOST_NAMES])}"
+            f"forward leaves tensors, or numbers out of them (item(), size(0)), in {', '.join(names[:_MOST_NAMES])}"
             f"{' and more' * (len(names) > _MOST_NAMES)}. "
             "They stay where they are made, on a rank and in a micro-batch: after a call nothing new is there. A loss "
             "must not be made of them outside of the model; return them if the script goes on from them."
@@ -94,7 +93,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
 
 def _is_left(value: Any) -> bool:
     if isinstance(value, torch.SymInt | torch.SymFloat):
-        return bool(free_unbacked_symbols(value))
+        return True
     return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter) and not is_known(value)
 
 

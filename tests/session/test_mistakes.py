@@ -221,16 +221,17 @@ def test_statistics_of_samples_are_named(caplog: pytest.LogCaptureFixture) -> No
 
 
 def leaving(self: Any, x: Tensor) -> Tensor:
-    """Keeps the mean square of its features in an attribute, and as a number in a log; and cached positions."""
+    """Keeps the mean square of its features in an attribute and a log, a count of samples, and cached positions."""
     hidden = torch.tanh(self.first(x))
     self.places = torch.arange(WIDTH)
     self.extra = [hidden.square().mean()]
+    self.seen += x.size(0)
     self.log["size"] = (len(self.log), x.shape[0], self.extra[0].item())
     return self.last(hidden * self.places)
 
 
 def leaver() -> Any:
-    model = two(leaving, extra=0.0, places=None, log={})
+    model = two(leaving, extra=0.0, places=None, log={}, seen=0)
     nn.utils.parametrizations.weight_norm(model.last)
     return model
 
@@ -242,7 +243,7 @@ def test_attributes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
         model.eval()
         model(**X)
     (said,) = (each.getMessage() for each in caplog.records if "leaves tensors" in each.getMessage())
-    assert "in extra, log. They stay" in said
+    assert "in extra, log, seen. They stay" in said
 
 
 def test_a_loss_of_what_a_hook_has_kept_is_refused() -> None:
