@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autovaruna.errors import TraceError
 from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import Written
+from tests.graph.models import traced_function
 from tests.products import some
 from tests.session.training import pipeline, refuse, train_as_plain
 
@@ -97,6 +99,26 @@ def test_rows_in_one_order_are_trained_as_plain(name: str) -> None:
 @pytest.mark.parametrize("name", some([*MIXED], 7))
 def test_rows_of_other_samples_are_refused(name: str) -> None:
     refuse(case_of(f"mixed {name}", MIXED[name]), "mixes the samples of a batch: .*test_row_orders.py", batch(6, 0)[1])
+
+
+def last_token(self: Any, tokens: Tensor) -> Tensor:
+    """Classifies texts by their last token, as many models of transformers do."""
+    last = ((tokens != 0) * torch.arange(tokens.shape[1])).argmax(-1)
+    return self.layer(self.words(tokens))[torch.arange(tokens.shape[0]), last]
+
+
+def centred(self: Any, tokens: Tensor) -> Tensor:
+    hidden = self.words(tokens)
+    return self.layer(hidden - hidden.mean(0))
+
+
+@torch.no_grad()
+def test_texts_are_evaluated_by_sample() -> None:
+    """Once, numbers made of weights and tokens counted as no samples' where nothing had gradients."""
+    tokens, parts = integers(9, 6, 5, of=generator(0)), {"words": nn.Embedding(9, WIDTH), "layer": nn.Linear(WIDTH, 2)}
+    assert traced_function(last_token, tokens, **parts).is_dynamic
+    with pytest.raises(TraceError, match="made of several samples, meets each sample"):
+        traced_function(centred, tokens, **parts)
 
 
 def test_one_micro_batch_may_have_any_order() -> None:

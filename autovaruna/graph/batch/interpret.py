@@ -49,7 +49,8 @@ class BatchAnalysis:
     def __init__(self, graph: KnownGraph, chosen: Collection[fx.Node] = ()) -> None:
         nodes, facts = graph.module.graph, graph.facts
         self._facts, self._sizes, self._batch = facts, graph.sizes, graph.batch_inputs
-        self._names_of_state = graph.parameters.keys() | graph.buffers.keys()
+        self._parameters, self._names_of_state = graph.parameters, graph.parameters.keys() | graph.buffers.keys()
+        self._learned: set[fx.Node] = set()  # parameters, and what is made of them without samples
         self._known = set(chosen)
         self._picked = picked_symbols(nodes) if chosen else {}
         attributes = [node.name for node in nodes.find_nodes(op="get_attr") if node.name in facts]
@@ -86,6 +87,9 @@ class BatchAnalysis:
 
     def _value(self, node: fx.Node) -> BatchValue:
         source, dependence = self._source(node), self._dependence(node)
+        is_parameter = node.op == "get_attr" and str(node.target) in self._parameters
+        if is_parameter or (dependence is Dependence.NONE and not self._learned.isdisjoint(node.all_input_nodes)):
+            self._learned.add(node)
         if node not in self._known:
             return BatchValue(source, dependence)
         share, merge = self._share(node)
@@ -119,7 +123,8 @@ class BatchAnalysis:
         if has(node, Trait.SHAPE_ALONE) or is_of_batch(node):
             return Dependence.NONE
         most = max((self[each].dependence for each in read(node)), default=Dependence.NONE)
-        if fact.needs_gradient and Dependence.NONE < most < Dependence.SAMPLES:
+        is_learned = fact.needs_gradient or not self._learned.isdisjoint(node.all_input_nodes)  # or under no_grad()
+        if is_learned and Dependence.NONE < most < Dependence.SAMPLES:
             most = Dependence.SAMPLES
         return self._of_numbers(node, most)
 
