@@ -228,8 +228,8 @@ class World:
 
     def _sent(self, parts: list[TensorTransfer], destination: int, channel: int, tag: int) -> Pending:
         """Returns what has been started as a message, which is kept until it has left."""
-        event = "sent", destination, channel, tag
-        count = self.watch.count(event, len(parts))
+        event, counts = ("sent", destination, channel, tag), self.watch.counts
+        count = counts[event] = counts[event] + len(parts)
         if parts.count(DONE) == len(parts):
             return DONE
         message = Message(self, parts, event, count)
@@ -268,8 +268,8 @@ class World:
 
     def receive_eager(self, layouts: Sequence[Layout], source: int, tag: int) -> EagerMessage:
         """Returns the next message of `source`, which makes its own tensors; where messages are eager."""
-        event = "received", source, TENSOR_CHANNEL, tag
-        count = self.watch.count(event, len(layouts))
+        event, counts = ("received", source, TENSOR_CHANNEL, tag), self.watch.counts
+        count = counts[event] = counts[event] + len(layouts)
         return EagerMessage(self, self.transport.eager_source(source, tag), layouts, event, count)
 
     def send_object(self, value: object, destination: int, tag: int) -> Pending:

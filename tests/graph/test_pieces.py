@@ -218,9 +218,10 @@ def test_what_is_under_no_grad_keeps_its_precision_and_its_grad_mode() -> None:
     expected = model(x)
     expected.backward()
     assert torch.equal(found, expected)
-    for argument, leaf in zip(piece.arguments, given, strict=True):
-        if argument.source is ArgumentSource.PARAMETER:
-            assert torch.equal(leaf.grad, model.get_parameter(argument.name).grad)
+    leaves = [(argument.name, leaf.grad) for argument, leaf in zip(piece.arguments, given, strict=True)]
+    for name, parameter in model.named_parameters():
+        (gradient,) = (each for of, each in leaves if of == name and each is not None)
+        assert torch.equal(gradient, parameter.grad)
 
 
 BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)
