@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.integrations import SETTINGS
 
@@ -23,6 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
         **{"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
     },
     "translation": {"predict_with_generate": True, "generation_max_length": 6},
+    "regression": {"gradient_accumulation_steps": 2},  # the model takes the number of items, and does not go by it
+    "loss of outputs": {},
 }
 
 
@@ -34,6 +42,11 @@ def model_of(case: str) -> Any:
         return T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=0.0))
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    if case in ("regression", "loss of outputs"):
+        tokens |= {"num_labels": 1 if case == "regression" else 3, "pad_token_id": WORDS - 1}
+        return GPT2ForSequenceClassification(
+            GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        )
     model = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     if case != "lora":
         return model
@@ -53,12 +66,26 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"input_ids": inputs, "attention_mask": mask.long(), "labels": labels}
 
 
-def rows() -> list[dict[str, torch.Tensor]]:
-    """Returns samples of which other numbers of tokens count."""
+def rows(case: str = "usual") -> list[dict[str, torch.Tensor]]:
+    """Returns samples of which other numbers of tokens count, or one label each."""
     chance = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, WORDS, (ROWS, LENGTH), generator=chance)
     labels = tokens.masked_fill(torch.arange(LENGTH) < torch.randint(1, 6, (ROWS, 1), generator=chance), -100)
+    if case in ("regression", "loss of outputs"):
+        labels = tokens[:, 0] / WORDS if case == "regression" else tokens[:, 0] % 3
     return [{"input_ids": tokens[i], "labels": labels[i]} for i in range(ROWS)]
+
+
+def with_loss_of_outputs(kind: Any) -> Any:
+    """Returns a Trainer that makes the loss of what the model returns, which has labels and a loss as well."""
+
+    class Weighted(kind):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], label_smoothing=0.2)
+            return (loss, outputs) if return_outputs else loss
+
+    return Weighted
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -75,14 +102,15 @@ def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) ->
         library = transformers  # type: ignore[assignment]
     size = BATCH // (num_ranks or 1)
     options = CASES[case] | ({"autovaruna": SETTINGS} if num_ranks else {})
-    kind, data = "Seq2Seq" if case == "translation" else "", rows()
-    evaluated = 12 if case == "lora" else 8  # of the last batch's, this rank or another one has none
+    kind, data = "Seq2Seq" if case == "translation" else "", rows(case)
+    evaluated = 12 if case in ("lora", "loss of outputs") else 8  # 8: this rank, or another, has none of the last batch
     args = getattr(library, f"{kind}TrainingArguments")(
         output_dir=str(folder), per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=STEPS,
         logging_steps=1, save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", report_to=[], learning_rate=0.01,
         use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **options,
     )  # fmt: skip
-    trainer = getattr(library, f"{kind}Trainer")(
+    trainer_of = getattr(library, f"{kind}Trainer")
+    trainer = (with_loss_of_outputs(trainer_of) if case == "loss of outputs" else trainer_of)(
         model=model_of(case), args=args, train_dataset=data, eval_dataset=data[:evaluated], compute_metrics=accuracy,
         data_collator=padded if kind else None,
         callbacks=[library.MetricsCallback()] if num_ranks else None,
