@@ -54,14 +54,14 @@ net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Line
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
 model = AutoVaruna(net, optimizer, num_stages=2, num_micro_batches=2, save_deployment=False, verbosity="none")
 info = model.resume(sys.argv[1])
-print("from", info.step, flush=True)
+print(f"from {info.step}\\n", end="", flush=True)  # in one piece: ranks write to one file
 for step in range(info.step, 12):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + get_rank()))
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     time.sleep(0.3)
-    print("step", step, flush=True)
+    print(f"step {step}\\n", end="", flush=True)
 state = model.state_dict()
 if get_rank() == 0:
     torch.save(state, sys.argv[1] + ".pt")
