@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial, wraps
 from itertools import chain, islice
 from typing import Any
@@ -90,7 +90,7 @@ class Accelerator(accelerate.Accelerator):
         def call(*args: Any, **kwargs: Any) -> Any:
             if "attention_mask" in kwargs:  # which says of what is padded that it does not count
                 pad_token = getattr(getattr(wrapper.module, "config", None), "pad_token_id", None) or 0
-                kwargs |= padded_to_longest(_words_of(kwargs), partial(_pad_value, pad_token))
+                kwargs |= padded_to_longest(_words_of(kwargs), partial(pad_value, pad_token=pad_token))
             with self.autocast():
                 output = forward(*args, **kwargs)
             if wrapper.settings.reduction == "sum":  # backward is from the mean of ranks' losses, as scripts count on
@@ -140,8 +140,9 @@ def _words_of(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in tensors.items() if each.ndim == 2 and not each.is_floating_point()}
 
 
-def _pad_value(pad_token: int, name: str) -> int:
-    return -100 if name == "labels" else pad_token if name.endswith("input_ids") else 0
+def pad_value(name: str, pad_token: int, label_names: Collection[str] = ("labels",)) -> int:
+    """Returns what stands where a sample has ended: what losses ignore in labels, the token of padding, zero."""
+    return -100 if name in label_names else pad_token if name.endswith("input_ids") else 0
 
 
 def padded_to_longest(inputs: dict[str, Any], value_of: Callable[[str], int], is_left: bool = False) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
-from autovaruna.integrations.accelerate import padded_to_longest
+from autovaruna.integrations.accelerate import pad_value, padded_to_longest
 from autovaruna.integrations.process_group import init_process_group
 from autovaruna.runtime.environment import get_world_size
 
@@ -208,11 +208,9 @@ class AutoVarunaMixin(_Other):
 
     def _pad_value(self, name: str) -> int:
         """Returns what stands where a sample has ended: what losses ignore in labels, the token of padding, zero."""
-        if name in self.label_names:
-            return -100
         sources = (self.processing_class, getattr(self.model, "config", None))
         tokens = [getattr(source, "pad_token_id", None) for source in sources]
-        return next((each for each in tokens if each is not None), 0) if name.endswith("input_ids") else 0
+        return pad_value(name, next((each for each in tokens if each is not None), 0), self.label_names)
 
     # the loss
 
