@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,9 @@ def stop_sshd(run: ElasticRun) -> None:
 def fill(run: ElasticRun) -> None:
     """Fills the memory of a host and kills a rank; once, the job was started again 31 times, and given up."""
     with open(run.hosts.path("h2", FILLING), "wb") as file:
-        room = os.statvfs(file.fileno())
-        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+        while (room := os.statvfs(file.fileno())).f_bavail:
+            with suppress(OSError):  # ranks took some of it meanwhile
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, room.f_bavail * room.f_frsize)
     run.strike(run.ranks()[0][1])
 
 
