@@ -19,7 +19,8 @@ from torch import Tensor
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
-from autovaruna.runtime.world import World, differences
+from autovaruna.runtime.exchange import differences
+from autovaruna.runtime.world import World
 from autovaruna.session.run import Digest
 
 logger = logging.getLogger(__name__)
