@@ -116,21 +116,15 @@ class CallSpec:
     def _is_moved(self) -> bool:
         return any(spec.dimension for spec in self.inputs)
 
-    def key(self) -> str:
-        """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
-        return self._key
-
-    def kind(self) -> str:
-        """Returns a digest that is equal for calls that differ in their mode and in lengths alone."""
-        return self._kind
-
     @cached_property
-    def _kind(self) -> str:
+    def kind(self) -> str:
+        """Digest that is equal for calls that differ in their mode and in lengths alone."""
         kinds = [(each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient) for each in self.inputs]
         return hashlib.sha256(f"{self.tree.key()}\n{kinds}".encode()).hexdigest()
 
     @cached_property
-    def _key(self) -> str:
+    def key(self) -> str:
+        """Digest that is equal for calls that one trace serves, whatever their batch size."""
         method = [] if self.method == "forward" else [self.method]
         inputs = [f"{spec.name}:{spec.words()}" for spec in self.inputs]
         text = "\n".join([self.tree.key(), *inputs, self.mode, *method])

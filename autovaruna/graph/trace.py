@@ -17,14 +17,13 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
 from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.batch.interpret import steady_state
 from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.batch.refusals import refuse_mixing
-from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import mark_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.advice import EXAMPLE, batch_dimensions, example, naming
-from autovaruna.graph.export.errors import BatchSizeError
+from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, example, naming
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched

@@ -250,15 +250,15 @@ class TracedModel(KnownGraph):
     @cached_property
     def key(self) -> str:
         """Digest of the calls that this graph serves."""
-        return self.call.key() if self.sizes.symbol is not None else f"{self.call.key()}/{self.sizes.batch_size}"
+        return self.call.key if self.sizes.symbol is not None else f"{self.call.key}/{self.sizes.batch_size}"
 
     def lengths_of(self, call: CallSpec) -> tuple[int, ...] | None:
         """Returns the lengths that vary, as they are in a call; None: the graph does not serve it."""
-        if self.call.kind() != call.kind() or self.call.mode != call.mode:
+        if self.call.kind != call.kind or self.call.mode != call.mode:
             return None
         if self.sizes.lengths is not None:
             return self.sizes.lengths.of(call)
-        return () if self.call.key() == call.key() else None
+        return () if self.call.key == call.key else None
 
     def outer(self, spec: OutputSpec, lengths: tuple[int, ...]) -> int:
         """Returns how often all samples come one after the other in an output's dimension, in a call of `lengths`."""

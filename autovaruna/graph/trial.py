@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import OpOverload, preserve_version_counter, schema_of
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
 from autovaruna.graph.batch.order import SampleOrders
-from autovaruna.graph.export.advice import FOR_COUNTS, advice
+from autovaruna.graph.export.errors import FOR_COUNTS, advice
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_module_of, profiling_mode

@@ -95,7 +95,7 @@ class SharedCall:
     @property
     def key(self) -> str:
         """Digest that is equal for calls that one trace serves."""
-        return self.call.key()
+        return self.call.key
 
     def samples(self, start: int, size: int) -> list[Tensor]:
         """Returns this rank's tensors, the batch first in each, with some of its samples alone."""
@@ -144,7 +144,7 @@ def check_alike(
         )
     if len({key for key, _ in alike}) > 1:
         differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
-        kinds = set(world.gather_objects((call.kind(), call.mode), "comparing calls"))
+        kinds = set(world.gather_objects((call.kind, call.mode), "comparing calls"))
         pad = " Where samples have lengths of their own, pad them to one length on all ranks."
         advice = pad if len(kinds) == 1 else ""
         raise RankError(

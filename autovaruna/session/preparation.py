@@ -32,7 +32,7 @@ from autovaruna.errors import (
     RankError,
     ScheduleError,
 )
-from autovaruna.graph.batch.state import batch_norms
+from autovaruna.graph.batch.refusals import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import TRYING, phase

@@ -285,7 +285,7 @@ class Session:
         flags |= NORM_WANTED * wants_norm
         actions = (*run.actions.digest(), *(engine.script_actions.values() if engine else ()), run.is_synchronising)
         numbers = BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics)
-        return Report((call.key(), repr(actions)), flags, numbers)
+        return Report((call.key, repr(actions)), flags, numbers)
 
     def _words(self) -> dict[str, str]:
         """Returns what this rank's script has done since the start, in words."""

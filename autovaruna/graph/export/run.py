@@ -21,7 +21,6 @@ from autovaruna._torch import FakeTensorMode, buffer_table, call_impl, hide_trac
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, pop_markers
-from autovaruna.graph.export.advice import advice
 from autovaruna.graph.export.assertions import place_checks
 from autovaruna.graph.export.batch_size import SizeWatch
 from autovaruna.graph.export.errors import (
@@ -29,6 +28,7 @@ from autovaruna.graph.export.errors import (
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
+    advice,
     check_model,
     check_operations,
     explain,

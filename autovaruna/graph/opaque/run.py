@@ -113,7 +113,6 @@ class OpaqueModule:
 
     Attributes:
         num_parameters: how many of the tensors of its state are parameters; buffers follow them.
-        has_buffers: whether it may change state.
         may_choose: whether it may use parameters in one call that it does not use in another.
         is_own_function: whether it is an autograd function of the script.
         line: ``file:line (code)`` of the user's line that calls it.
@@ -136,7 +135,7 @@ class OpaqueModule:
         self._call = call
         self.returned = returned
         self.num_parameters = num_parameters
-        self.may_choose, self.has_buffers = num_parameters > 0, len(self._places[False]) > num_parameters
+        self.may_choose = num_parameters > 0
         self.is_own_function = isinstance(module, KeptFunction) and module.is_own
 
     def adds_up(self, place: int) -> bool:
