@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from autovaruna._torch import replaced
 from autovaruna.errors import InputError, TraceError
 
 CUT, WATCHED = "cut", "watched"
@@ -68,11 +69,8 @@ class CutPoint(nn.Module):
 @contextmanager
 def named_cut_points(model: nn.Module) -> Iterator[None]:
     """Has the cut points of a model leave markers with their paths, on this thread, while the context lasts."""
-    _tracing.names = {id(point): path for path, point in _cut_points(model)}
-    try:
+    with replaced(_tracing, "names", {id(point): path for path, point in _cut_points(model)}):
         yield
-    finally:
-        _tracing.names = None
 
 
 def _cut_points(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:

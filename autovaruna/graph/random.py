@@ -98,12 +98,8 @@ def recorded_draws(model: nn.Module) -> Iterator[list[str]]:
         if path is not None and len(found) == num_found and _place() != place:
             found.append(path)
 
-    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
-    try:
+    with register_module_forward_pre_hook(begin), register_module_forward_hook(end):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _place() -> tuple[Any, ...]:

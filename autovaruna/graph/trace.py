@@ -64,12 +64,7 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
             )
 
 
-def trace(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    options: TraceOptions = PLAIN,
-) -> TracedModel:
+def trace(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions = PLAIN) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
     Forward hooks of the script that change what the model computes are traced with it; others watch its steps. The

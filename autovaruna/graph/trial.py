@@ -49,7 +49,7 @@ _MOST_FLOPS = 5e9
 _SMALL = 0.01
 """What is less than this share of the largest gradient is compared with that share."""
 _NUMBERS, _SEED, _BACKWARD = 0.05, 0, 3.0
-_FLOAT, _TINY, _COPIES, _FEWEST = 4, 1e-30, 4, 2
+_COPIES, _FEWEST = 4, 2
 _MOST_NAMES = 3
 _GRADIENT = "the gradient of "
 
@@ -430,8 +430,8 @@ class PartsTrial:
         shares, dimension = [part.share for part in parts], self.traced.sizes.batch_dimension(node.meta["val"])
         if dimension is None:
             added = sum(others), sum(each * share for each, share in zip(others, shares, strict=True))
-            return any(_off(made, whole) <= allowed for made in added) or all(
-                _off(each, whole) <= allowed for each in others
+            return any(distance(made, whole) <= allowed for made in added) or all(
+                distance(each, whole) <= allowed for each in others
             )
         rows = whole.shape[dimension] // self.num_samples
         shapes = [list(whole.shape) for _ in others]
@@ -442,7 +442,7 @@ class PartsTrial:
         powers = (0, 1, -1) if kind == "values" else (0,)  # by the size of the batch, or by what is counted over it
         scaled = [[each * share**power for each, share in zip(others, shares, strict=True)] for power in powers]
         ways = [outer for outer in range(1, rows + 1) if rows % outer == 0]
-        return any(_off(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in ways)
+        return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in ways)
 
 
 class _TrialPass(GraphRun):
@@ -592,23 +592,13 @@ def _distances(whole: _Results, joined: _Results, runs: Sequence[_Results]) -> d
     """Returns how far what parts give is from what the whole gives, by the largest number there."""
     gradients = [each for name, each in whole.sums.items() if name.startswith(_GRADIENT)]
     least = _SMALL * max((float(each.abs().max()) for each in gradients if each.numel()), default=0.0)
-    off = {name: _off(joined.rows[name], each) for name, each in whole.rows.items()}
+    off = {name: distance(joined.rows[name], each) for name, each in whole.rows.items()}
     for name in whole.sums.keys() | joined.sums.keys():
         pair = [each.sums.get(name) for each in (joined, whole)]
         found = next(each for each in pair if each is not None)
         one, other = (torch.zeros_like(found) if each is None else each for each in pair)
-        off[name] = _off(one, other, least if name.startswith(_GRADIENT) else 0.0)
-    return off | {name: max(_off(run.same[name], each) for run in runs) for name, each in whole.same.items()}
-
-
-def _off(one: Tensor, other: Tensor, least: float = 0.0) -> float:
-    """Returns the greatest difference of two tensors over the greatest number in the second, or `least`."""
-    if one.shape == other.shape and is_differentiable(other) and other.numel():
-        first, second = (each.float() if each.itemsize < _FLOAT else each for each in (one, other))
-        off, largest = float((first - second).detach().abs().max()), float(second.detach().abs().max())
-        if math.isfinite(off) and math.isfinite(largest):
-            return off / max(largest, least, _TINY)
-    return distance(one, other)
+        off[name] = distance(one, other, least if name.startswith(_GRADIENT) else 0.0)
+    return off | {name: max(distance(run.same[name], each) for run in runs) for name, each in whole.same.items()}
 
 
 def _in_training(target: Any) -> bool:

@@ -353,10 +353,7 @@ class RankWatch:
         return count
 
     def wait_until(
-        self,
-        is_done: Callable[[], bool],
-        waiting: Waiting,
-        give_up: Callable[[], NoReturn] | None = None,
+        self, is_done: Callable[[], bool], waiting: Waiting, give_up: Callable[[], NoReturn] | None = None
     ) -> None:
         """Blocks until `is_done()`; after a while tells the detector `waiting()`, and after a longer one gives up.
 

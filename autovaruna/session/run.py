@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from operator import is_
 from typing import Any, NoReturn
@@ -18,7 +19,6 @@ from autovaruna.elastic.job_folder import job_place
 from autovaruna.elastic.rank_script import SAVED
 from autovaruna.graph.guards import is_plain
 from autovaruna.interception.ending import ERRORS_IN_FEW_LINES, LISTENING, has_signal, signal_names
-from autovaruna.interception.installed import Installed
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.log import configure, show_all_frames
 from autovaruna.profiler.optimizer_trial import asks_for_closure
@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.installed = Installed()  # what was put on objects of the script, with its undo
+        self.installed = ExitStack()  # undoes what was put on objects of the script; holds nothing of the model
         self.actions = ScriptActions()
         self.stopping = Stopping()
         self.metrics = Metrics()
@@ -89,8 +89,8 @@ class Run:
 
     def install(self) -> None:
         """Installs what every run has in the user's process."""
-        self.installed.add(ERRORS_IN_FEW_LINES.acquire())
-        self.installed.add(CLIPPING.acquire())
+        self.installed.callback(ERRORS_IN_FEW_LINES.acquire())
+        self.installed.callback(CLIPPING.acquire())
         METRICS.add(self.metrics)
         if self.settings.save_on_signal:
             self.listen()
@@ -99,7 +99,7 @@ class Run:
         """Hears signals that ask the process to end, from now on."""
         if not self._is_listening:
             self._is_listening = True
-            self.installed.add(LISTENING.acquire())
+            self.installed.callback(LISTENING.acquire())
 
 
 class Stopping:

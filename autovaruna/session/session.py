@@ -424,7 +424,7 @@ class Session:
         register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
             register_split(model.state, placement, world)
-            run.installed.add(LATER_OPTIMIZERS.acquire())
+            run.installed.callback(LATER_OPTIMIZERS.acquire())
         self.traces = self.traces or Traces(model.module, settings, world, device)
         run.metrics.follow(
             *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), preparation.held_memory),

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from autovaruna._torch import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
+    replaced,
 )
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec, InputSpec
@@ -306,18 +307,13 @@ def is_about_batch(error: Exception) -> bool:
 @contextmanager
 def quiet_failure() -> Iterator[None]:
     """Drops what is written to standard error, and logged by the tracer, if what it surrounds raises."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [logger.disabled for logger in loggers]
     written = io.StringIO()
-    try:
-        for logger in loggers:
-            logger.disabled = True
+    with ExitStack() as stack:
+        for name in _LOGGERS:
+            stack.enter_context(replaced(logging.getLogger(name), "disabled", True))
         with redirect_stderr(written):
             yield
         sys.stderr.write(written.getvalue())
-    finally:
-        for logger, was_disabled in zip(loggers, before, strict=True):
-            logger.disabled = was_disabled
 
 
 def example(name: str) -> str:
