@@ -130,7 +130,8 @@ def classify(graph: KnownGraph, loss_mode: str, outer_of: Callable[[fx.Node], An
         TraceError: ``loss`` is asked for and no single output can be it.
     """
     nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
-    fed, pairs = _fed_by_batch(graph.module.graph), zip(nodes, graph.output_tree.tensor_paths(), strict=True)
+    fed = set(reached(graph.module.graph.find_nodes(op="placeholder"), lambda node: node.users))
+    pairs = zip(nodes, graph.output_tree.tensor_paths(), strict=True)
     specs = [_classify_one(node, path, graph, fed, outer_of) for node, path in pairs]
     place = None if loss_mode == "outputs" else _find_loss(specs, graph, is_asked=loss_mode == "loss")
     if place is None and loss_mode == "loss":
@@ -165,14 +166,6 @@ def _classify_one(
             "an output that has them apart; reshape it after the call."
         )
     return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times)
-
-
-def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:
-    fed: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" or any(source in fed for source in node.all_input_nodes):
-            fed.add(node)
-    return fed
 
 
 def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool) -> int | None:

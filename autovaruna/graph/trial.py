@@ -398,7 +398,7 @@ class PartsTrial:
         name, first = type(self.model).__qualname__, [*bad, *(next(iter(node.users)) for node in back), *ends][0]
         place, loss = origin(first) or first.name, self.traced.loss
         counts = {self.nodes.get(each) for each in self.traced.joins_counts}
-        if bad and not counts.isdisjoint(reached([first], lambda node: node.all_input_nodes)):
+        if bad and any(node in counts for node in reached([first], lambda node: node.all_input_nodes)):
             return TraceError(
                 f"{name} mixes the samples of a batch: what it counts over them at {_lines(self.traced)} goes into "
                 f"what it gives for each. Got other numbers for parts of {self.num_samples} samples than for all of "

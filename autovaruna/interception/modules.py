@@ -16,18 +16,18 @@ from autovaruna._torch import FakeTensor, pytree, replaced
 from autovaruna.interception.installed import ProcessPiece, Undo
 
 
-class _OnThisThread(local):
-    is_own_code = False
+class _OwnCode(local):
+    is_running = False
 
 
-_on_this_thread = _OnThisThread()
+_own_code = _OwnCode()
 _owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = WeakKeyDictionary()
 
 
 @contextmanager
 def own_code() -> Iterator[None]:
     """Marks what runs on this thread as the library's own."""
-    with replaced(_on_this_thread, "is_own_code", True):
+    with replaced(_own_code, "is_running", True):
         yield
 
 
@@ -49,7 +49,7 @@ class DirectCalls:
 
 def _await_backward(module: nn.Module, args: Any, output: Any) -> None:
     """Waits for a backward through what a module has returned."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _on_this_thread.is_own_code:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _own_code.is_running:
         return
     known, path = _owners.get(module, (None, ""))
     owner = None if known is None else known()

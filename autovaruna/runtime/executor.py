@@ -208,12 +208,8 @@ class Executor:
 
     def _received_gradients(self, stage: StageModule, task: Task) -> list[tuple[str, Tensor | None]]:
         """Returns the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
-        arrived, own = list[tuple[str, Tensor | None]](), list[tuple[str, Tensor | None]]()
-        for kind, names in task.receives:
-            arrived += zip(names, self._mail.receive(kind), strict=True)
-        for place, name in stage.part.outputs:
-            own.append((name, self._output_gradient(place, task.part)))
-        return own + arrived
+        arrived = [pair for kind, names in task.receives for pair in zip(names, self._mail.receive(kind), strict=True)]
+        return [(name, self._output_gradient(place, task.part)) for place, name in stage.part.outputs] + arrived
 
     def where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""

@@ -190,14 +190,10 @@ class GradientExchange:
         gradient = self._gradients[place]
         if gradient is None:
             return None
-        outer = self.program.traced.outer(spec, self.program.lengths)
-        whole, dimension = gradient, spec.dimension
-        if outer != 1:
-            whole, dimension = opened(gradient, dimension, outer), dimension + 1
-        num_rows = whole.shape[dimension] // self.program.batch.num_samples_of(self.world.rank)
-        rows = whole.narrow(dimension, part.start * num_rows, part.size * num_rows)
-        if outer != 1:
-            rows = rows.flatten(spec.dimension, dimension)
+        outer, inner = spec.dimension, spec.dimension + 1
+        whole = opened(gradient, outer, self.program.traced.outer(spec, self.program.lengths))
+        num_rows = whole.shape[inner] // self.program.batch.num_samples_of(self.world.rank)
+        rows = whole.narrow(inner, part.start * num_rows, part.size * num_rows).flatten(outer, inner)
         weight = self.program.weight_of(self.world.rank)
         return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()
 

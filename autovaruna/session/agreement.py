@@ -60,10 +60,9 @@ class BatchNumbers(NamedTuple):
 
     @staticmethod
     def of_bytes(data: bytes) -> BatchNumbers:
-        def read_complex(_: int, content: memoryview) -> complex:
-            return complex(*_COMPLEX.unpack(content))
-
-        return msgspec.msgpack.decode(data, type=BatchNumbers, ext_hook=read_complex)
+        return msgspec.msgpack.decode(
+            data, type=BatchNumbers, ext_hook=lambda _, content: complex(*_COMPLEX.unpack(content))
+        )
 
 
 @dataclass(frozen=True)

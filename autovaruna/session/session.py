@@ -137,13 +137,11 @@ class Session:
     def reported(self) -> Iterator[None]:
         """Reports to the manager of the job, if there is one, that the rank is in a call."""
         manager, engine = self._run.manager, self._model.engine
-        if manager is None:
-            yield
-            return
-        plan = engine.plan if engine else None
-        manager.begin_call(self._run.step, self._run.metrics.work_seconds, plan)
+        if manager is not None:
+            manager.begin_call(self._run.step, self._run.metrics.work_seconds, engine.plan if engine else None)
         yield
-        manager.end_call()
+        if manager is not None:
+            manager.end_call()
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
         model, run, began = self._model, self._run, perf_counter()
