@@ -314,9 +314,9 @@ class AutoVaruna(nn.Module):
             wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
         """
         self._training_run.listen()
-        stopping = self._training_run.stopping
-        stopping.is_wanted |= wants_stop
-        return stopping.is_wanted_here if self._training_run.world.num_ranks == 1 else stopping.is_agreed
+        run = self._training_run
+        run.is_stop_wanted |= wants_stop
+        return run.is_stop_wanted_here if run.world.num_ranks == 1 else run.is_stop_agreed
 
     def parameter_norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of all parameters, on all ranks: the same number for every plan. Collective."""

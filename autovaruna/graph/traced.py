@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.facts import Fact, KnownGraph
+from autovaruna.graph.facts import KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.operators import (
     SCALING,
@@ -190,28 +190,6 @@ def _inputs_of(node: fx.Node) -> set[str]:
     return {each.name for each in reached([node], lambda source: source.all_input_nodes) if each.op == "placeholder"}
 
 
-def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mapping[str, str]) -> frozenset[str]:
-    """Returns the first names of parameters whose numbers a backward needs, if the weights are trained.
-
-    What autocast casts is saved as a copy, and does not count; nor do operations of which nobody knows.
-    """
-    found = set()
-    weights: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr" and str(node.target) in parameters:
-            weights[node] = parameters[str(node.target)]
-        elif node.op == "call_function" and node.name in facts and facts[node.name].is_view:
-            seen = [weights[each] for each in node.all_input_nodes if each in weights]
-            if seen:
-                weights[node] = seen[0]
-        is_saved = name_of(node) in _LAYERS or operator_of(node).linearity in SCALING | {Linearity.PRODUCT}
-        if is_saved and not precision_of(node):
-            multiplied = [each for each in _multiplied(node) if each.name in facts and facts[each.name].needs_gradient]
-            if len(multiplied) > 1:
-                found |= {weights[each] for each in multiplied if each in weights}
-    return frozenset(found)
-
-
 def _multiplied(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments of an operation but those that it adds."""
     is_sum = name_of(node) in _ADD_SELF
@@ -292,8 +270,24 @@ class TracedModel(KnownGraph):
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:
-        """First names of the parameters that a backward needs as they are, and that forward leaves so."""
-        return saved_weights(self.module.graph, self.facts, self.parameters) - self.changed_state
+        """First names of the parameters whose numbers a backward needs, if they are trained, and that forward leaves.
+
+        What autocast casts is saved as a copy, and does not count; nor do operations of which nobody knows.
+        """
+        found, facts = set[str](), self.facts
+        weights: dict[fx.Node, str] = {}
+        for node in self.module.graph.nodes:
+            seen = [weights[each] for each in node.all_input_nodes if each in weights]
+            if node.op == "get_attr" and str(node.target) in self.parameters:
+                weights[node] = self.parameters[str(node.target)]
+            elif seen and node.op == "call_function" and facts[node.name].is_view:
+                weights[node] = seen[0]
+            is_saved = name_of(node) in _LAYERS or operator_of(node).linearity in SCALING | {Linearity.PRODUCT}
+            if is_saved and not precision_of(node):
+                multiplied = [each for each in _multiplied(node) if facts[each.name].needs_gradient]
+                if len(multiplied) > 1:
+                    found |= {weights[each] for each in multiplied if each in weights}
+        return frozenset(found) - self.changed_state
 
     @cached_property
     def places(self) -> dict[str, int]:

@@ -201,10 +201,7 @@ class GraphRun(fx.Interpreter):
         seed: int = _SEED,
     ) -> None:
         super().__init__(module)
-        self.seed = seed
-        self._attributes = attributes
-        self._device = device
-        self._nodes = nodes
+        self.seed, self._attributes, self._device, self._nodes = seed, attributes, device, nodes
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         known = self._attributes.get(str(target))

@@ -248,8 +248,7 @@ class RankWatch:
     """
 
     def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
-        self.transport = transport
-        self._advance = advance
+        self.transport, self._advance = transport, advance
         self._detector = DeadlockDetector(len(transport.hosts), self._notify_all) if transport.rank == 0 else None
         self._failure: Failure | None = None
         self._parts: Parts = {}

@@ -197,9 +197,7 @@ class Executor:
 
     def _received(self, task: Task) -> dict[str, Tensor]:
         """Returns all that a forward works on, by name."""
-        tensors: dict[str, Tensor] = {}
-        for name in task.own:  # first what is here: the rest may still be on its way
-            tensors[name] = self._samples.of(task.part, name)
+        tensors = {name: self._samples.of(task.part, name) for name in task.own}  # first what is here already
         for kind, names in task.receives:
             for name, tensor in zip(names, self._mail.receive(kind), strict=True):
                 assert tensor is not None, f"{name} is always there; gradients alone may be missing"

@@ -75,13 +75,8 @@ def unpacked(layouts: Layouts, travelled: Sequence[Tensor]) -> list[Tensor | Non
     """Returns a message as the sender had it, from what of it has travelled."""
     if len(travelled) == len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense:
         return [travelled[0]]  # what most messages are
-    arrived, message = iter(travelled), list[Tensor | None]()
-    for layout in layouts:
-        if layout is None:
-            message.append(None)
-        else:
-            message.append(next(arrived) if layout.is_dense else layout.unpack(next(arrived)))
-    return message
+    arrived = iter(travelled)
+    return [None if layout is None else layout.unpack(next(arrived)) for layout in layouts]
 
 
 def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:
@@ -153,9 +148,8 @@ class Messages:
     def input_gradient(self, name: str, part: MicroBatch, receiver: int, origin: str) -> MessageKind:
         holders = self.split.input_gradients
         tag = INPUT_GRADIENT_TAG + sorted(holders).index(name)
-        return MessageKind(
-            self.key + origin, Stream(self.plan.rank_of(holders[name], part.index), receiver, tag), part.size
-        )
+        route = Stream(self.plan.rank_of(holders[name], part.index), receiver, tag)
+        return MessageKind(self.key + origin, route, part.size)
 
     def maker_of(self, place: int, part: MicroBatch) -> int:
         """Returns the rank that makes an output of a micro-batch."""
@@ -301,12 +295,8 @@ class Mail:
             self._eager[kind] = blanks
 
     def _post(self, route: Stream, layouts: Layouts) -> None:
-        buffers, num_bytes = [], 0
-        for layout in layouts:
-            if layout is not None:
-                buffer = layout.buffer(self._device)
-                buffers.append(buffer)
-                num_bytes += buffer.nbytes
+        buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
         pending = self._world.receive(buffers, route.source, route.tag) if buffers else DONE
         self.num_posted_bytes += num_bytes
         self._posted[route].append((layouts, buffers, pending, num_bytes))

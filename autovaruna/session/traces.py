@@ -44,10 +44,7 @@ class Traces:
     """The graphs of one model."""
 
     def __init__(self, model: nn.Module, settings: Settings, world: World, device: torch.device) -> None:
-        self._model = model
-        self._settings = settings
-        self._world = world
-        self.device = device
+        self._model, self._settings, self._world, self.device = model, settings, world, device
         self._known: OrderedDict[str, TracedModel] = OrderedDict()
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
         self._fixed_lengths: Counter[tuple[str, int, int]] = Counter()

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
-from autovaruna.graph.guards import Guards, mode_of
+from autovaruna.graph.guards import Guards
 from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
 from tests.graph.models import Function, traced
 
@@ -113,7 +113,7 @@ def test_the_mode_follows_what_was_put_into_the_model() -> None:
     words.append(reader.words())
     model[1].append(nn.ReLU())
     words.append(reader.words())
-    assert words[-1].split(" attributes=")[0] == mode_of(model)
+    assert words[-1].split(" attributes=")[0] == Guards(model).words()
     assert len(set(words)) == 4
 
 
@@ -168,7 +168,7 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 
 
 def read(reader: CallReader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reader.read(args, kwargs, mode_of(ANYTHING))
+    return reader.read(args, kwargs, Guards(ANYTHING).words())
 
 
 @pytest.mark.parametrize("grad", [True, False])

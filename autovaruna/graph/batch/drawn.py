@@ -55,9 +55,7 @@ class Powers:
     """
 
     def __init__(self, values: BatchAnalysis, sizes: Sizes, is_added: bool = False) -> None:
-        self._values = values
-        self._sizes = sizes
-        self._is_added = is_added
+        self._values, self._sizes, self._is_added = values, sizes, is_added
 
     def sum_in(self, node: Any) -> fx.Node | None:
         """Returns the sum over the samples that a value is, or holds as a part; None if there is none."""

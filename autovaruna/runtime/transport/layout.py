@@ -121,6 +121,8 @@ class Layout:
         return Layout(self._narrow_shape, torch.empty(self._narrow_shape, device="meta").stride(), self.dtype)
 
     def unpack(self, buffer: Tensor) -> Tensor:
-        """Returns the tensor as the sender had it, of one that is not dense."""
+        """Returns the tensor as the sender had it, from what has travelled."""
+        if self.is_dense:
+            return buffer
         tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
         return tensor.copy_(buffer).expand(self.shape)
