@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import local
 from types import FunctionType, MethodType
 from typing import Any
@@ -133,11 +134,10 @@ def pop_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Puts back what the hooks of a script keep in lists, dicts and attributes when the context ends."""
     places: dict[int, Any] = {}
-    for hooks in script_hooks(model).values():
-        for hook in hooks:
-            for value in _held_by(hook):
-                _collect(value, places)
-    functions = [getattr(hook, "__func__", hook) for hooks in script_hooks(model).values() for hook in hooks]
+    hooks = [hook for hooks in script_hooks(model).values() for hook in hooks]
+    for value in chain.from_iterable(map(_held_by, hooks)):
+        _collect(value, places)
+    functions = [getattr(hook, "__func__", hook) for hook in hooks]
     cells = [(cell, cell.cell_contents) for each in functions for cell in getattr(each, "__closure__", None) or ()]
     try:
         with restored(places.values()):
