@@ -197,7 +197,9 @@ class Executor:
 
     def _received(self, task: Task) -> dict[str, Tensor]:
         """Returns all that a forward works on, by name."""
-        tensors = {name: self._samples.of(task.part, name) for name in task.own}  # first what is here already
+        tensors: dict[str, Tensor] = {}
+        for name in task.own:  # first what is here: the rest may still be on its way
+            tensors[name] = self._samples.of(task.part, name)
         for kind, names in task.receives:
             for name, tensor in zip(names, self._mail.receive(kind), strict=True):
                 assert tensor is not None, f"{name} is always there; gradients alone may be missing"
@@ -206,8 +208,12 @@ class Executor:
 
     def _received_gradients(self, stage: StageModule, task: Task) -> list[tuple[str, Tensor | None]]:
         """Returns the gradients of what a stage returns: of the model's outputs first, then of what it sent."""
-        arrived = [pair for kind, names in task.receives for pair in zip(names, self._mail.receive(kind), strict=True)]
-        return [(name, self._output_gradient(place, task.part)) for place, name in stage.part.outputs] + arrived
+        arrived, own = list[tuple[str, Tensor | None]](), list[tuple[str, Tensor | None]]()
+        for kind, names in task.receives:
+            arrived += zip(names, self._mail.receive(kind), strict=True)
+        for place, name in stage.part.outputs:
+            own.append((name, self._output_gradient(place, task.part)))
+        return own + arrived
 
     def where(self, error: BaseException) -> str:
         """Returns rank, stage and micro-batch, and the line of the user's model if an operation raised `error`."""

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from autovaruna._torch import preserve_version_counter
 from autovaruna.graph.pieces import Deferred
 from autovaruna.graph.traced import TracedModel
-from autovaruna.runtime.transport.layout import empty_on_host, is_dense
+from autovaruna.runtime.transport.layout import is_dense, to_host
 from autovaruna.stage.module import StageModule
 
 NOTHING: Mapping[str, Tensor] = {}
@@ -49,23 +48,14 @@ class Stash:
     def __init__(self, tensors: Mapping[str, Tensor], *, is_offloaded: bool) -> None:
         self._devices = {name: tensor.device for name, tensor in tensors.items()}
         self._tensors = {
-            name: _on_host(tensor) if is_offloaded and tensor.is_cuda else tensor for name, tensor in tensors.items()
+            name: to_host(tensor, non_blocking=True) if is_offloaded and is_dense(tensor) else tensor
+            for name, tensor in tensors.items()
         }
 
     def pop(self) -> dict[str, Tensor]:
         """Returns the tensors, on the devices where they were, and keeps them no longer."""
         tensors, self._tensors = self._tensors, {}
         return {name: tensor.to(self._devices[name], non_blocking=True) for name, tensor in tensors.items()}
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in pinned memory, of the same strides; of a tensor with holes or repeats, the tensor itself."""
-    if not is_dense(tensor):
-        return tensor
-    host = empty_on_host(tensor)
-    with torch.no_grad():
-        host.copy_(tensor, non_blocking=True)
-    return host
 
 
 class ChangedState:

@@ -295,8 +295,12 @@ class Mail:
             self._eager[kind] = blanks
 
     def _post(self, route: Stream, layouts: Layouts) -> None:
-        buffers = [layout.buffer(self._device) for layout in layouts if layout is not None]
-        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        buffers, num_bytes = [], 0
+        for layout in layouts:
+            if layout is not None:
+                buffer = layout.buffer(self._device)
+                buffers.append(buffer)
+                num_bytes += buffer.nbytes
         pending = self._world.receive(buffers, route.source, route.tag) if buffers else DONE
         self.num_posted_bytes += num_bytes
         self._posted[route].append((layouts, buffers, pending, num_bytes))

@@ -186,7 +186,8 @@ class World:
         user's forward raises by itself on every rank they raise as it is.
         """
         is_ours = isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS
-        report = None if error is None else (type(error) if is_ours else RankError, describe(error))
+        text = "" if error is None else f"{type(error).__name__}: {error}\n{error_text(error)}"
+        report = None if error is None else (type(error) if is_ours else RankError, text)
         try:
             reports = self.watch.gather((report, value), what, self._give_up(error, what))
         except RankError as mismatch:
@@ -407,11 +408,6 @@ class World:
         if self.carrier is not None:
             self.carrier.close()
         self.transport.close()
-
-
-def describe(error: BaseException) -> str:
-    """Returns type, message and traceback of an error as text."""
-    return f"{type(error).__name__}: {error}\n{error_text(error)}"
 
 
 Result = TypeVar("Result")
