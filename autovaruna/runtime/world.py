@@ -186,8 +186,7 @@ class World:
         user's forward raises by itself on every rank they raise as it is.
         """
         is_ours = isinstance(error, AutoVarunaError) and type(error).__module__ == _ERRORS
-        text = "" if error is None else f"{type(error).__name__}: {error}\n{error_text(error)}"
-        report = None if error is None else (type(error) if is_ours else RankError, text)
+        report = None if error is None else (type(error) if is_ours else RankError, describe(error))
         try:
             reports = self.watch.gather((report, value), what, self._give_up(error, what))
         except RankError as mismatch:
@@ -408,6 +407,11 @@ class World:
         if self.carrier is not None:
             self.carrier.close()
         self.transport.close()
+
+
+def describe(error: BaseException) -> str:
+    """Returns type, message and traceback of an error as text."""
+    return f"{type(error).__name__}: {error}\n{error_text(error)}"
 
 
 Result = TypeVar("Result")
