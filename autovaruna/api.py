@@ -127,7 +127,7 @@ class AutoVaruna(nn.Module):
         if optimizer is not None and scaler is None:
             record_scalers_of_callers()
         self._wrap(model, settings_with(resolve(settings), plan), Copies(plan), optimizer=optimizer, scaler=scaler)
-        self._training_run.installed.add(_WRAPPERS_OF_TORCH.acquire())
+        self._training_run.installed.callback(_WRAPPERS_OF_TORCH.acquire())
         promise()
 
     def __init_subclass__(cls) -> None:
@@ -150,7 +150,7 @@ class AutoVaruna(nn.Module):
         self._wrapped = model = WrappedModel(module, optimizer, run)
         self._optimizer_part = part = OptimizerPart(optimizer, model, run)
         run.install()
-        finalize(self, run.installed.undo).atexit = False
+        finalize(self, run.installed.close).atexit = False
         self._methods = OwnMethods(module, model.guards)
         self._persistence = Persistence(model, part, run)
         self._session = Session(model, part, run, self._persistence, scaler=scaler, copies=copies)
@@ -314,9 +314,9 @@ class AutoVaruna(nn.Module):
             wants_stop: Whether this rank's script wants to end for a reason of its own, such as its clock; it stays so.
         """
         self._training_run.listen()
-        stopping = self._training_run.stopping
-        stopping.is_wanted |= wants_stop
-        return stopping.is_wanted_here if self._training_run.world.num_ranks == 1 else stopping.is_agreed
+        run = self._training_run
+        run.is_stop_wanted |= wants_stop
+        return run.is_stop_wanted_here if run.world.num_ranks == 1 else run.is_stop_agreed
 
     def parameter_norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of all parameters, on all ranks: the same number for every plan. Collective."""

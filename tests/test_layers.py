@@ -55,7 +55,7 @@ LEVELS = {
         "methods trace",
     ),
     "runtime": (
-        "launcher token_server metrics autograd remote_parameter",
+        "launcher token_server metrics autograd remote_parameter batch",
         "transport",
         "exchange",
         "deadlock",
@@ -63,8 +63,7 @@ LEVELS = {
         "world",
         "environment torch_channel buckets mail timeline",
         "weights in_flight",
-        "optimizer clipping batch changed_state",
-        "messages scaler",
+        "optimizer clipping scaler",
         "gradients",
         "program",
         "outputs executor",

@@ -31,7 +31,8 @@ from typing import TypeVar
 from autovaruna.checkpoint.manifest import MANIFEST
 from autovaruna.config.files import at_home
 from autovaruna.errors import AutoVarunaError, CheckpointError, InputError
-from autovaruna.runtime.world import World, differences, gather_on_all, on_all
+from autovaruna.runtime.exchange import differences
+from autovaruna.runtime.world import World, gather_on_all, on_all
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autovaruna._torch import is_parametrize_cached
 from autovaruna.errors import InputError
-from autovaruna.graph.guards import mode_of
+from autovaruna.graph.guards import Guards
 from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Opaque, Tree, flatten
 
@@ -90,8 +90,6 @@ class CallSpec:
 
     def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the tensors that a caller passes with the batch in the first dimension."""
-        if not self._is_moved:
-            return tensors
         return [spec.batch_first(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)]
 
     def arguments(self, tensors: Sequence[Tensor]) -> Any:
@@ -113,24 +111,14 @@ class CallSpec:
         return replace(self, inputs=tuple(inputs), batch_size=size)
 
     @cached_property
-    def _is_moved(self) -> bool:
-        return any(spec.dimension for spec in self.inputs)
-
-    def key(self) -> str:
-        """Returns a digest that is equal for calls that one trace serves, whatever their batch size."""
-        return self._key
-
     def kind(self) -> str:
-        """Returns a digest that is equal for calls that differ in their mode and in lengths alone."""
-        return self._kind
-
-    @cached_property
-    def _kind(self) -> str:
+        """Digest that is equal for calls that differ in their mode and in lengths alone."""
         kinds = [(each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient) for each in self.inputs]
         return hashlib.sha256(f"{self.tree.key()}\n{kinds}".encode()).hexdigest()
 
     @cached_property
-    def _key(self) -> str:
+    def key(self) -> str:
+        """Digest that is equal for calls that one trace serves, whatever their batch size."""
         method = [] if self.method == "forward" else [self.method]
         inputs = [f"{spec.name}:{spec.words()}" for spec in self.inputs]
         text = "\n".join([self.tree.key(), *inputs, self.mode, *method])
@@ -151,7 +139,7 @@ def describe(
     Args:
         batch_inputs: Names of the arguments whose first dimension is the batch; empty: every tensor whose first
             dimension has the size of the first tensor's.
-        mode: What `mode_of` says of the model now, if that is known.
+        mode: What `Guards.words` says of the model now, if that is known.
         batch_dims: Names of arguments, each with the dimension that is the batch, where that is not the first one.
 
     Raises:
@@ -173,7 +161,7 @@ def describe(
         tensors[place] = tensor = tensor.movedim(dimension, 0) if dimension else tensor
         shape, is_batch = tuple(tensor.shape), dimension is not None
         inputs.append(InputSpec(name, shape, tensor.dtype, is_batch, needs_gradient, dimension or 0))
-    mode = mode_of(model) if mode is None else mode
+    mode = Guards(model).words() if mode is None else mode
     return tensors, CallSpec(tree, tuple(inputs), batch_size, mode, current_precision(), method)
 
 
@@ -183,9 +171,7 @@ class CallReader:
     def __init__(
         self, model: nn.Module, batch_inputs: Sequence[str] = (), batch_dims: Sequence[tuple[str, int]] = ()
     ) -> None:
-        self._model = model
-        self._batch_inputs = batch_inputs
-        self._batch_dims = batch_dims
+        self._model, self._batch_inputs, self._batch_dims = model, batch_inputs, batch_dims
         self._known: dict[Hashable, CallSpec] = {}
 
     def read(

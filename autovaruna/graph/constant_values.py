@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from autovaruna._torch import DisableTorchFunction, FakeTensor, OpOverload, disable_current_modes, schema_of
-from autovaruna.graph.operators import EMPTY, aliases_of
+from autovaruna.graph.operators import EMPTY, aliases_of, reached
 
 _SIZES = (2, 7)
 """Batch sizes for which numbers are computed; what holds for both is taken to hold for all."""
@@ -70,16 +70,15 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
 
 def _cone(last: fx.Node) -> list[fx.Node]:
     """Returns the operations that a value comes from, and the sizes that they take, in the order of the graph."""
-    found, waiting = {last}, [last]
-    while waiting:
-        node = waiting.pop()
+
+    def sources(node: fx.Node) -> list[fx.Node]:
         if isinstance(node.meta.get("val"), _SIZED):
-            continue
+            return []
         if not _is_computable(node):
             raise _UnknownError
-        waiting += [source for source in node.all_input_nodes if source not in found]
-        found.update(node.all_input_nodes)
-    return sorted(found)
+        return node.all_input_nodes
+
+    return sorted(reached([last], sources))
 
 
 def _held(node: fx.Node) -> Tensor | None:
@@ -107,16 +106,14 @@ def _writes(target: OpOverload) -> bool:
 
 def _refuse_writes(cone: list[fx.Node]) -> None:
     """Makes sure that nothing has been written into what a value comes from, or into views of it."""
-    seen = {node for node in cone if not isinstance(node.meta.get("val"), _SIZED)}
-    waiting = list(seen)
-    while waiting:
-        for user in waiting.pop().users:
-            if isinstance(user.target, OpOverload) and _writes(user.target):
-                raise _UnknownError
-            may_be_view = not isinstance(user.target, OpOverload) or aliases_of(user)
-            if user not in seen and may_be_view:
-                seen.add(user)
-                waiting.append(user)
+    tensors = [node for node in cone if not isinstance(node.meta.get("val"), _SIZED)]
+    for node in reached(tensors, lambda node: filter(_may_be_view, node.users)):
+        if any(isinstance(user.target, OpOverload) and _writes(user.target) for user in node.users):
+            raise _UnknownError
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    return not isinstance(node.target, OpOverload) or bool(aliases_of(node))
 
 
 def _computed(cone: list[fx.Node], known: dict[fx.Node, Any], size: int) -> Any:

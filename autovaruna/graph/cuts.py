@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from autovaruna._torch import replaced
 from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.operators import reached
 
 CUT, WATCHED = "cut", "watched"
 _tracing = threading.local()
@@ -68,11 +70,8 @@ class CutPoint(nn.Module):
 @contextmanager
 def named_cut_points(model: nn.Module) -> Iterator[None]:
     """Has the cut points of a model leave markers with their paths, on this thread, while the context lasts."""
-    _tracing.names = {id(point): path for path, point in _cut_points(model)}
-    try:
+    with replaced(_tracing, "names", {id(point): path for path, point in _cut_points(model)}):
         yield
-    finally:
-        _tracing.names = None
 
 
 def _cut_points(model: nn.Module) -> Iterator[tuple[str, CutPoint]]:
@@ -105,7 +104,8 @@ def pop_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
     marks = [node for node in module.graph.nodes if is_mark(node, CUT)]
     for node in module.graph.nodes:
         if node in marks:
-            users = tuple(user.name for user in _final_users(node))
+            through = reached([node], lambda each: each.users if is_mark(each) else ())
+            users = tuple(each.name for each in through if not is_mark(each))
             source = node
             while is_mark(source):
                 source = source.args[0]
@@ -120,11 +120,3 @@ def pop_markers(module: fx.GraphModule) -> tuple[Marker, ...]:
             "places. Expected each to be used once; make one for each place, in an nn.ModuleList for a loop."
         )
     return tuple(markers)
-
-
-def _final_users(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if is_mark(user):
-            yield from _final_users(user)
-        else:
-            yield user

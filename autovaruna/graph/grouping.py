@@ -79,8 +79,7 @@ def group(known: KnownGraph) -> Grouping:
 
 class _Rules:
     def __init__(self, nodes: Sequence[fx.Node], known: KnownGraph) -> None:
-        self.nodes = nodes
-        self.known = known
+        self.nodes, self.known = nodes, known
         self.facts = known.facts
         self.position = {node: index for index, node in enumerate(nodes)}
         self.sets = nx.utils.UnionFind(nodes)

@@ -405,10 +405,6 @@ def _in_words(changed: str, training: list[bool], trained: list[bool], is_grad: 
     return f"{mode} attributes={changed}" if changed else mode
 
 
-def mode_of(model: nn.Module) -> str:
-    return Guards(model).words()
-
-
 class UsedError(BaseException):
     """Says which attribute a model uses while it must not; no model's own handlers catch it."""
 

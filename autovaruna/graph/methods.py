@@ -58,8 +58,7 @@ class OwnMethods:
     """Tells which calls of a model's methods return what follows from weights; it asks once for like calls."""
 
     def __init__(self, model: nn.Module, guards: Guards) -> None:
-        self._model = model
-        self._guards = guards
+        self._model, self._guards = model, guards
         self._known: dict[Hashable, bool] = {}
         self._snapshot: Any = None
 

@@ -7,12 +7,12 @@ Which tensors an operator takes and changes, its schema says, or counting their 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, IntEnum, auto
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autovaruna._torch import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
+Node = TypeVar("Node", bound=Hashable)
 MEAN, SUM = 1, 2  # the numbers of ``reduction="mean"`` and ``"sum"`` in an operation
 _NORMALISES = (3, 4, 5)
 WITH_TENSORS: Mapping[Any, Any] = {
@@ -128,8 +129,8 @@ def run_opaque(
     return kept(batch, tensors, state)
 
 
-def reached(starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
-    """Yields nodes and what follows from each by a function, in any direction of the graph; each node once."""
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """Yields nodes and what follows from each by a function, in any direction of a graph; each node once."""
     waiting = list(dict.fromkeys(starts))
     seen = set(waiting)
     while waiting:

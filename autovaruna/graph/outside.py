@@ -10,7 +10,7 @@ import dis
 import os
 import sys
 from collections import ChainMap, Counter, UserDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -51,14 +51,14 @@ _IS_SHIFTED = sys.version_info >= (3, 11)
 
 
 class _Attributes(Mapping[str, Any]):
-    """Attributes of objects that have no dict of them, each by a name."""
+    """Attributes of objects that have no dict of them, each by a name and with what returns it."""
 
-    def __init__(self, of: Mapping[str, tuple[Any, str]]) -> None:
+    def __init__(self, of: Mapping[str, Callable[[], Any]]) -> None:
         self._of = of
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return getattr(*self._of[name])
+            return self._of[name]()
         except (AttributeError, ValueError):  # a variable of a closure may have no value
             raise KeyError(name) from None
 
@@ -67,16 +67,6 @@ class _Attributes(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._of)
-
-
-class _Current(_Attributes):
-    """The value of a context variable, by the name ``value``."""
-
-    def __init__(self, variable: ContextVar[Any]) -> None:
-        super().__init__({"value": (variable, "get")})
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(name)(None)
 
 
 @dataclass
@@ -184,12 +174,16 @@ class _Walk:
             if isinstance(value, partial):
                 self._take(f"{path}.", value.keywords, {*value.keywords}, names)
         elif isinstance(value, ContextVar):
-            self._take(f"{path}.", _Current(value), {"value"}, names, value)
+            self._take(f"{path}.", _Attributes({"value": partial(value.get, None)}), {"value"}, names, value)
         elif depth and (isinstance(value, _HOLDERS) or not _is_of_library(type(value))):
             self._read_record(path, value, names, depth)
 
     def _read_record(self, path: str, value: Any, names: set[str], depth: int) -> None:
-        slots = {name: (value, name) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+        slots = {
+            name: partial(getattr, value, name)
+            for kind in type(value).__mro__
+            for name in getattr(kind, "__slots__", ())
+        }
         held = vars(value) if is_record(value) or isinstance(value, local) else _Attributes(slots)
         self._take(f"{path}.", held, {*held}, names, value, depth=depth - 1)
         self.follow(path, type(value), names)
@@ -200,9 +194,9 @@ class _Walk:
             return
         self._num_functions += 1
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        held: dict[str, tuple[Any, str]] = {name: (cell, "cell_contents") for name, cell in cells}
+        held = {name: partial(getattr, cell, "cell_contents") for name, cell in cells}
         own = ("__defaults__", "__kwdefaults__", *vars(function))
-        held |= {name: (function, name) for name in own if getattr(function, name)}
+        held |= {name: partial(getattr, function, name) for name in own if getattr(function, name)}
         names = self._read_code(function.__code__, function.__globals__)
         path = f"{function.__module__}:{function.__qualname__}."
         self._take(path, _Attributes(held), {*held}, names, function)

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autovaruna._torch import OpOverload, kernel_of, root_of, run_backward
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.opaque.run import OpaqueModule
-from autovaruna.graph.operators import is_of_batch, run_opaque
+from autovaruna.graph.operators import is_of_batch, reached, run_opaque
 from autovaruna.graph.precision import Switch, precision_of
 from autovaruna.graph.random import draw
 from autovaruna.graph.source_lines import GENERATED
@@ -134,16 +134,15 @@ def _wanted(
     traced: TracedModel, nodes: Iterable[str], repeated: Mapping[str, tuple[str, ...]], outputs: Sequence[str]
 ) -> list[fx.Node]:
     """Returns the nodes of a piece and the repeated ones that it needs, in execution order."""
-    wanted = set(nodes)
-    waiting = [traced.nodes[name] for name in outputs if name in repeated]
-    waiting += [source for name in wanted for source in traced.nodes[name].all_input_nodes]
-    while waiting:
-        node = waiting.pop()
-        if node.name in repeated and node.name not in wanted:
-            together = repeated[node.name]
-            wanted.update(together)
-            waiting += [source for name in together for source in traced.nodes[name].all_input_nodes]
-    return [traced.nodes[name] for name in sorted(wanted, key=traced.places.__getitem__)]
+
+    def needed(node: fx.Node) -> list[fx.Node]:
+        together = [traced.nodes[name] for name in repeated.get(node.name, (node.name,))]
+        sources = [source for each in together for source in each.all_input_nodes]
+        return together + [source for source in sources if source.name in repeated]
+
+    starts = [*nodes, *(name for name in outputs if name in repeated)]
+    wanted = reached((traced.nodes[name] for name in starts), needed)
+    return sorted(wanted, key=lambda node: traced.places[node.name])
 
 
 class _Extraction:

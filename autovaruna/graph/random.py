@@ -19,22 +19,17 @@ _generator_lock = Lock()
 
 
 class RandomStream:
-    """Seeds the device's default generator before each random node of one micro-batch."""
+    """What the random nodes of one micro-batch are seeded from, each before it draws."""
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
         digest = hashlib.blake2b(f"{seed},{step},{micro_batch}".encode(), digest_size=8).digest()
-        self._base = int.from_bytes(digest, "little")
-        self._device = device
-
-    def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a random operation with the numbers that belong to `node`."""
-        seed = (self._base + node * 0x9E3779B97F4A7C15) % 2**63
-        return draw_from(seed, self._device, partial(operation, *args, **kwargs))
+        self.base, self.device = int.from_bytes(digest, "little"), device
 
 
 def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a random operation of a piece; a function, since graphs call functions."""
-    return stream.draw(node, operation, *args, **kwargs)
+    """Runs a random operation with the numbers that belong to `node`; a function, since graphs call functions."""
+    seed = (stream.base + node * 0x9E3779B97F4A7C15) % 2**63
+    return draw_from(seed, stream.device, partial(operation, *args, **kwargs))
 
 
 def draw_from(seed: int, device: torch.device, operation: Callable[[], Any]) -> Any:
@@ -98,12 +93,8 @@ def recorded_draws(model: nn.Module) -> Iterator[list[str]]:
         if path is not None and len(found) == num_found and _place() != place:
             found.append(path)
 
-    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
-    try:
+    with register_module_forward_pre_hook(begin), register_module_forward_hook(end):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _place() -> tuple[Any, ...]:

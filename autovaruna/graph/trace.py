@@ -17,14 +17,13 @@ from torch.nn.parameter import is_lazy
 
 from autovaruna._torch import NormBase, warn_of_untried
 from autovaruna.errors import InputError, TraceError
+from autovaruna.graph.batch.interpret import steady_state
 from autovaruna.graph.batch.order import SampleOrders
 from autovaruna.graph.batch.refusals import refuse_mixing
-from autovaruna.graph.batch.state import steady_state
 from autovaruna.graph.batch.totals import mark_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.advice import EXAMPLE, batch_dimensions, example, naming
-from autovaruna.graph.export.errors import BatchSizeError
+from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, example, naming
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
@@ -65,12 +64,7 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
             )
 
 
-def trace(
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    options: TraceOptions = PLAIN,
-) -> TracedModel:
+def trace(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions = PLAIN) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
     Forward hooks of the script that change what the model computes are traced with it; others watch its steps. The

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.facts import Fact, KnownGraph
+from autovaruna.graph.facts import KnownGraph
 from autovaruna.graph.opaque.run import OpaqueModule
 from autovaruna.graph.operators import (
     SCALING,
@@ -130,7 +130,8 @@ def classify(graph: KnownGraph, loss_mode: str, outer_of: Callable[[fx.Node], An
         TraceError: ``loss`` is asked for and no single output can be it.
     """
     nodes: list[fx.Node] = list(graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
-    fed, pairs = _fed_by_batch(graph.module.graph), zip(nodes, graph.output_tree.tensor_paths(), strict=True)
+    fed = set(reached(graph.module.graph.find_nodes(op="placeholder"), lambda node: node.users))
+    pairs = zip(nodes, graph.output_tree.tensor_paths(), strict=True)
     specs = [_classify_one(node, path, graph, fed, outer_of) for node, path in pairs]
     place = None if loss_mode == "outputs" else _find_loss(specs, graph, is_asked=loss_mode == "loss")
     if place is None and loss_mode == "loss":
@@ -167,14 +168,6 @@ def _classify_one(
     return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times)
 
 
-def _fed_by_batch(graph: fx.Graph) -> set[fx.Node]:
-    fed: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" or any(source in fed for source in node.all_input_nodes):
-            fed.add(node)
-    return fed
-
-
 def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool) -> int | None:
     """Returns the place of the output named loss, or else of the only differentiable scalar; None: it is none.
 
@@ -195,28 +188,6 @@ def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool
 def _inputs_of(node: fx.Node) -> set[str]:
     """Returns the names of the inputs that a value is made of."""
     return {each.name for each in reached([node], lambda source: source.all_input_nodes) if each.op == "placeholder"}
-
-
-def saved_weights(graph: fx.Graph, facts: Mapping[str, Fact], parameters: Mapping[str, str]) -> frozenset[str]:
-    """Returns the first names of parameters whose numbers a backward needs, if the weights are trained.
-
-    What autocast casts is saved as a copy, and does not count; nor do operations of which nobody knows.
-    """
-    found = set()
-    weights: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr" and str(node.target) in parameters:
-            weights[node] = parameters[str(node.target)]
-        elif node.op == "call_function" and node.name in facts and facts[node.name].is_view:
-            seen = [weights[each] for each in node.all_input_nodes if each in weights]
-            if seen:
-                weights[node] = seen[0]
-        is_saved = name_of(node) in _LAYERS or operator_of(node).linearity in SCALING | {Linearity.PRODUCT}
-        if is_saved and not precision_of(node):
-            multiplied = [each for each in _multiplied(node) if each.name in facts and facts[each.name].needs_gradient]
-            if len(multiplied) > 1:
-                found |= {weights[each] for each in multiplied if each in weights}
-    return frozenset(found)
 
 
 def _multiplied(node: fx.Node) -> list[fx.Node]:
@@ -250,15 +221,15 @@ class TracedModel(KnownGraph):
     @cached_property
     def key(self) -> str:
         """Digest of the calls that this graph serves."""
-        return self.call.key() if self.sizes.symbol is not None else f"{self.call.key()}/{self.sizes.batch_size}"
+        return self.call.key if self.sizes.symbol is not None else f"{self.call.key}/{self.sizes.batch_size}"
 
     def lengths_of(self, call: CallSpec) -> tuple[int, ...] | None:
         """Returns the lengths that vary, as they are in a call; None: the graph does not serve it."""
-        if self.call.kind() != call.kind() or self.call.mode != call.mode:
+        if self.call.kind != call.kind or self.call.mode != call.mode:
             return None
         if self.sizes.lengths is not None:
             return self.sizes.lengths.of(call)
-        return () if self.call.key() == call.key() else None
+        return () if self.call.key == call.key else None
 
     def outer(self, spec: OutputSpec, lengths: tuple[int, ...]) -> int:
         """Returns how often all samples come one after the other in an output's dimension, in a call of `lengths`."""
@@ -299,8 +270,24 @@ class TracedModel(KnownGraph):
 
     @cached_property
     def saved_weights(self) -> frozenset[str]:
-        """First names of the parameters that a backward needs as they are, and that forward leaves so."""
-        return saved_weights(self.module.graph, self.facts, self.parameters) - self.changed_state
+        """First names of the parameters whose numbers a backward needs, if they are trained, and that forward leaves.
+
+        What autocast casts is saved as a copy, and does not count; nor do operations of which nobody knows.
+        """
+        found, facts = set[str](), self.facts
+        weights: dict[fx.Node, str] = {}
+        for node in self.module.graph.nodes:
+            seen = [weights[each] for each in node.all_input_nodes if each in weights]
+            if node.op == "get_attr" and str(node.target) in self.parameters:
+                weights[node] = self.parameters[str(node.target)]
+            elif seen and node.op == "call_function" and facts[node.name].is_view:
+                weights[node] = seen[0]
+            is_saved = name_of(node) in _LAYERS or operator_of(node).linearity in SCALING | {Linearity.PRODUCT}
+            if is_saved and not precision_of(node):
+                multiplied = [each for each in _multiplied(node) if facts[each.name].needs_gradient]
+                if len(multiplied) > 1:
+                    found |= {weights[each] for each in multiplied if each in weights}
+        return frozenset(found) - self.changed_state
 
     @cached_property
     def places(self) -> dict[str, int]:

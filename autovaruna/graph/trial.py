@@ -26,11 +26,11 @@ from torch import Tensor, fx, nn
 from autovaruna._torch import OpOverload, preserve_version_counter, schema_of
 from autovaruna.errors import AutoVarunaError, InputError, TraceError
 from autovaruna.graph.batch.order import SampleOrders
-from autovaruna.graph.export.advice import FOR_COUNTS, advice
+from autovaruna.graph.export.errors import FOR_COUNTS, advice
 from autovaruna.graph.grouping import signature
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import OpaqueModule, ReductionKind, opaque_module_of, profiling_mode
-from autovaruna.graph.operators import is_differentiable, is_of_batch, reached
+from autovaruna.graph.operators import Dependence, arguments, is_differentiable, is_of_batch, reached
 from autovaruna.graph.pieces import NORMS, normalize
 from autovaruna.graph.precision import compiling_nothing, without_autocast
 from autovaruna.graph.random import python_generators, untouched_generator
@@ -49,7 +49,7 @@ _MOST_FLOPS = 5e9
 _SMALL = 0.01
 """What is less than this share of the largest gradient is compared with that share."""
 _NUMBERS, _SEED, _BACKWARD = 0.05, 0, 3.0
-_FLOAT, _TINY, _COPIES, _FEWEST = 4, 1e-30, 4, 2
+_COPIES, _FEWEST = 4, 2
 _MOST_NAMES = 3
 _GRADIENT = "the gradient of "
 
@@ -246,22 +246,12 @@ class PartsTrial:
     @cached_property
     def ends(self) -> set[fx.Node]:
         """The last values of samples before what joins them, where a backward begins if the loss does not count."""
-        is_free, fed, joint = self._weigh is None and self.traced.loss is not None, set[fx.Node](), set[fx.Node]()
-        dimension = self.traced.sizes.batch_dimension
-        for node in self.module.graph.nodes if is_free else ():
-            if node.op == "output" or self.traced.sizes.is_given(node):
-                continue
-            value, sources = node.meta.get("val"), set(node.all_input_nodes)
-            made = [
-                each for each in (value, *(user.meta.get("val") for user in node.users)) if isinstance(each, Tensor)
-            ]
-            made = made[:1] if isinstance(value, Tensor) else made
-            is_of_samples = any(dimension(each) is not None for each in made)
-            if sources & fed or (node.op == "placeholder" and is_of_samples):
-                fed.add(node)
-                if sources & joint or (made and not is_of_samples):
-                    joint.add(node)
-        return {node for node in fed - joint if not joint.isdisjoint(node.users)}
+        if self._weigh is not None or self.traced.loss is None:
+            return set()
+        values, known = self._orders.values, self.traced.nodes
+        depends = {node: values[known[node.name]].dependence for node in self.module.graph.nodes}
+        of_samples = (node for node, each in depends.items() if each is Dependence.SAMPLES)
+        return {node for node in of_samples if any(depends[user] is Dependence.ALL for user in node.users)}
 
     def _rows(self, tensor: Tensor, dimension: int, outer: Any, num_samples: int) -> Tensor:
         """Returns a value of samples with these first; if their number does not divide it, as it is."""
@@ -398,7 +388,7 @@ class PartsTrial:
         name, first = type(self.model).__qualname__, [*bad, *(next(iter(node.users)) for node in back), *ends][0]
         place, loss = origin(first) or first.name, self.traced.loss
         counts = {self.nodes.get(each) for each in self.traced.joins_counts}
-        if bad and not counts.isdisjoint(reached([first], lambda node: node.all_input_nodes)):
+        if bad and any(node in counts for node in reached([first], lambda node: node.all_input_nodes)):
             return TraceError(
                 f"{name} mixes the samples of a batch: what it counts over them at {_lines(self.traced)} goes into "
                 f"what it gives for each. Got other numbers for parts of {self.num_samples} samples than for all of "
@@ -430,36 +420,28 @@ class PartsTrial:
         shares, dimension = [part.share for part in parts], self.traced.sizes.batch_dimension(node.meta["val"])
         if dimension is None:
             added = sum(others), sum(each * share for each, share in zip(others, shares, strict=True))
-            return any(_off(made, whole) <= allowed for made in added) or all(
-                _off(each, whole) <= allowed for each in others
+            return any(distance(made, whole) <= allowed for made in added) or all(
+                distance(each, whole) <= allowed for each in others
             )
         rows = whole.shape[dimension] // self.num_samples
-        shapes = [list(whole.shape) for _ in others]
-        for shape, part in zip(shapes, parts, strict=True):
-            shape[dimension] = rows * len(part.samples)
-        if [list(each.shape) for each in others] != shapes:
+        before, after = whole.shape[:dimension], whole.shape[dimension + 1 :]
+        if [each.shape for each in others] != [(*before, rows * len(part.samples), *after) for part in parts]:
             return False
         powers = (0, 1, -1) if kind == "values" else (0,)  # by the size of the batch, or by what is counted over it
         scaled = [[each * share**power for each, share in zip(others, shares, strict=True)] for power in powers]
-        ways = [outer for outer in range(1, rows + 1) if rows % outer == 0]
-        return any(_off(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in ways)
+        divisors = [outer for outer in range(1, rows + 1) if rows % outer == 0]
+        return any(distance(joined(each, dimension, outer), whole) <= allowed for each in scaled for outer in divisors)
 
 
 class _TrialPass(GraphRun):
     """Runs a graph for a part of the batch, with what the whole has drawn and counted."""
 
     def __init__(
-        self,
-        trial: PartsTrial,
-        state: dict[str, Tensor],
-        part: _Part,
-        results: _Results,
-        records_values: bool,
-        seed: int,
+        self, trial: PartsTrial, state: dict[str, Tensor], part: _Part, results: _Results, records: bool, seed: int
     ) -> None:
         super().__init__(trial.module, state, trial.device, None, seed)
         self._trial, self._state, self._part, self._results = trial, state, part, results
-        self._records_values = records_values
+        self._records = records
 
     def value(self, node: fx.Node) -> Any:
         trial, target = self._trial, node.target
@@ -467,7 +449,7 @@ class _TrialPass(GraphRun):
             value: Any = self._state[trial.becoming[node]].clone()
         elif is_of_batch(node) and self._part.of_batch is not None:
             value = self._part.of_batch[node.name]
-        elif target in NORMS or _in_training(target):
+        elif target in NORMS or not _AS_IN_EVALUATION.keys().isdisjoint(arguments(node)):
             value = self._evaluated(node)
         elif isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
             value = self._drawn(node)
@@ -476,7 +458,7 @@ class _TrialPass(GraphRun):
         self._hold(node)
         if node in trial.ends and isinstance(value, Tensor):
             self._results.ends[node] = value.clone()
-        if self._records_values and isinstance(value, Tensor) and is_differentiable(value):
+        if self._records and isinstance(value, Tensor) and is_differentiable(value):
             self._results.values[node] = value
         return value
 
@@ -496,7 +478,8 @@ class _TrialPass(GraphRun):
         target: Any = node.target
         run = partial(normalize, target) if target in NORMS else target  # as a stage does
         if target is torch.ops.aten.batch_norm.default and args[_TRAINING]:
-            statistics = self._trial.known.setdefault(node, _statistics(args[0]))
+            by_channel = args[0].detach().float().transpose(0, 1).flatten(1)
+            statistics = self._trial.known.setdefault(node, (by_channel.mean(1), by_channel.var(1, correction=0)))
             return run(*args[: _STATISTICS.start], *statistics, False, *args[_TRAINING + 1 :])
         names = [argument.name for argument in schema_of(target).arguments]
         args = tuple(_AS_IN_EVALUATION.get(name, value) for name, value in zip(names, args, strict=False))
@@ -558,11 +541,6 @@ def _varied(tensor: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _statistics(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    by_channel = tensor.detach().float().transpose(0, 1).flatten(1)
-    return by_channel.mean(1), by_channel.var(1, correction=0)
-
-
 def _gradients(roots: Mapping[Tensor, Tensor], values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
     """Returns the gradients of values that have one; a backward goes from each root with its own."""
     if not roots or not values:
@@ -592,30 +570,13 @@ def _distances(whole: _Results, joined: _Results, runs: Sequence[_Results]) -> d
     """Returns how far what parts give is from what the whole gives, by the largest number there."""
     gradients = [each for name, each in whole.sums.items() if name.startswith(_GRADIENT)]
     least = _SMALL * max((float(each.abs().max()) for each in gradients if each.numel()), default=0.0)
-    off = {name: _off(joined.rows[name], each) for name, each in whole.rows.items()}
+    off = {name: distance(joined.rows[name], each) for name, each in whole.rows.items()}
     for name in whole.sums.keys() | joined.sums.keys():
         pair = [each.sums.get(name) for each in (joined, whole)]
         found = next(each for each in pair if each is not None)
         one, other = (torch.zeros_like(found) if each is None else each for each in pair)
-        off[name] = _off(one, other, least if name.startswith(_GRADIENT) else 0.0)
-    return off | {name: max(_off(run.same[name], each) for run in runs) for name, each in whole.same.items()}
-
-
-def _off(one: Tensor, other: Tensor, least: float = 0.0) -> float:
-    """Returns the greatest difference of two tensors over the greatest number in the second, or `least`."""
-    if one.shape == other.shape and is_differentiable(other) and other.numel():
-        first, second = (each.float() if each.itemsize < _FLOAT else each for each in (one, other))
-        off, largest = float((first - second).detach().abs().max()), float(second.detach().abs().max())
-        if math.isfinite(off) and math.isfinite(largest):
-            return off / max(largest, least, _TINY)
-    return distance(one, other)
-
-
-def _in_training(target: Any) -> bool:
-    """Whether an operation does something else in training."""
-    if not isinstance(target, OpOverload):
-        return False
-    return any(argument.name in _AS_IN_EVALUATION for argument in schema_of(target).arguments)
+        off[name] = distance(one, other, least if name.startswith(_GRADIENT) else 0.0)
+    return off | {name: max(distance(run.same[name], each) for run in runs) for name, each in whole.same.items()}
 
 
 def _free_bytes(device: torch.device) -> float:

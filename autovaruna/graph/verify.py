@@ -41,6 +41,8 @@ ModuleOutputs = dict[str, list[Tensor]]
 logger = logging.getLogger(__name__)
 SEEDS = (1, 2)
 _MOST_NAMES = 5
+_NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_TINY = 1e-30
 BY_ROUNDING = 16.0
 """A difference that is so many times what rounding does to the model itself is still one of rounding."""
 CLEAR = 10.0
@@ -129,20 +131,12 @@ class EagerVsGraph:
         args, kwargs = self.traced.call.arguments(self._inputs())
         for path in self._kept_paths:
             own.get_submodule(path).register_forward_pre_hook(_seed_python)
-        with (
-            around or nullcontext(),
-            self._alike(),
-            in_precision(self.traced.call.precision),
-            compiling_nothing(),
-        ):
+        with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), compiling_nothing():
             outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
         named = state_of(own)
         return [each.detach().clone() for each in (*outputs, *(named[name] for name in self.state))]
 
-    def trace(
-        self,
-        nodes: dict[str, tuple[fx.Node, Any]] | None = None,
-    ) -> list[Tensor]:
+    def trace(self, nodes: dict[str, tuple[fx.Node, Any]] | None = None) -> list[Tensor]:
         """Runs the graph; returns the same. `nodes` gets the last node of each module, by path, with its value."""
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in state_of(self.model).items()}
@@ -207,10 +201,7 @@ class GraphRun(fx.Interpreter):
         seed: int = _SEED,
     ) -> None:
         super().__init__(module)
-        self.seed = seed
-        self._attributes = attributes
-        self._device = device
-        self._nodes = nodes
+        self.seed, self._attributes, self._device, self._nodes = seed, attributes, device, nodes
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         known = self._attributes.get(str(target))
@@ -339,24 +330,25 @@ def tolerance(traced: TracedModel) -> float:
     return 2.0 * math.pow(step, 0.75)
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    """Returns the greatest difference of two tensors over the greatest number in the second."""
+def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
+    """Returns the greatest difference of two tensors over the greatest number in the second, or `least`."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return torch.inf
     if one.layout is not torch.strided or not one.numel() or torch.equal(one, other):
         return 0.0
     first, second = _wide(one), _wide(other)
     is_finite = second.isfinite()
-    if not torch.equal(first[~is_finite].nan_to_num(), second[~is_finite].nan_to_num()):
-        return torch.inf
-    off = (first - second)[is_finite].abs()
-    largest = second[is_finite].abs().max().item() if off.numel() else 0.0
-    return float(off.max().nan_to_num(torch.inf, torch.inf)) / max(largest, 1e-300) if off.numel() else 0.0
+    if not is_finite.all():
+        if not torch.equal(first[~is_finite].nan_to_num(), second[~is_finite].nan_to_num()):
+            return torch.inf
+        first, second = first[is_finite], second[is_finite]
+    off, largest = (float(each.abs().max()) if each.numel() else 0.0 for each in (first - second, second))
+    return (off if math.isfinite(off) else torch.inf) / max(largest, least, _TINY)
 
 
 def _wide(tensor: Tensor) -> Tensor:
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return flat.detach().reshape(-1).double()
+    return flat.detach().reshape(-1).to(torch.float32 if flat.dtype in _NARROW else torch.float64)
 
 
 def _noise(both: EagerVsGraph) -> list[float]:

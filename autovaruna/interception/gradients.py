@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autovaruna._torch import CLIP, NORM, UNSCALE, clip_grad
-from autovaruna.interception.installed import ProcessPiece, Undo, all_of, put
+from autovaruna.interception.installed import ProcessPiece, Undo, put_all
 
 _OF_MODEL = "_autovaruna_model"  # attribute of the norm of a split model's gradients
 Overflows = dict[torch.device, Tensor]
@@ -67,8 +67,7 @@ def join_norms(
             parameters = model.here(parameters)
         return plain_clip(parameters, max_norm, total_norm, *args, **options)
 
-    places = [(clip_grad, NORM, joined), (clip_grad, CLIP, clipped), (torch.nn.utils, "get_total_norm", joined)]
-    return all_of(*(put(*place) for place in places))
+    return put_all((clip_grad, NORM, joined), (clip_grad, CLIP, clipped), (torch.nn.utils, "get_total_norm", joined))
 
 
 class Unscaler(Protocol):
@@ -134,7 +133,7 @@ def _watch_scalers() -> Undo:
         overflows: Overflows = plain() if owner is None else owner.unscale(scaler, plain, found)
         return overflows
 
-    return all_of(put(GradScaler, "__init__", seen), put(GradScaler, UNSCALE, everywhere))
+    return put_all((GradScaler, "__init__", seen), (GradScaler, UNSCALE, everywhere))
 
 
 SCALERS = ProcessPiece(_watch_scalers)

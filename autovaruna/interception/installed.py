@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from threading import RLock
 from typing import Any
-from weakref import WeakMethod
 
 Undo = Callable[[], None]
 
@@ -29,34 +29,12 @@ def put(owner: Any, name: str, value: Any) -> Undo:
     return undo
 
 
-def all_of(*pieces: Undo) -> Undo:
-    """Returns what undoes several, the last one first."""
-
-    def undo() -> None:
-        for each in reversed(pieces):
-            each()
-
-    return undo
-
-
-class Installed:
-    """What has been installed for one model, and holds nothing of it, to be undone when the model is gone."""
-
-    def __init__(self) -> None:
-        self._pieces: list[Undo] = []
-
-    def add(self, undo: Undo) -> None:
-        self._pieces.append(undo)
-
-    def add_method(self, undo: Undo) -> None:
-        """Adds a method of an object, to be called if the object is still there."""
-        weak = WeakMethod(undo)
-        self.add(lambda: method() if (method := weak()) is not None else None)
-
-    def undo(self) -> None:
-        """Undoes all of it, the last piece first."""
-        while self._pieces:
-            self._pieces.pop()()
+def put_all(*places: tuple[Any, str, Any]) -> Undo:
+    """Sets attributes as `put`; returns what undoes it, the last one first."""
+    undo = ExitStack()
+    for place in places:
+        undo.callback(put(*place))
+    return undo.close
 
 
 class ProcessPiece:

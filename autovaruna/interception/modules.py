@@ -12,22 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_module_registration_hook
 
-from autovaruna._torch import FakeTensor, pytree
+from autovaruna._torch import FakeTensor, pytree, replaced
 from autovaruna.interception.installed import ProcessPiece, Undo
 
-_on_this_thread = local()
+
+class _OwnCode(local):
+    is_running = False
+
+
+_own_code = _OwnCode()
 _owners: WeakKeyDictionary[nn.Module, tuple[ReferenceType[DirectCalls], str]] = WeakKeyDictionary()
 
 
 @contextmanager
 def own_code() -> Iterator[None]:
     """Marks what runs on this thread as the library's own."""
-    before = getattr(_on_this_thread, "is_own", False)
-    _on_this_thread.is_own = True
-    try:
+    with replaced(_own_code, "is_running", True):
         yield
-    finally:
-        _on_this_thread.is_own = before
 
 
 class DirectCalls:
@@ -48,7 +49,7 @@ class DirectCalls:
 
 def _await_backward(module: nn.Module, args: Any, output: Any) -> None:
     """Waits for a backward through what a module has returned."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or getattr(_on_this_thread, "is_own", False):
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _own_code.is_running:
         return
     known, path = _owners.get(module, (None, ""))
     owner = None if known is None else known()

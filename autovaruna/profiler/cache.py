@@ -178,7 +178,7 @@ def trial_file(settings: Settings, traced: TracedModel, words: str) -> Path | No
         for tensor in traced.constants.values()
     ]
     text = "\n".join(
-        [torch.__version__, _graph_source(), traced.graph.fingerprint, traced.call.key(), words, traced.code]
+        [torch.__version__, _graph_source(), traced.graph.fingerprint, traced.call.key, words, traced.code]
     )
     return directory / "tried" / hashlib.sha256(b"".join([text.encode(), *numbers])).hexdigest()[:32]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autovaruna._torch import SingleLevelFunction, is_graph_kept, run_engine, set_backward_hook, version_of
 from autovaruna.errors import OrderError
+from autovaruna.graph.operators import reached
 from autovaruna.interception.modules import own_code
 
 
@@ -76,17 +77,11 @@ class _Published(SingleLevelFunction):
 
 def follows_a_call(tensor: Tensor) -> bool:
     """Whether a tensor was made from what a call of a model returned, so that a backward goes on into that call."""
-    waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if getattr(node, "_forward_cls", None) is _Published:
-            return True
-        new = {source for source, _ in node.next_functions} - seen
-        seen |= new
-        waiting += new
-    return False
+
+    def sources(node: Any) -> list[Any]:
+        return [] if node is None else [source for source, _ in node.next_functions]
+
+    return any(getattr(node, "_forward_cls", None) is _Published for node in reached([tensor.grad_fn], sources))
 
 
 def publish(

@@ -72,12 +72,10 @@ def cut_batch(
     Micro-batch m is a slice of the mini-batch of group m mod G, whose ranks all passed it.
 
     Raises:
-        InputError: no rank passed a sample, or there are fewer micro-batches than groups that passed some.
+        InputError: there are fewer micro-batches than groups that passed samples.
     """
     sizes = [mini_batch_sizes[ranks[0]] for ranks in groups]
     total = sum(sizes)
-    if total == 0:
-        raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks, size in zip(groups[num_micro_batches:], sizes[num_micro_batches:], strict=True):
         if size:
             raise InputError(

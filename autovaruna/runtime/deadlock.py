@@ -248,9 +248,8 @@ class RankWatch:
     """
 
     def __init__(self, transport: Transport, advance: Callable[[], None]) -> None:
-        self.transport = transport
-        self._advance = advance
-        self._detector = DeadlockDetector(len(transport.hosts), self._tell_all) if transport.rank == 0 else None
+        self.transport, self._advance = transport, advance
+        self._detector = DeadlockDetector(len(transport.hosts), self._notify_all) if transport.rank == 0 else None
         self._failure: Failure | None = None
         self._parts: Parts = {}
         self._num_exchanges = 0
@@ -353,10 +352,7 @@ class RankWatch:
         return count
 
     def wait_until(
-        self,
-        is_done: Callable[[], bool],
-        waiting: Waiting,
-        give_up: Callable[[], NoReturn] | None = None,
+        self, is_done: Callable[[], bool], waiting: Waiting, give_up: Callable[[], NoReturn] | None = None
     ) -> None:
         """Blocks until `is_done()`; after a while tells the detector `waiting()`, and after a longer one gives up.
 
@@ -383,7 +379,7 @@ class RankWatch:
                 give_up()
             self.transport.rest(now - started)
         if long_wait is not None and not self.is_leaving:
-            self.send_notice(WaitReport("", (), {}))
+            self.notify(0, WaitReport("", (), {}))
 
     def raise_failure(self) -> None:
         """Raises what has been found, if anything."""
@@ -391,37 +387,32 @@ class RankWatch:
             raise RankError(self._failure.text)
 
     def listen(self) -> None:
-        """Takes the notices that have come; on rank 0, lets the detector work. Never blocks."""
+        """Handles the notices that have come; on rank 0, lets the detector work. Never blocks."""
         for source, data in self.transport.poll_notices():
-            if keep_part(data, self._parts):
-                continue
-            match unpack(data):
-                case Places(text):
-                    self.places = text
-                case Failure() as failure:
-                    self._failure = self._failure or failure
-                case Ask():
-                    assert self._detector is not None
-                    self.transport.send_notice(pack(Places(self._detector.places(source))), source)
-                case notice:
-                    assert self._detector is not None
-                    self._detector.record(source, notice)
+            if not keep_part(data, self._parts):
+                self._handle(unpack(data), source)
         if self._detector is not None:
             self._detector.tick()
 
-    def send_notice(self, notice: Notice) -> None:
-        if self._detector is None:
-            self.transport.send_notice(pack(notice), 0)
+    def notify(self, rank: int, notice: Notice | Failure | Ask | Places) -> None:
+        """Sends a notice to a rank; handles it at once if that is this one."""
+        if rank == self.transport.rank:
+            self._handle(notice, rank)
         else:
-            self._detector.record(0, notice)
+            self.transport.send_notice(pack(notice), rank)
 
-    def ask(self) -> None:
-        """Asks where the others are; the answer comes to `places`, on rank 0 at once."""
-        self.places = ""
-        if self._detector is None:
-            self.transport.send_notice(pack(Ask()), 0)
-        else:
-            self.places = self._detector.places(0)
+    def _handle(self, notice: Any, source: int) -> None:
+        match notice:
+            case Places(text):
+                self.places = text
+            case Failure():
+                self._failure = self._failure or notice
+            case Ask():
+                assert self._detector is not None
+                self.notify(source, Places(self._detector.places(source)))
+            case _:
+                assert self._detector is not None
+                self._detector.record(source, notice)
 
     def fail(self, text: str) -> None:
         """Ends the wait of this rank with an error, on rank 0 those of all."""
@@ -429,11 +420,9 @@ class RankWatch:
             self._detector.fail(text)
         self._failure = self._failure or Failure(text)
 
-    def _tell_all(self, failure: Failure) -> None:
-        data = pack(failure)
-        for rank in range(1, len(self.transport.hosts)):
-            self.transport.send_notice(data, rank)
-        self._failure = self._failure or failure
+    def _notify_all(self, failure: Failure) -> None:
+        for rank in range(len(self.transport.hosts)):
+            self.notify(rank, failure)
 
 
 @lru_cache(maxsize=256)
@@ -450,7 +439,7 @@ class LongWait:
         self._logged_at = 0.0
         self._asked_at: float | None = None
         counts = dict(watch.counts)
-        watch.send_notice(Leave(counts) if watch.is_leaving else WaitReport(self._words, needs, counts))
+        watch.notify(0, Leave(counts) if watch.is_leaving else WaitReport(self._words, needs, counts))
 
     def go_on(self, waited: float) -> None:
         """Asks where the others are, tells the log, and ends the wait, each at its time in seconds; never blocks."""
@@ -459,7 +448,8 @@ class LongWait:
         asks_at = max(stalls.first_seconds, 2 * self._logged_at)
         if self._asked_at is None and waited > (min(asks_at, limit) if limit else asks_at):
             self._asked_at = waited
-            watch.ask()
+            watch.places = ""  # the answer comes there, on rank 0 at once
+            watch.notify(0, Ask())
         if self._asked_at is None or not (watch.places or waited > self._asked_at + ANSWER_SECONDS):
             return
         places = watch.places or "rank 0 does not say where the others are: it computes for long, or is stopped"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 
@@ -31,6 +32,7 @@ _PART = struct.Struct("<BIBI")
 """A byte that no notice begins with, the exchange, the round, and the number of blocks."""
 _MARK = 0
 _ALL_BITS = (1 << 64) - 1
+_MOST_LETTERS = 400  # of what a rank has that another one has not, in an error
 
 Parts = dict[tuple[int, int], bytes | bytearray]
 """Messages of exchanges that have come, by exchange and round."""
@@ -131,3 +133,26 @@ class RankExchange(TensorTransfer):
     def numbers(self) -> list[array[float]]:
         """Returns the numbers of each rank, whose blocks are float64."""
         return [array("d", block) for block in self.blocks()]
+
+
+def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
+    """Returns in words what the first rank that differs from rank 0 has in another way; empty: nothing."""
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            pairs = [(name, first.get(name, "missing"), other.get(name, "missing")) for name in names[:5]]
+            return "; ".join(
+                f"{name} is {_excerpt(one, two)} on rank 0, {_excerpt(two, one)} on rank {rank}"
+                for name, one, two in pairs
+            )
+    return ""
+
+
+def _excerpt(text: str, other: str) -> str:
+    """Returns a text, and of a long one the part where it begins to differ from another."""
+    if len(text) <= _MOST_LETTERS:
+        return text
+    place = next((k for k, (one, two) in enumerate(zip(text, other, strict=False)) if one != two), 0)
+    begin = max(0, place - _MOST_LETTERS // 4)
+    return f"{'...' * (begin > 0)}{text[begin : begin + _MOST_LETTERS]}..."

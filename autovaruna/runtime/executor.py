@@ -23,9 +23,8 @@ from autovaruna.graph.random import RandomStream
 from autovaruna.graph.source_lines import failed_at
 from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch, OwnSamples
-from autovaruna.runtime.changed_state import ChangedState
 from autovaruna.runtime.gradients import Backwards
-from autovaruna.runtime.in_flight import NOTHING, InFlight, Stash
+from autovaruna.runtime.in_flight import NOTHING, ChangedState, InFlight, Stash
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.program import ModelCall, Task

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.buckets import GradientSums
-from autovaruna.runtime.messages import PARAMETER_TAG
+from autovaruna.runtime.mail import PARAMETER_TAG
 from autovaruna.runtime.remote_parameter import RemoteTensor, show_remote_gradients
 from autovaruna.runtime.weights import OwnedState, Placement, show_gradients_of_owners, steps_here
 from autovaruna.runtime.world import World

@@ -1,15 +1,18 @@
-"""Keeps what a stage needs of a micro-batch between its forward and its backward."""
+"""Keeps what a stage needs of a micro-batch between its forward and its backward, and buffers that forwards change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from autovaruna._torch import preserve_version_counter
 from autovaruna.graph.pieces import Deferred
-from autovaruna.runtime.transport.layout import empty_on_host, is_dense
+from autovaruna.graph.traced import TracedModel
+from autovaruna.runtime.transport.layout import is_dense, to_host
+from autovaruna.stage.module import StageModule
 
 NOTHING: Mapping[str, Tensor] = {}
 
@@ -45,7 +48,8 @@ class Stash:
     def __init__(self, tensors: Mapping[str, Tensor], *, is_offloaded: bool) -> None:
         self._devices = {name: tensor.device for name, tensor in tensors.items()}
         self._tensors = {
-            name: _on_host(tensor) if is_offloaded and tensor.is_cuda else tensor for name, tensor in tensors.items()
+            name: to_host(tensor, non_blocking=True) if is_offloaded and is_dense(tensor) else tensor
+            for name, tensor in tensors.items()
         }
 
     def pop(self) -> dict[str, Tensor]:
@@ -54,11 +58,46 @@ class Stash:
         return {name: tensor.to(self._devices[name], non_blocking=True) for name, tensor in tensors.items()}
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in pinned memory, of the same strides; of a tensor with holes or repeats, the tensor itself."""
-    if not is_dense(tensor):
-        return tensor
-    host = empty_on_host(tensor)
-    with torch.no_grad():
-        host.copy_(tensor, non_blocking=True)
-    return host
+class ChangedState:
+    """The buffers (and parameters) of this rank's stages that the forwards of one call change.
+
+    Some change once a call in plain PyTorch, whatever the samples are: the vectors of spectral normalisation, say. Of
+    these, if there are several micro-batches, each finds what the first one found.
+    """
+
+    def __init__(self, traced: TracedModel, num_micro_batches: int) -> None:
+        self.changes_once = num_micro_batches > 1 and bool(traced.steady_state)
+        self._traced = traced
+        self._before_first: dict[int, dict[str, Tensor]] = {}
+
+    def restore_once_a_call(self, stage: StageModule) -> None:
+        """Gives a micro-batch what the first one found of the state that changes once a call."""
+        steady = stage.changed_state(self._traced.steady_state)
+        if stage.index in self._before_first:
+            _overwrite(steady, self._before_first[stage.index])
+        else:
+            self._before_first[stage.index] = _copies(steady)
+
+    def copy(self, stage: StageModule) -> dict[str, Tensor]:
+        """Returns the state before a forward, for when it runs again."""
+        return _copies(stage.changed_state(self._traced.changed_state))
+
+    @contextmanager
+    def restored(self, stage: StageModule, before: Mapping[str, Tensor]) -> Iterator[None]:
+        """Restores the state before a forward while it runs again; afterwards the state is what it was."""
+        changed = stage.changed_state(self._traced.changed_state)
+        now = _copies(changed)
+        _overwrite(changed, before)
+        yield
+        _overwrite(changed, now)
+
+
+def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _overwrite(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Overwrites what forwards change; no backward reads it, so autograd need not know."""
+    for name, value in values.items():
+        with preserve_version_counter(state[name]):
+            state[name].copy_(value)

@@ -1,4 +1,24 @@
-"""Carries lists of tensors between the ranks of a pipeline, in order, with receives posted ahead.
+"""Carries what moves between the ranks of a pipeline: lists of tensors, in order, with receives posted ahead.
+
+Micro-batch m, which one rank has passed, at stages a and b, which an edge joins, each on a rank of its own:
+
+    rank of the samples       rank of stage a              rank of stage b         ranks of the samples
+    inputs ────────────────>  forward ── activations ───>  forward ── outputs ───> what model(...) returns
+                                                                                   loss.backward()
+    input gradients <──────── backward <── gradients ────  backward <── output gradients ──┘
+
+| message           | tag              | of                                                                       |
+|-------------------|------------------|--------------------------------------------------------------------------|
+| activations       | 4 e              | edge e of the split                                                      |
+| gradients         | 4 e + 1          | edge e; the way back                                                     |
+| inputs            | 4 s + 2          | stage s                                                                  |
+| outputs           | 4 o + 3          | output o; its gradient, on the way back                                  |
+| rows of a trace   | 2^17             | `timeline.py`                                                            |
+| input gradients   | 2^18 + i         | input i                                                                  |
+| parameter sums    | 2^19             | a parameter that several stages use, from the last to the first          |
+| clocks, links     | 2^20 - 2, - 1    | `timeline.py`, `session/links.py`: before the first step                 |
+
+Sums over the replicas of a stage are no messages of this kind: they go among a group of ranks (`reduction.py`).
 
 A message keeps the memory layout of its tensors: with other strides kernels could change the last bit. The first
 message of a kind is preceded by its layouts; both ends remember them, so that later ones are the bare numbers and can
@@ -10,6 +30,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -17,10 +38,15 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import RankError
+from autovaruna.planner.records import Plan
+from autovaruna.runtime.batch import MicroBatch
 from autovaruna.runtime.transport.base import DONE, Pending
 from autovaruna.runtime.transport.layout import Layout, distinct
 from autovaruna.runtime.world import World
+from autovaruna.stage.split import Split, StageEdge
 
+INPUT_GRADIENT_TAG = 1 << 18
+PARAMETER_TAG = 1 << 19
 AHEAD = 3
 """Instructions whose receives are posted before they start."""
 SMALL_AHEAD, SMALL_BYTES = 32, 1 << 20
@@ -49,13 +75,8 @@ def unpacked(layouts: Layouts, travelled: Sequence[Tensor]) -> list[Tensor | Non
     """Returns a message as the sender had it, from what of it has travelled."""
     if len(travelled) == len(layouts) == 1 and (only := layouts[0]) is not None and only.is_dense:
         return [travelled[0]]  # what most messages are
-    arrived, message = iter(travelled), list[Tensor | None]()
-    for layout in layouts:
-        if layout is None:
-            message.append(None)
-        else:
-            message.append(next(arrived) if layout.is_dense else layout.unpack(next(arrived)))
-    return message
+    arrived = iter(travelled)
+    return [None if layout is None else layout.unpack(next(arrived)) for layout in layouts]
 
 
 def layouts_of(tensors: Sequence[Tensor | None]) -> Layouts:
@@ -86,6 +107,56 @@ class Parcel(NamedTuple):
 
     kind: MessageKind
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """The messages of one graph under one plan; `key` tells them from those of other graphs.
+
+    `origin` names the outputs that a backward starts from: where calls differ in that, messages on the way back do.
+    """
+
+    split: Split
+    plan: Plan
+    key: str
+
+    def inputs(self, stage: int, part: MicroBatch, names: tuple[str, ...]) -> Parcel:
+        """Returns the message that takes inputs to a stage; those that are no batches are the same on all ranks."""
+        route = Stream(part.origin, self.plan.rank_of(stage, part.index), 4 * stage + 2)
+        return Parcel(MessageKind(self.key, route, part.size), names)
+
+    def activations(self, edge: StageEdge, part: MicroBatch) -> Parcel:
+        source, destination = self._ends(edge, part)
+        return Parcel(MessageKind(self.key, Stream(source, destination, 4 * edge.index), part.size), edge.values)
+
+    def gradients(self, edge: StageEdge, part: MicroBatch, origin: str) -> Parcel:
+        source, destination = self._ends(edge, part)
+        route = Stream(destination, source, 4 * edge.index + 1)
+        return Parcel(MessageKind(self.key + origin, route, part.size), edge.gradients)
+
+    def output(self, place: int, part: MicroBatch, receiver: int) -> MessageKind:
+        return self.numbers(place, self.maker_of(place, part), receiver, part.size)
+
+    def numbers(self, place: int, maker: int, receiver: int, size: int) -> MessageKind:
+        """Returns the message of an output without samples, of `size` micro-batches."""
+        return MessageKind(self.key, Stream(maker, receiver, 4 * place + 3), size)
+
+    def output_gradient(self, place: int, part: MicroBatch, origin: str) -> MessageKind:
+        route = Stream(part.origin, self.maker_of(place, part), 4 * place + 3)
+        return MessageKind(f"{self.key}/back{origin}", route, part.size)
+
+    def input_gradient(self, name: str, part: MicroBatch, receiver: int, origin: str) -> MessageKind:
+        holders = self.split.input_gradients
+        tag = INPUT_GRADIENT_TAG + sorted(holders).index(name)
+        route = Stream(self.plan.rank_of(holders[name], part.index), receiver, tag)
+        return MessageKind(self.key + origin, route, part.size)
+
+    def maker_of(self, place: int, part: MicroBatch) -> int:
+        """Returns the rank that makes an output of a micro-batch."""
+        return self.plan.rank_of(self.split.makers[place], part.index)
+
+    def _ends(self, edge: StageEdge, part: MicroBatch) -> tuple[int, int]:
+        return self.plan.rank_of(edge.source, part.index), self.plan.rank_of(edge.destination, part.index)
 
 
 _Posted = tuple[Layouts, list[Tensor], Pending, int]

@@ -25,7 +25,6 @@ class OutputCollector:
     def __init__(self, program: Program, rank: RankContext, made: Mapping[tuple[int, int], Tensor]) -> None:
         self.program, self.world, self.mail, self.device = program, rank.world, rank.mail, rank.device
         self.made = made
-        self._own: dict[int, Tensor] = {}
         self._known_makers: dict[int, list[int]] = {}
 
     def send(self, places: Mapping[int, OutputSpec]) -> None:
@@ -58,7 +57,7 @@ class OutputCollector:
         return torch.empty(shape, dtype=value.dtype, device=self.device)
 
     def _send_numbers(self, place: int, spec: OutputSpec) -> None:
-        """Sends what this rank's micro-batches gave for an output without samples to all others, in one message."""
+        """Sends what this rank's micro-batches gave for an output without samples to every rank, in one message."""
         parts = self._parts(spec)
         makers = self._makers(place, parts)
         rank = self.world.rank
@@ -66,10 +65,9 @@ class OutputCollector:
             return
         pairs = zip(parts, makers, strict=True)
         made = torch.stack([self.made[place, part.index] for part, maker in pairs if maker == rank])
-        self._own[place] = made = made if _num_slots(makers, rank) else self._combine(made, parts, spec)
+        made = made if _num_slots(makers, rank) else self._combine(made, parts, spec)
         for receiver in range(self.world.num_ranks):
-            if receiver != rank:
-                self.mail.send([made], self._numbers(place, makers, rank, receiver))
+            self.mail.send([made], self._numbers(place, makers, rank, receiver))
 
     def _number(self, place: int, spec: OutputSpec) -> Tensor:
         """Puts an output without samples together: one slot a micro-batch, unless one rank has computed them all."""
@@ -77,9 +75,6 @@ class OutputCollector:
         makers = self._makers(place, parts)
         made: dict[int, Tensor] = {}
         for maker in dict.fromkeys(makers):
-            if maker == self.world.rank:
-                made[maker] = self._own.pop(place)
-                continue
             (received,) = self.mail.receive(self._numbers(place, makers, maker, self.world.rank))
             assert received is not None, "numbers are always there"
             made[maker] = received
@@ -195,14 +190,10 @@ class GradientExchange:
         gradient = self._gradients[place]
         if gradient is None:
             return None
-        outer = self.program.traced.outer(spec, self.program.lengths)
-        whole, dimension = gradient, spec.dimension
-        if outer != 1:
-            whole, dimension = opened(gradient, dimension, outer), dimension + 1
-        num_rows = whole.shape[dimension] // self.program.batch.num_samples_of(self.world.rank)
-        rows = whole.narrow(dimension, part.start * num_rows, part.size * num_rows)
-        if outer != 1:
-            rows = rows.flatten(spec.dimension, dimension)
+        outer, inner = spec.dimension, spec.dimension + 1
+        whole = opened(gradient, outer, self.program.traced.outer(spec, self.program.lengths))
+        num_rows = whole.shape[inner] // self.program.batch.num_samples_of(self.world.rank)
+        rows = whole.narrow(inner, part.start * num_rows, part.size * num_rows).flatten(outer, inner)
         weight = self.program.weight_of(self.world.rank)
         return rows.contiguous() if weight == 1.0 else (rows * weight).contiguous()
 

@@ -17,8 +17,7 @@ from autovaruna.graph.traced import OutputKind
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
 from autovaruna.runtime.gradients import GradientBook
-from autovaruna.runtime.mail import Parcel
-from autovaruna.runtime.messages import Messages
+from autovaruna.runtime.mail import Messages, Parcel
 from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Split, StagePart

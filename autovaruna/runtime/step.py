@@ -32,7 +32,6 @@ from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import OutputKind
 from autovaruna.runtime.autograd import Finish, Gradients, follows_a_call, publish, while_unchanged
 from autovaruna.runtime.batch import MicroBatch
-from autovaruna.runtime.changed_state import share_state
 from autovaruna.runtime.executor import Executor, RankContext, no_gradient
 from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
@@ -90,7 +89,7 @@ class Step(ABC):
         with self._guarded():
             outputs = self._run()
             if changed:
-                share_state(changed, self._rank.state, placement, world)
+                self._rank.state.share_changes(changed, placement, world)
             world.flush()
             if self._rank.trace is not None:
                 self._rank.trace.write_step()

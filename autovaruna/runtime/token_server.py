@@ -47,8 +47,7 @@ class Server:
     """
 
     def __init__(self, token: bytes, answer: Callable[[Connection, Mapping[str, Any]], None]) -> None:
-        self._token = token
-        self._answer = answer
+        self._token, self._answer = token, answer
         self._strangers: deque[socket.socket] = deque()
         self._listener = socket.create_server(("", 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]

@@ -35,7 +35,7 @@ from autovaruna.runtime.exchange import digest
 from autovaruna.runtime.reduction import WIDER
 from autovaruna.runtime.transport.base import HEADER_CHANNEL, Pair, Pending, TensorTransfer
 from autovaruna.runtime.transport.layout import flat
-from autovaruna.runtime.world import World, on_all
+from autovaruna.runtime.world import Ranks, World, on_all
 
 logger = logging.getLogger(__name__)
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, on Linux
@@ -45,7 +45,6 @@ _NO_LIMIT = timedelta(days=7)
 _POOL_THREADS = 32
 _numbers = count()
 _CARRIES_ALL = "Pass channel='mpi'."
-Ranks = tuple[int, ...]
 
 
 class OpenStore(NamedTuple):
@@ -309,7 +308,7 @@ def _open_backend(setting: str, world: World, device: torch.device, pairs: Set[P
             carrier = world.carrier = TorchChannel(world, backend, device)
         carrier.connect(pairs, groups)
     elif setting == "auto":
-        world.open_rings(pairs, device.type == "cpu")
+        world.transport.open_rings(pairs, device.type == "cpu", world.swap_objects)
     return backend
 
 

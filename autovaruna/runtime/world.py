@@ -28,7 +28,6 @@ from autovaruna.runtime.transport.base import (
     OBJECT_CHANNEL,
     TENSOR_CHANNEL,
     Carrier,
-    Pair,
     Pending,
     TensorTransfer,
     Transport,
@@ -37,7 +36,6 @@ from autovaruna.runtime.transport.layout import MAX_PART_BYTES, Layout, check_de
 from autovaruna.runtime.transport.values import pack, unpack
 
 SENDS_AT_ONCE = 16
-_MOST_LETTERS = 400  # of what a rank has that another one has not, in an error
 _SWAP_TAG = (1 << 20) - 2
 _IS_TRUE = 2  # a flag of an exchange
 _ERRORS = AutoVarunaError.__module__
@@ -292,13 +290,6 @@ class World:
         parts = self.transport.post_receives([tensor], source, OBJECT_CHANNEL, tag)
         self._received(parts, source, OBJECT_CHANNEL, tag).wait()
 
-    def open_rings(self, pairs: Iterable[Pair], has_host_memory: bool) -> None:
-        """Sends messages between pairs of ranks of one host a shorter way from now on, if there is one. Collective.
-
-        All ranks pass the same pairs. `has_host_memory` says whether all that this one sends and receives lies there.
-        """
-        self.transport.open_rings(pairs, has_host_memory, self.swap_objects)
-
     def swap_objects(self, values: Mapping[int, object]) -> dict[int, Any]:
         """Sends a value to each of some ranks, and returns those that they send at the same time, by rank."""
         for rank, value in values.items():
@@ -421,29 +412,6 @@ class World:
 def describe(error: BaseException) -> str:
     """Returns type, message and traceback of an error as text."""
     return f"{type(error).__name__}: {error}\n{error_text(error)}"
-
-
-def differences(of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Returns in words what the first rank that differs from rank 0 has in another way; empty: nothing."""
-    first = of_ranks[0]
-    for rank, other in enumerate(of_ranks):
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if names:
-            pairs = [(name, first.get(name, "missing"), other.get(name, "missing")) for name in names[:5]]
-            return "; ".join(
-                f"{name} is {_excerpt(one, two)} on rank 0, {_excerpt(two, one)} on rank {rank}"
-                for name, one, two in pairs
-            )
-    return ""
-
-
-def _excerpt(text: str, other: str) -> str:
-    """Returns a text, and of a long one the part where it begins to differ from another."""
-    if len(text) <= _MOST_LETTERS:
-        return text
-    place = next((k for k, (one, two) in enumerate(zip(text, other, strict=False)) if one != two), 0)
-    begin = max(0, place - _MOST_LETTERS // 4)
-    return f"{'...' * (begin > 0)}{text[begin : begin + _MOST_LETTERS]}..."
 
 
 Result = TypeVar("Result")

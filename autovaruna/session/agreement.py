@@ -1,26 +1,32 @@
-"""Describes a call of the model on all ranks, which must agree on everything but the samples."""
+"""Describes a call of the model and what scripts have done: ranks must agree on everything but the samples."""
 
 from __future__ import annotations
 
 import logging
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
-from autovaruna.runtime.world import World, differences
-from autovaruna.session.run import Digest
+from autovaruna.graph.guards import is_plain
+from autovaruna.interception.optimizer_proxy import OptimizerProxy
+from autovaruna.profiler.optimizer_trial import asks_for_closure
+from autovaruna.runtime.exchange import differences
+from autovaruna.runtime.world import World
 
 logger = logging.getLogger(__name__)
 _NUM_FIRST_CALLS, _CALLS_BETWEEN, _NUM_NUMBERS = 8, 64, 64  # calls whose inputs are compared, and their numbers
@@ -31,6 +37,8 @@ _OF_ONE_RANK |= {"trace_events_file", "progress", "full_tracebacks", "show_setti
 _COMPLEX = struct.Struct("<dd")
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda value: msgspec.msgpack.Ext(0, _COMPLEX.pack(value.real, value.imag)))
 _FLAGS = {"t": "train()", "e": "eval()", "g": "trained", "f": "frozen"}
+_STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
+Digest = tuple[Hashable, ...]
 Totals = list[Any]
 """Of a rank's mini-batch: a number, or nested lists of them, for each total; empty: it has no samples."""
 STOP_WANTED, SNAPSHOT_LACKS, TO_LEAVE, NORM_WANTED = 2, 4, 8, 16
@@ -59,10 +67,9 @@ class BatchNumbers(NamedTuple):
 
     @staticmethod
     def of_bytes(data: bytes) -> BatchNumbers:
-        def read_complex(_: int, content: memoryview) -> complex:
-            return complex(*_COMPLEX.unpack(content))
-
-        return msgspec.msgpack.decode(data, type=BatchNumbers, ext_hook=read_complex)
+        return msgspec.msgpack.decode(
+            data, type=BatchNumbers, ext_hook=lambda _, content: complex(*_COMPLEX.unpack(content))
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class SharedCall:
     @property
     def key(self) -> str:
         """Digest that is equal for calls that one trace serves."""
-        return self.call.key()
+        return self.call.key
 
     def samples(self, start: int, size: int) -> list[Tensor]:
         """Returns this rank's tensors, the batch first in each, with some of its samples alone."""
@@ -125,6 +132,75 @@ def compare_settings(settings: Settings, world: World, *, has_plan: bool) -> Non
         raise RankError(f"The ranks have different settings: {differing}. Expected the same ones on every rank.")
 
 
+class ScriptActions:
+    """What a script has done with a model and its optimizer: ranks that do other things would train other weights."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter({_STEP: 0, _ZERO: 0})
+        self.optimizer: Optimizer | None = None  # the one that is watched
+        self._groups: list[str] = []
+        self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
+        self._digest = 0
+        self._loss = "none"
+
+    def record(self, act: str) -> None:
+        """Counts an act."""
+        self._counts[act] += 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer so far."""
+        return self._counts[_STEP]
+
+    def watch(self, proxy: OptimizerProxy, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
+        """Counts what is done with an optimizer from now on; `groups` are names of the whole optimizer's parameters."""
+        self.optimizer = optimizer
+        self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
+        proxy.after.append(partial(self.record, _STEP))
+        proxy.on_clear = partial(self.record, _ZERO)
+        if asks_for_closure(optimizer):
+            proxy.on_loss = self._record_loss
+
+    def _record_loss(self, loss: Any) -> None:
+        """Records the loss that a closure has returned: steps go by it."""
+        self._loss = repr(loss.item() if isinstance(loss, Tensor) else loss)
+
+    def digest(self) -> Digest:
+        """Returns what is short, and equal for ranks that have done the same."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        raw = [value for group in groups for name, value in group.items() if name != "params"]
+        if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
+            self._raw = raw if all(map(is_plain, raw)) else None
+            self._digest = crc32(repr(list(self._options())).encode())
+        return *sorted(self._counts.items()), type(self.optimizer).__name__, self._digest, self._loss
+
+    def words(self) -> dict[str, str]:
+        """Returns all of it in words."""
+        words = {"the optimizer": "none" if self.optimizer is None else type(self.optimizer).__name__}
+        words |= {f"the number of {act}": str(count) for act, count in self._counts.items()}
+        words[f"the loss by which {words['the optimizer']} goes, which is to be what forward returns,"] = self._loss
+        return words | {
+            f"{name} of the optimizer's group {place}": repr(value) for place, name, value in self._options()
+        }
+
+    def _options(self) -> Iterator[tuple[int, str, Any]]:
+        """Yields group, name and value of each option that the optimizer's class declares, and the parameters."""
+        if self.optimizer is not None:
+            yield from ((place, "parameters", names) for place, names in enumerate(self._groups))
+            for place, group in enumerate(self.optimizer.param_groups):
+                for name in self.optimizer.defaults:
+                    yield place, name, _plain(group.get(name))
+
+
+def _plain(value: object) -> object:
+    """Returns an option as a number or a text; what is neither says nothing, for it may differ between processes."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if is_plain(value) else None
+
+
 def check_alike(
     shared: SharedCall, alike: Sequence[tuple[str, str]], actions: Callable[[], Mapping[str, str]], world: World
 ) -> None:
@@ -143,15 +219,13 @@ def check_alike(
         )
     if len({key for key, _ in alike}) > 1:
         differing = differences(world.gather_objects(_words(call), "comparing calls")) or "they nest otherwise"
-        kinds = set(world.gather_objects((call.kind(), call.mode), "comparing calls"))
+        kinds = set(world.gather_objects((call.kind, call.mode), "comparing calls"))
         pad = " Where samples have lengths of their own, pad them to one length on all ranks."
         advice = pad if len(kinds) == 1 else ""
         raise RankError(
             f"The ranks call the model with inputs that do not fit together: {differing}. Expected the same names, "
             f"dtypes, constants, modes and shapes on every rank, but for the size of the batch.{advice}"
         )
-    if not any(sizes):
-        raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
     for ranks in groups:
         passed = [sizes[rank] for rank in ranks]
         if len(set(passed)) > 1:
@@ -160,6 +234,8 @@ def check_alike(
                 f"inputs='{mode}', but {who} pass batches of {passed} samples. Expected the same batch on each of "
                 "them; pass inputs='per_rank' if each rank has samples of its own."
             )
+    if not any(sizes[ranks[0]] for ranks in groups):
+        raise InputError("Every rank passed an empty batch; expected at least one sample on one rank.")
 
 
 def _words(call: CallSpec) -> dict[str, str]:

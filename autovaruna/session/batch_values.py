@@ -58,8 +58,7 @@ class BatchValues:
     def __init__(self, traced: TracedModel, buffers: Callable[[], Mapping[str, Tensor]], device: torch.device) -> None:
         self._traced = traced
         self._totals = traced.totals
-        self._buffers = buffers
-        self._device = device
+        self._buffers, self._device = buffers, device
         made_of = [name for name, _ in self._totals.values.values()]
         before = extract(traced, self._totals.before, list(self._totals.merges), is_bare=True)
         after = extract(traced, self._totals.after, list(dict.fromkeys(made_of)), is_bare=True)

@@ -45,8 +45,7 @@ class ManagerLink:
     """What one rank does for the manager of its job."""
 
     def __init__(self, place: JobPlace, world: World) -> None:
-        self.place = place
-        self._world = world
+        self.place, self._world = place, world
         self._reporter = _reporter(place, world.rank)
         self._snapshots: Snapshots | None = None
         self._num_batches = 0

@@ -65,8 +65,7 @@ class SpeedWatch:
     """Samples the speeds of all ranks at several moments."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self.world = world
-        self.device = device
+        self.world, self.device = world, device
         self._samples: list[list[Pace]] = []
 
     def sample(self) -> None:

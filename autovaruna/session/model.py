@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import chain
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -118,16 +118,17 @@ class OptimizerPart:
         if not is_alone():
             cut.check()
         proxy = self._watch(cut)
-        run.installed.add(SCALERS.acquire())
+        run.installed.callback(SCALERS.acquire())
         proxy.before.append(model.borrowed.write_back)
         if not is_alone():
             self._direct_calls = DirectCalls(model.module)
-            run.installed.add(self._direct_calls.stop)
+            run.installed.callback(self._direct_calls.stop)
             proxy.before.append(self._refuse_own_gradients)
 
     def _watch(self, cut: CutOptimizer) -> OptimizerProxy:
         self.cut, self.proxy = cut, OptimizerProxy(cut.optimizer, OWN_PART)
-        self._run.installed.add_method(self.proxy.remove)
+        remove = WeakMethod(self.proxy.remove)
+        self._run.installed.callback(lambda: None if (method := remove()) is None else method())
         metrics = self._run.metrics
         self._run.actions.watch(self.proxy, cut.optimizer, cut.names)
         metrics.follow_optimizer(cut.optimizer)

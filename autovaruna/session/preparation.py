@@ -32,7 +32,7 @@ from autovaruna.errors import (
     RankError,
     ScheduleError,
 )
-from autovaruna.graph.batch.state import batch_norms
+from autovaruna.graph.batch.refusals import batch_norms
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import TracedModel
 from autovaruna.log import TRYING, phase
@@ -207,8 +207,7 @@ class Preparation:
         resident_before: float | None,
         given_plan: GivenPlan | None,
     ) -> None:
-        self._traced = traced
-        self._shared = shared
+        self._traced, self._shared = traced, shared
         self._model, self.device = model.module, model.device
         self._optimizer = optimizer
         self._settings, self._world = settings, world = run.settings, run.world

@@ -89,9 +89,7 @@ class TraceRecheck:
     """Rechecks traces on one rank: ranks do so in turns, and an error of one reaches all as they agree on the call."""
 
     def __init__(self, model: nn.Module, traces: Traces, world: World, step_seconds: float) -> None:
-        self._model = model
-        self._traces = traces
-        self._world = world
+        self._model, self._traces, self._world = model, traces, world
         self.kinds: dict[str, _WatchedCalls] = {}
         self._seconds_left = TIME_SHARE * _NUM_STEPS * step_seconds  # seconds that checks may take yet
         self._expected_seconds = 0.0

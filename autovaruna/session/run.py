@@ -1,36 +1,25 @@
-"""Defines `Run`: how far the training of one model is on this rank, what its script has done, and whether it ends."""
+"""Defines `Run`: how far the training of one model is on this rank, and whether it ends."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from functools import cached_property, partial
-from operator import is_
-from typing import Any, NoReturn
-from zlib import crc32
-
-from torch import Tensor
-from torch.optim import Optimizer
+from contextlib import ExitStack
+from functools import cached_property
+from typing import NoReturn
 
 from autovaruna.config.settings import Settings, log_settings
 from autovaruna.elastic.job_folder import job_place
 from autovaruna.elastic.rank_script import SAVED
-from autovaruna.graph.guards import is_plain
 from autovaruna.interception.ending import ERRORS_IN_FEW_LINES, LISTENING, has_signal, signal_names
-from autovaruna.interception.installed import Installed
-from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.log import configure, show_all_frames
-from autovaruna.profiler.optimizer_trial import asks_for_closure
 from autovaruna.runtime.clipping import CLIPPING, METRICS
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.world import World
+from autovaruna.session.agreement import ScriptActions
 from autovaruna.session.manager_link import ManagerLink
 
 logger = logging.getLogger(__name__)
-_STEP, _ZERO = "steps of the optimizer", "calls of its zero_grad()"
-Digest = tuple[Hashable, ...]
 
 
 class Run:
@@ -38,9 +27,10 @@ class Run:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.installed = Installed()  # what was put on objects of the script, with its undo
+        self.installed = ExitStack()  # undoes what was put on objects of the script; holds nothing of the model
         self.actions = ScriptActions()
-        self.stopping = Stopping()
+        self.is_stop_wanted = False  # whether the script of this rank wants the run to end
+        self.is_stop_agreed = False  # whether all ranks know, since the same call: they end together, at one step
         self.metrics = Metrics()
         self.num_calls = 0  # of the model so far
         self.is_synchronising = True  # whether gradients are summed over ranks now
@@ -89,8 +79,8 @@ class Run:
 
     def install(self) -> None:
         """Installs what every run has in the user's process."""
-        self.installed.add(ERRORS_IN_FEW_LINES.acquire())
-        self.installed.add(CLIPPING.acquire())
+        self.installed.callback(ERRORS_IN_FEW_LINES.acquire())
+        self.installed.callback(CLIPPING.acquire())
         METRICS.add(self.metrics)
         if self.settings.save_on_signal:
             self.listen()
@@ -99,92 +89,15 @@ class Run:
         """Hears signals that ask the process to end, from now on."""
         if not self._is_listening:
             self._is_listening = True
-            self.installed.add(LISTENING.acquire())
-
-
-class Stopping:
-    """Whether the run is to end: ranks do so together, at one step, after a signal that came to any at any time."""
-
-    def __init__(self) -> None:
-        self.is_agreed = False  # whether all ranks know, since the same call, that it is
-        self.is_wanted = False  # whether the script of this rank wants it
+            self.installed.callback(LISTENING.acquire())
 
     @property
-    def is_wanted_here(self) -> bool:
-        """Whether this rank's script wants it, or a signal has come: what the rank reports at the next call."""
-        return self.is_wanted or has_signal()
+    def is_stop_wanted_here(self) -> bool:
+        """Whether this rank's script wants the run to end, or a signal has come: what it reports at the next call."""
+        return self.is_stop_wanted or has_signal()
 
     def end(self, step: int) -> NoReturn:
         """Ends this rank with `SAVED`, once the state is saved under its number; every rank does."""
         names = signal_names() or "a signal on another rank"
         logger.warning("got %s: saved step %d, and end with status %d", names, step, SAVED)
         raise SystemExit(SAVED)
-
-
-class ScriptActions:
-    """What a script has done with a model and its optimizer: ranks that do other things would train other weights."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter({_STEP: 0, _ZERO: 0})
-        self.optimizer: Optimizer | None = None  # the one that is watched
-        self._groups: list[str] = []
-        self._raw: list[Any] | None = None  # options none of which can change by itself; None: some can
-        self._digest = 0
-        self._loss = "none"
-
-    def record(self, act: str) -> None:
-        """Counts an act."""
-        self._counts[act] += 1
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the optimizer so far."""
-        return self._counts[_STEP]
-
-    def watch(self, proxy: OptimizerProxy, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
-        """Counts what is done with an optimizer from now on; `groups` are names of the whole optimizer's parameters."""
-        self.optimizer = optimizer
-        self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
-        proxy.after.append(partial(self.record, _STEP))
-        proxy.on_clear = partial(self.record, _ZERO)
-        if asks_for_closure(optimizer):
-            proxy.on_loss = self._record_loss
-
-    def _record_loss(self, loss: Any) -> None:
-        """Records the loss that a closure has returned: steps go by it."""
-        self._loss = repr(loss.item() if isinstance(loss, Tensor) else loss)
-
-    def digest(self) -> Digest:
-        """Returns what is short, and equal for ranks that have done the same."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        raw = [value for group in groups for name, value in group.items() if name != "params"]
-        if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
-            self._raw = raw if all(map(is_plain, raw)) else None
-            self._digest = crc32(repr(list(self._options())).encode())
-        return *sorted(self._counts.items()), type(self.optimizer).__name__, self._digest, self._loss
-
-    def words(self) -> dict[str, str]:
-        """Returns all of it in words."""
-        words = {"the optimizer": "none" if self.optimizer is None else type(self.optimizer).__name__}
-        words |= {f"the number of {act}": str(count) for act, count in self._counts.items()}
-        words[f"the loss by which {words['the optimizer']} goes, which is to be what forward returns,"] = self._loss
-        return words | {
-            f"{name} of the optimizer's group {place}": repr(value) for place, name, value in self._options()
-        }
-
-    def _options(self) -> Iterator[tuple[int, str, Any]]:
-        """Yields group, name and value of each option that the optimizer's class declares, and the parameters."""
-        if self.optimizer is not None:
-            yield from ((place, "parameters", names) for place, names in enumerate(self._groups))
-            for place, group in enumerate(self.optimizer.param_groups):
-                for name in self.optimizer.defaults:
-                    yield place, name, _plain(group.get(name))
-
-
-def _plain(value: object) -> object:
-    """Returns an option as a number or a text; what is neither says nothing, for it may differ between processes."""
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
-    return value if is_plain(value) else None

@@ -137,13 +137,11 @@ class Session:
     def reported(self) -> Iterator[None]:
         """Reports to the manager of the job, if there is one, that the rank is in a call."""
         manager, engine = self._run.manager, self._model.engine
-        if manager is None:
-            yield
-            return
-        plan = engine.plan if engine else None
-        manager.begin_call(self._run.step, self._run.metrics.work_seconds, plan)
+        if manager is not None:
+            manager.begin_call(self._run.step, self._run.metrics.work_seconds, engine.plan if engine else None)
         yield
-        manager.end_call()
+        if manager is not None:
+            manager.end_call()
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
         model, run, began = self._model, self._run, perf_counter()
@@ -196,20 +194,20 @@ class Session:
 
     def _save_on_signal(self, folder: str, has_stepped: bool, step: int) -> None:
         """Saves the state and ends this rank, if a signal has come to any. Collective."""
-        run, stopping = self._run, self._run.stopping
+        run = self._run
         if run.of_model or run.world.num_models > 1:
             raise ConfigError(
                 f"save_on_signal is {folder!r}, but the script calls {run.world.num_models} models, or copies of "
                 "one; expected one model. Leave the setting out, and save all of them once model.should_stop() is true."
             )
         if run.world.num_ranks == 1:
-            stopping.is_agreed = stopping.is_wanted_here
-        if has_stepped and stopping.is_agreed:
+            run.is_stop_agreed = run.is_stop_wanted_here
+        if has_stepped and run.is_stop_agreed:
             try:
                 self._persistence.save(folder, Content(step, scaler=self._scaler), SaveOptions())
             except CheckpointError as error:
                 raise CheckpointError(f"{error} {words_of_newest(folder)}.") from error
-            stopping.end(step)
+            run.end(step)
 
     def _only_subject(self) -> ModelInTraining:
         """Returns what a snapshot is of, if that is all there is."""
@@ -253,7 +251,7 @@ class Session:
         else:
             found = world.exchange(what, None, repr(own.alike).encode(), own.flags, own.numbers.to_bytes())
         assert own is not None
-        run.stopping.is_agreed |= bool(found.flags & STOP_WANTED)
+        run.is_stop_agreed |= bool(found.flags & STOP_WANTED)
         if run.manager is not None:
             run.manager.agree(not found.flags & SNAPSHOT_LACKS, bool(found.flags & TO_LEAVE))
         alike, numbers = [own.alike], [own.numbers] * world.num_ranks
@@ -277,7 +275,7 @@ class Session:
     def _report(self, call: CallSpec, tensors: Sequence[Tensor]) -> Report:
         """Returns what this rank reports of its call."""
         run, manager, engine = self._run, self._run.manager, self._model.engine
-        flags = STOP_WANTED * run.stopping.is_wanted_here
+        flags = STOP_WANTED * run.is_stop_wanted_here
         if manager is not None:
             flags |= SNAPSHOT_LACKS * (not manager.is_snapshot_ready) | TO_LEAVE * manager.is_to_leave
         inputs = self._same_inputs.digests(call, run.num_calls, tensors)
@@ -285,7 +283,7 @@ class Session:
         flags |= NORM_WANTED * wants_norm
         actions = (*run.actions.digest(), *(engine.script_actions.values() if engine else ()), run.is_synchronising)
         numbers = BatchNumbers(call.batch_size, inputs, self._own_totals(call, tensors), metrics)
-        return Report((call.key(), repr(actions)), flags, numbers)
+        return Report((call.key, repr(actions)), flags, numbers)
 
     def _words(self) -> dict[str, str]:
         """Returns what this rank's script has done since the start, in words."""
@@ -424,7 +422,7 @@ class Session:
         register_shared_parameters(model.state, placement, world, device)
         if placement.divides(placement.holders):
             register_split(model.state, placement, world)
-            run.installed.add(LATER_OPTIMIZERS.acquire())
+            run.installed.callback(LATER_OPTIMIZERS.acquire())
         self.traces = self.traces or Traces(model.module, settings, world, device)
         run.metrics.follow(
             *(world.rank, world.num_ranks, WeakMethod(model.counted_parameters), preparation.held_memory),

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import AutoVarunaError, InputError, RankError
-from autovaruna.graph.batch.refusals import refuse_other_losses
-from autovaruna.graph.batch.state import refuse_single_values
+from autovaruna.graph.batch.refusals import refuse_other_losses, refuse_single_values
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.guards import GONE, Guards, Unusable, UsedError
@@ -26,8 +25,9 @@ from autovaruna.graph.verify import compare
 from autovaruna.log import TRYING, phase, warn_once
 from autovaruna.profiler.cache import keep_tried, trial_file
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch
+from autovaruna.runtime.exchange import differences
 from autovaruna.runtime.remote_parameter import RemoteTensor
-from autovaruna.runtime.world import World, differences, gather_on_all, on_all
+from autovaruna.runtime.world import World, gather_on_all, on_all
 from autovaruna.session.agreement import SharedCall
 from autovaruna.session.batch_values import BatchValues
 
@@ -44,10 +44,7 @@ class Traces:
     """The graphs of one model."""
 
     def __init__(self, model: nn.Module, settings: Settings, world: World, device: torch.device) -> None:
-        self._model = model
-        self._settings = settings
-        self._world = world
-        self.device = device
+        self._model, self._settings, self._world, self.device = model, settings, world, device
         self._known: OrderedDict[str, TracedModel] = OrderedDict()
         self._checked: set[tuple[str, frozenset[int], bool]] = set()
         self._fixed_lengths: Counter[tuple[str, int, int]] = Counter()
@@ -67,7 +64,7 @@ class Traces:
 
     def _serving(self, call: CallSpec, micro_batch_size: int) -> str:
         """Returns the key of the graph that serves a call; empty: there is none."""
-        for key in (call.key(), f"{call.key()}/{micro_batch_size}"):
+        for key in (call.key, f"{call.key}/{micro_batch_size}"):
             if key in self._known:
                 return key
         for key, traced in self._known.items():
@@ -85,7 +82,7 @@ class Traces:
         """
 
         def like(one: CallSpec) -> tuple[str, str]:
-            return one.kind(), one.mode.partition(" attributes=")[0]
+            return one.kind, one.mode.partition(" attributes=")[0]
 
         likes = [each for each in self._known.values() if like(each.call) == like(call)]
         unread, read = set(names), set[str]()
@@ -231,21 +228,21 @@ class Traces:
         """Returns the dimensions that differ in earlier calls of the kind, but for those that the model fixes."""
         found: set[tuple[int, int]] = set()
         for traced in self._known.values():
-            if traced.call.kind() == call.kind():
+            if traced.call.kind == call.kind:
                 found |= _differing(traced.call, call)
                 found |= traced.sizes.lengths.places if traced.sizes.lengths else frozenset()
         return frozenset(
             (index, dimension)
             for index, dimension in found
             if call.inputs[index].shape[dimension] > 1
-            and self._fixed_lengths[call.kind(), index, dimension] < _MOST_TRIED
+            and self._fixed_lengths[call.kind, index, dimension] < _MOST_TRIED
         )
 
     def _record_fixed_length(self, call: CallSpec, place: tuple[int, int], reason: str) -> None:
         """Counts traces that could not leave a dimension free: there are two, for the first may fail by chance."""
         index, dimension = place
-        self._fixed_lengths[call.kind(), index, dimension] += 1
-        if self._fixed_lengths[call.kind(), index, dimension] == _MOST_TRIED and self._world.rank == 0:
+        self._fixed_lengths[call.kind, index, dimension] += 1
+        if self._fixed_lengths[call.kind, index, dimension] == _MOST_TRIED and self._world.rank == 0:
             spec = call.inputs[index]
             text = (
                 f"the model fixes dimension {spec.place(dimension)} of {spec.name} {spec.passed_shape}, and is traced "

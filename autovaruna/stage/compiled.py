@@ -65,7 +65,7 @@ class _Uncompiled:
         if self.learns:
             self.orders[node] = tuple(map(_order, args))
         ordered = [_ordered(arg, order) for arg, order in zip(args, self.orders[node], strict=True)]
-        return self.stream.draw(node, operation, *ordered, **kwargs)
+        return draw(self.stream, node, operation, *ordered, **kwargs)
 
     def enter(self, *autocast: Any) -> None:
         self.entered.append(enter_autocast(*autocast))  # type: ignore[no-untyped-call]
@@ -82,17 +82,14 @@ def _prepared(module: fx.GraphModule, uncompiled: _Uncompiled) -> fx.GraphModule
         enter_autocast: uncompiled.enter,
         exit_autocast: uncompiled.leave,
     }
-    outside = {each: _not_compiled(instead) for each, instead in plain.items()}
+    disable: Any = torch.compiler.disable
+    outside = {each: disable(instead) for each, instead in plain.items()}
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in outside:
             node.target = outside[node.target]
     return fx.GraphModule(module, graph)
-
-
-def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _order(value: Any) -> Order:

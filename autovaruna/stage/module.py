@@ -78,12 +78,9 @@ class StageModule:
     def changed_state(self, names: frozenset[str]) -> dict[str, Tensor]:
         """Returns the parameters and buffers among `names` that this stage uses."""
         named = self.part.piece.named
-        buffers: dict[str, Tensor] = {
-            name: self._buffer(name) for name in named(ArgumentSource.BUFFER) if name in names
-        }
-        return buffers | {
-            name: self._parameters[name].detach() for name in named(ArgumentSource.PARAMETER) if name in names
-        }
+        buffers = {name: self._buffer(name) for name in named(ArgumentSource.BUFFER) if name in names}
+        parameters = [name for name in named(ArgumentSource.PARAMETER) if name in names]
+        return buffers | {name: self._parameters[name].detach() for name in parameters}
 
     @cached_property
     def split(self) -> SplitPiece | None:

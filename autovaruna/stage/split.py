@@ -173,58 +173,52 @@ class Split:
 
 def split(traced: TracedModel, assignment: Assignment) -> Split:
     """Takes the stages out of a traced graph."""
-    return _Splitter(traced, assignment).run()
+    stage_of, stages = assignment.stage_of, range(assignment.num_stages)
+    nodes: list[list[str]] = [[] for _ in stages]
+    for name, stage in stage_of.items():
+        nodes[stage].append(name)
+    relayed_inputs = {name for name, spec in traced.inputs.items() if spec.needs_gradient}
+    makers = {spec.node: stage_of.get(spec.node, stages[-1]) for spec in traced.outputs}
+    users: dict[str, set[int]] = {}  # of each value and each input with a gradient, the stages that use it
+    for stage in stages:
+        values, inputs = reads(traced, nodes[stage], [name for name, maker in makers.items() if maker == stage])
+        for name in [*values, *(name for name in inputs if name in relayed_inputs)]:
+            users.setdefault(name, set()).add(stage)
+    leaves_from = {  # the last stage that uses an output: its own gradient is then added first
+        name: max([maker, *users.get(name, ())]) for name, maker in makers.items()
+    }
+    routes = {}  # the stages that hold a value, in the order in which it passes through them
+    for name, using in users.items():
+        known = [where[name] for where in (stage_of, leaves_from) if name in where]
+        routes[name] = sorted({*using, *known})
+    edges = _edges(traced, routes)
+    parts = tuple(_part(traced, stage, nodes[stage], leaves_from, edges) for stage in stages)
+    first = {name: route[0] for name, route in routes.items() if name in relayed_inputs}
+    return Split(traced, assignment, parts, edges, first)
 
 
-class _Splitter:
-    def __init__(self, traced: TracedModel, assignment: Assignment) -> None:
-        self.traced, self.assignment = traced, assignment
-        self.stages = range(assignment.num_stages)
-        self.nodes: tuple[list[str], ...] = tuple([] for _ in self.stages)
-        for name, stage in assignment.stage_of.items():
-            self.nodes[stage].append(name)
-        self.relayed_inputs = {name for name, spec in traced.inputs.items() if spec.needs_gradient}
-        makers = {spec.node: assignment.stage_of.get(spec.node, self.stages[-1]) for spec in traced.outputs}
-        self.users: dict[str, set[int]] = {}  # of each value and each input with a gradient, the stages that use it
-        for stage in self.stages:
-            own_outputs = [name for name, maker in makers.items() if maker == stage]
-            values, inputs = reads(traced, self.nodes[stage], own_outputs)
-            for name in [*values, *(name for name in inputs if name in self.relayed_inputs)]:
-                self.users.setdefault(name, set()).add(stage)
-        self.leaves_from = {  # the last stage that uses an output: its own gradient is then added first
-            name: max([maker, *self.users.get(name, ())]) for name, maker in makers.items()
-        }
+def _edges(traced: TracedModel, routes: Mapping[str, list[int]]) -> tuple[StageEdge, ...]:
+    together: dict[tuple[int, int], list[str]] = {}
+    for name in sorted(routes, key=traced.places.__getitem__):
+        for pair in pairwise(routes[name]):
+            together.setdefault(pair, []).append(name)
+    return tuple(
+        StageEdge(index, *ends, tuple(names), tuple(name for name in names if traced.facts[name].needs_gradient))
+        for index, (ends, names) in enumerate(sorted(together.items()))
+    )
 
-    def run(self) -> Split:
-        routes = {}  # the stages that hold a value, in the order in which it passes through them
-        for name, users in self.users.items():
-            known = [where[name] for where in (self.assignment.stage_of, self.leaves_from) if name in where]
-            routes[name] = sorted({*users, *known})
-        edges = self._edges(routes)
-        parts = tuple(self._part(stage, edges) for stage in self.stages)
-        first = {name: route[0] for name, route in routes.items() if name in self.relayed_inputs}
-        return Split(self.traced, self.assignment, parts, edges, first)
 
-    def _edges(self, routes: dict[str, list[int]]) -> tuple[StageEdge, ...]:
-        together: dict[tuple[int, int], list[str]] = {}
-        for name in sorted(routes, key=self.traced.places.__getitem__):
-            for pair in pairwise(routes[name]):
-                together.setdefault(pair, []).append(name)
-        facts = self.traced.facts
-        return tuple(
-            StageEdge(index, *ends, tuple(names), tuple(name for name in names if facts[name].needs_gradient))
-            for index, (ends, names) in enumerate(sorted(together.items()))
-        )
-
-    def _part(self, stage: int, edges: Sequence[StageEdge]) -> StagePart:
-        arriving = tuple(edge for edge in edges if edge.destination == stage)
-        leaving = tuple(edge for edge in edges if edge.source == stage)
-        places = enumerate(self.traced.outputs)
-        outputs = tuple((place, spec.node) for place, spec in places if self.leaves_from[spec.node] == stage)
-        _, read = reads(self.traced, self.nodes[stage], _returned(outputs, leaving))
-        arrived = {name for edge in arriving for name in edge.values}
-        inputs = tuple(name for name in read if name not in arrived)
-        return StagePart(self.traced, stage, tuple(self.nodes[stage]), inputs, outputs, arriving, leaving)
+def _part(
+    traced: TracedModel, stage: int, nodes: Sequence[str], leaves_from: Mapping[str, int], edges: Sequence[StageEdge]
+) -> StagePart:
+    arriving = tuple(edge for edge in edges if edge.destination == stage)
+    leaving = tuple(edge for edge in edges if edge.source == stage)
+    places = enumerate(traced.outputs)
+    outputs = tuple((place, spec.node) for place, spec in places if leaves_from[spec.node] == stage)
+    _, read = reads(traced, nodes, _returned(outputs, leaving))
+    arrived = {name for edge in arriving for name in edge.values}
+    inputs = tuple(name for name in read if name not in arrived)
+    return StagePart(traced, stage, tuple(nodes), inputs, outputs, arriving, leaving)
 
 
 def _returned(outputs: Iterable[tuple[int, str]], leaving: Iterable[StageEdge]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autovaruna.graph.grouping import crossing_sizes, merge_free_blocks
 from autovaruna.graph.pieces import ArgumentSource, extract
-from autovaruna.graph.random import RandomStream, untouched_generator
+from autovaruna.graph.random import RandomStream, draw, untouched_generator
 from autovaruna.graph.records import Graph, Size, Value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.planner.records import Plan
@@ -271,7 +271,7 @@ def test_random_numbers_depend_on_step_micro_batch_and_node_alone() -> None:
     """Equal coordinates draw equal numbers, any other differ, and the user's generator does not notice."""
 
     def drawn(seed: int, step: int, micro_batch: int, node: int) -> Tensor:
-        return RandomStream(seed, step, micro_batch, CPU).draw(node, torch.rand, 8)
+        return draw(RandomStream(seed, step, micro_batch, CPU), node, torch.rand, 8)
 
     before = torch.get_rng_state()
     with untouched_generator(CPU):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
-from autovaruna.graph.guards import Guards, mode_of
+from autovaruna.graph.guards import Guards
 from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
 from tests.graph.models import Function, traced
 
@@ -44,7 +44,7 @@ def names(*args: Any, **kwargs: Any) -> list[str]:
 
 def key(*args: Any, **kwargs: Any) -> str:
     """Returns the key of a call."""
-    return describe(MODEL, args, kwargs)[1].key()
+    return describe(MODEL, args, kwargs)[1].key
 
 
 def test_inputs_have_the_names_of_the_signature() -> None:
@@ -91,14 +91,14 @@ def test_one_trace_serves_any_batch_size() -> None:
 def test_the_mode_asks_for_another_trace() -> None:
     """eval, no_grad, autocast and frozen parameters each change the graph."""
     model = Model()
-    found = {describe(model, (X,), {})[1].key()}
+    found = {describe(model, (X,), {})[1].key}
     with torch.no_grad():
-        found.add(describe(model, (X,), {})[1].key())
+        found.add(describe(model, (X,), {})[1].key)
     with torch.autocast("cpu"):
-        found.add(describe(model, (X,), {})[1].key())
-    found.add(describe(model.eval(), (X,), {})[1].key())
+        found.add(describe(model, (X,), {})[1].key)
+    found.add(describe(model.eval(), (X,), {})[1].key)
     model.layer.bias.requires_grad_(False)
-    found.add(describe(model.train(), (X,), {})[1].key())
+    found.add(describe(model.train(), (X,), {})[1].key)
     assert len(found) == 5
 
 
@@ -113,7 +113,7 @@ def test_the_mode_follows_what_was_put_into_the_model() -> None:
     words.append(reader.words())
     model[1].append(nn.ReLU())
     words.append(reader.words())
-    assert words[-1].split(" attributes=")[0] == mode_of(model)
+    assert words[-1].split(" attributes=")[0] == Guards(model).words()
     assert len(set(words)) == 4
 
 
@@ -168,7 +168,7 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 
 
 def read(reader: CallReader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reader.read(args, kwargs, mode_of(ANYTHING))
+    return reader.read(args, kwargs, Guards(ANYTHING).words())
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -178,7 +178,7 @@ def test_what_is_known_is_what_a_description_says(grad: bool) -> None:
         for args, kwargs in CALLS * 3:
             tensors, call = read(reader, args, kwargs)
             expected, described = describe(ANYTHING, args, kwargs)
-            assert call == described and call.key() == described.key()
+            assert call == described and call.key == described.key
             assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
 
 

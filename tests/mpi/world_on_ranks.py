@@ -23,7 +23,7 @@ def try_laws() -> dict[str, str]:
     world, broken = get_world(), {}
     for way in ("MPI", "rings"):
         if way == "rings":
-            world.open_rings(permutations(range(world.num_ranks), 2), True)
+            world.transport.open_rings(permutations(range(world.num_ranks), 2), True, world.swap_objects)
         for name, law in LAWS.items():
             try:
                 law(world)
@@ -38,7 +38,7 @@ def mixed_lists() -> bool:
     Those that do not are posted ahead; then a message is looked for that has come before them.
     """
     world = get_world()
-    world.open_rings([(0, 1), (1, 0)], True)
+    world.transport.open_rings([(0, 1), (1, 0)], True, world.swap_objects)
     mail = Mail(world, torch.device("cpu"))
     sizes = {MessageKind("graph", Stream(0, 1, 0), size): size for size in (2, 3)}
     came = []

@@ -10,7 +10,8 @@ import torch
 
 from autovaruna.errors import RankError
 from autovaruna.runtime.environment import single_world
-from autovaruna.runtime.world import World, differences
+from autovaruna.runtime.exchange import differences
+from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 from tests.runtime.world_laws import LAWS
 

@@ -125,7 +125,7 @@ def trace_once(
 
     A graph that calls modules of the model, kept whole, serves that model alone.
     """
-    key = token, repr(model), call.key(), replace(options, micro_batch_size=0) if options.is_dynamic else options
+    key = token, repr(model), call.key, replace(options, micro_batch_size=0) if options.is_dynamic else options
     with _one_at_a_time:
         if key in _known:
             return _known[key]

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autovaruna._torch import OpOverload
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_number
 from autovaruna.graph.lengths import Sizes
-from autovaruna.graph.opaque.infer import reduction_of
+from autovaruna.graph.opaque.infer import reduction_of, reduction_tried
 from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
 from autovaruna.graph.operators import (
     KEEPING,
@@ -55,9 +55,7 @@ class Powers:
     """
 
     def __init__(self, values: BatchAnalysis, sizes: Sizes, is_added: bool = False) -> None:
-        self._values = values
-        self._sizes = sizes
-        self._is_added = is_added
+        self._values, self._sizes, self._is_added = values, sizes, is_added
 
     def sum_in(self, node: Any) -> fx.Node | None:
         """Returns the sum over the samples that a value is, or holds as a part; None if there is none."""
@@ -168,12 +166,10 @@ def join_tried(node: fx.Node, sizes: Sizes) -> ReductionKind:
         return ReductionKind.UNKNOWN
     leaves = [each for each in made.all_input_nodes if isinstance(each.meta["val"], Tensor)]
     try:
-        whole, one, other = (each.double() for each in computed(node, dict.fromkeys(leaves), sizes))
+        whole, *parts = (each.double() for each in computed(node, dict.fromkeys(leaves), sizes))
     except Exception:  # it takes numbers of its own kind, or sizes that only data decide
         return ReductionKind.UNKNOWN
-    if _are_close(whole, (PARTS[0] * one + PARTS[1] * other) / ALL):
-        return ReductionKind.MEAN
-    return ReductionKind.SUM if _are_close(whole, one + other) else ReductionKind.OTHER
+    return reduction_tried(whole, parts, PARTS, _ALLOWED)
 
 
 def places(rows: Tensor, part: int) -> Tensor:
@@ -229,8 +225,3 @@ def run(node: fx.Node, num_samples: int, sizes: Sizes, known: dict[fx.Node, Any]
 
     found: Tensor = value_of(node)
     return found
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    scale = one.abs().max().item() if one.numel() else 0.0
-    return one.shape == other.shape and bool(((one - other).abs() <= _ALLOWED * scale).all())

@@ -2,14 +2,16 @@
 
 What a value reaches ends in integers and masks, for experts and lengths are counted over a batch without a sample's
 result depending on the others; and in parameters and buffers that forward changes by the samples: like batch
-normalisation's, they change once a micro-batch.
+normalisation's, they change once a micro-batch. Other state plain PyTorch changes once a call (`steady_state`): the
+vectors of spectral normalisation, counters of steps, averages of weights. A counter that weighs or corrects what
+follows from samples, as one of how often an average of them has changed, must go together with that.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor, fx
 
 from autovaruna._torch import OpOverload
 from autovaruna.graph.facts import Fact, KnownGraph, tensors_in
+from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import (
     BatchShare,
     BatchValue,
@@ -38,6 +41,11 @@ from autovaruna.graph.operators import (
 _OF_NUMBERS = {math.__name__, operator.__name__, f"_{operator.__name__}", torch.sym_max.__module__}
 """Modules whose functions do arithmetic on sizes."""
 _MOST_ELEMENTS = 65_536
+Memory = frozenset[int]
+_NONE: Memory = frozenset()
+_Calls = Sequence[tuple[fx.Node, Fact]]
+_Read = Mapping[fx.Node, tuple[Memory, bool]]
+"""The memory of each node that reads state, and whether that is a parameter."""
 
 
 class BatchAnalysis:
@@ -279,3 +287,66 @@ def counted(numbers: Sequence[fx.Node], graph: KnownGraph) -> Iterator[tuple[fx.
     for number in numbers:
         _, *sources = reached([number], lambda node: filter(computed.__contains__, node.all_input_nodes))
         yield number, sources
+
+
+def steady_state(graph: KnownGraph, changed: Collection[str]) -> frozenset[str]:
+    """Returns the names of parameters and buffers that change alike in all micro-batches that find them alike."""
+    if not changed:
+        return frozenset()
+    nodes, facts = graph.module.graph, graph.facts
+    attributes = [node for node in nodes.find_nodes(op="get_attr") if node.name in facts]
+    places = {str(node.target): facts[node.name].makes for node in attributes if str(node.target) in changed}
+    read = {node: (facts[node.name].makes, node.target in graph.parameters) for node in attributes}
+    inputs = [node for node in nodes.find_nodes(op="placeholder") if node.name in graph.batch_inputs]
+    calls = [(node, facts[node.name]) for node in nodes.nodes if node.op == "call_function"]
+    every = _NONE.union(*places.values())
+    varied: set[int] = set()
+    while True:  # what comes first finds what the micro-batch before has left
+        known = len(varied)
+        _follow(calls, inputs, read, varied)
+        if varied and every - varied:
+            varied |= _counters_of_samples(calls, inputs, read, every - varied, varied)
+        if len(varied) == known:
+            return frozenset(name for name, memory in places.items() if not memory & varied)
+
+
+def _follow(calls: _Calls, inputs: Iterable[fx.Node], read: _Read, varied: set[int]) -> None:
+    """Adds to `varied` the memory into which something is written that follows from samples, or from chance."""
+    nodes = {*inputs, *(node for node, (memory, _) in read.items() if memory & varied)}
+    for node, fact in calls:
+        if fact.is_random or fact.reads & varied or is_of_batch(node) or not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+            varied |= fact.writes
+
+
+def _counters_of_samples(
+    calls: _Calls, inputs: Iterable[fx.Node], read: _Read, steady: Memory, varied: Collection[int]
+) -> Memory:
+    """Returns the memory of counters that decide, together with state of samples, what becomes of it or of a result.
+
+    A counter changes by itself alone. What follows from weights (their averages, say) is no counter.
+    """
+    origins = {node: memory & steady for node, (memory, _) in read.items()}  # steady memory, until it meets weights
+    held = {node for node, (memory, _) in read.items() if memory & set(varied)}  # values of varied state alone
+    weighed = {node for node, (_, is_weight) in read.items() if is_weight and not origins[node]} - held
+    sampled = set(inputs)  # values that have numbers of samples
+    joined = following = _NONE  # steady memory that meets what is held, and that follows from weights
+    for node, fact in calls:
+        sources = node.all_input_nodes
+        if opaque_module_of(node) is not None:  # it has been tried out
+            sampled.add(node)
+            continue
+        changes = bool(fact.writes & set(varied))
+        is_held = changes or not held.isdisjoint(sources)
+        origins[node] = _NONE.union(*(origins.get(each, _NONE) for each in sources))
+        if is_held:
+            joined |= origins[node]
+        if not weighed.isdisjoint(sources):
+            weighed.add(node)
+            following |= fact.writes & steady
+            origins[node] = _NONE
+        if not changes and not sampled.isdisjoint(sources):
+            sampled.add(node)
+        elif is_held:
+            held.add(node)
+    return joined - following

@@ -8,9 +8,12 @@ several samples must keep means: a root of a mean, or a product of two, is anoth
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterable
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autovaruna._torch import OpOverload
@@ -18,7 +21,7 @@ from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.batch.drawn import Powers, join_tried
 from autovaruna.graph.batch.interpret import BatchAnalysis, is_long, read
 from autovaruna.graph.batch.order import SampleOrders
-from autovaruna.graph.export.advice import advice
+from autovaruna.graph.export.errors import advice
 from autovaruna.graph.facts import KnownGraph, tensors_in
 from autovaruna.graph.opaque.infer import reduction_of
 from autovaruna.graph.opaque.run import ReductionKind, opaque_module_of
@@ -38,6 +41,9 @@ from autovaruna.graph.operators import (
 )
 from autovaruna.graph.source_lines import modules_of, origin
 from autovaruna.graph.traced import OutputKind, TracedModel
+
+logger = logging.getLogger(__name__)
+_TRAINING = 5  # place of the argument of ``aten.batch_norm`` that says whether it computes statistics
 
 
 def refuse_mixing(model: nn.Module, graph: KnownGraph, orders: SampleOrders) -> list[fx.Node]:
@@ -173,9 +179,6 @@ def _in_bags(node: fx.Node) -> str:
                 f"(batch, most in a bag), filled up with padding_idx, and no offsets) in {node.name}"
             )
     return ""
-
-
-logger = logging.getLogger(__name__)
 
 
 def refuse_other_losses(traced: TracedModel, is_added: bool, is_exact: bool = True) -> None:
@@ -328,3 +331,23 @@ def _says_what_is_finite(node: fx.Node) -> bool:
     if has(node, Trait.TELLS_FINITE):
         return True
     return has(node, Trait.JOINS_MASKS) and all(map(_says_what_is_finite, node.all_input_nodes))
+
+
+def batch_norms(traced: TracedModel) -> list[fx.Node]:
+    """Returns the batch normalisations that go by the statistics of their samples."""
+    nodes = traced.module.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    return [node for node in nodes if node.args[_TRAINING]]
+
+
+def refuse_single_values(traced: TracedModel, sizes: Iterable[int]) -> None:
+    """Refuses micro-batches that leave a batch normalisation one value a channel: PyTorch's check is not traced."""
+    smallest = min(sizes)
+    for node in batch_norms(traced):
+        given: Any = node.args[0]
+        batch, channels, *others = traced.sizes.shape(given.meta["val"], smallest)
+        if batch * math.prod(others) == 1:
+            raise InputError(
+                f"A micro-batch has {smallest} sample, which leaves {node.name} one value for each of {channels} "
+                "channels; in training a batch normalisation needs more. Pass larger mini-batches, ask for fewer "
+                "micro-batches, or leave out the last batch of an epoch (drop_last=True)."
+            )

@@ -399,8 +399,7 @@ class _Additions:
     """Adds nodes to a graph, and what is known of them to its facts."""
 
     def __init__(self, graph: fx.Graph, facts: MutableMapping[str, Fact]) -> None:
-        self._graph = graph
-        self._facts = facts
+        self._graph, self._facts = graph, facts
         placeholder = next(iter(graph.find_nodes(op="placeholder")))
         self._modes = placeholder.meta["val"].fake_mode, facts[placeholder.name].value.fake_mode
 

@@ -26,11 +26,7 @@ _NO_END = 2**63 - 1
 _DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
 PREFIX = "model."
 """What the names of the model's tensors start with in a graph of torch.export."""
-_CHECKS = {
-    aten._assert_tensor_metadata.default,
-    aten._assert_async.msg,
-    aten._assert_scalar.default,
-}
+_CHECKS = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_scalar.default}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from autovaruna._torch import FakeTensorMode, buffer_table, call_impl, hide_trac
 from autovaruna.errors import InputError, TraceError
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker, named_cut_points, pop_markers
-from autovaruna.graph.export.advice import advice
 from autovaruna.graph.export.assertions import place_checks
 from autovaruna.graph.export.batch_size import SizeWatch
 from autovaruna.graph.export.errors import (
@@ -29,6 +28,7 @@ from autovaruna.graph.export.errors import (
     TRANSFORMS,
     BatchSizeError,
     InModuleError,
+    advice,
     check_model,
     check_operations,
     explain,
@@ -143,7 +143,6 @@ class KeptWhole:
     Attributes:
         operations: functions of torch and of TorchScript, with names; ``cdist`` chooses its algorithm by the batch
             size, and ``istft`` looks at the numbers of its window.
-        can_grow: whether a submodule that stops the trace is kept whole in the next attempt.
         shows_tracing: whether ``torch.compiler.is_compiling()`` says yes, for which libraries have code of their own.
         may_show_tracing: whether that is still to be tried.
         hidden_error: what stopped the trace while it said no.
@@ -152,7 +151,6 @@ class KeptWhole:
 
     operations: frozenset[NamedFunction] = frozenset({("torch.cdist", torch.cdist), ("torch.istft", torch.istft)})
     modules: frozenset[str] = frozenset()
-    can_grow: bool = True
     shows_tracing: bool = False
     may_show_tracing: bool = True
     hidden_error: str = ""
@@ -392,7 +390,7 @@ class ExportAttempt:
         if isinstance(error, BatchSizeError):
             refusal = BatchSizeError(f"{error} {advice(self.model, self.call)}")
         refusal = refusal or explain(error, self.model, self.call, self.options.is_dynamic, self.sizes.fixed_at, own)
-        if kept.can_grow and cause is not None and (new := next_attempt(cause, self.model, kept, function)):
+        if self.options.can_keep and cause is not None and (new := next_attempt(cause, self.model, kept, function)):
             raise RetryError(new, refusal) from cause
         if refusal is error:
             raise error
@@ -428,8 +426,7 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
         TraceError: the model cannot be traced; says which line and what to do.
     """
     check_model(model)
-    first = KeptWhole(can_grow=options.can_keep, counted=options.counted)
-    kept, refusal, not_kept = first, None, None
+    kept, refusal, not_kept = KeptWhole(counted=options.counted), None, None
     while True:
         try:
             with quiet_failure(), mended_lstm():

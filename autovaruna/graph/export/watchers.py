@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import local
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autovaruna._torch import FORWARD_HOOKS
+from autovaruna._torch import FORWARD_HOOKS, replaced
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.cuts import WATCHED, drop, is_mark, mark
 from autovaruna.graph.guards import restored
@@ -74,21 +75,12 @@ def without_script_hooks(model: nn.Module) -> Iterator[None]:
 def marked(model: nn.Module) -> Iterator[None]:
     """Has modules with hooks of a script leave marks, on this thread, in the place of these hooks."""
     paths = list(script_hooks(model))
-    with without_script_hooks(model):
-        handles = []
+    with without_script_hooks(model), replaced(_tracing, "calls", []), ExitStack() as hooks:
         for path in paths:
             module, entered = model.get_submodule(path), list[Any]()
-            handles += [
-                module.register_forward_pre_hook(partial(_enter, entered), with_kwargs=True),
-                module.register_forward_hook(partial(_leave, path, entered), with_kwargs=True),
-            ]
-        _tracing.calls = []
-        try:
-            yield
-        finally:
-            _tracing.calls = None
-            for handle in handles:
-                handle.remove()
+            hooks.enter_context(module.register_forward_pre_hook(partial(_enter, entered), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(_leave, path, entered), with_kwargs=True))
+        yield
 
 
 def restart() -> None:
@@ -142,11 +134,10 @@ def pop_watched(module: fx.GraphModule) -> tuple[WatchedCall, ...]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Puts back what the hooks of a script keep in lists, dicts and attributes when the context ends."""
     places: dict[int, Any] = {}
-    for hooks in script_hooks(model).values():
-        for hook in hooks:
-            for value in _held_by(hook):
-                _collect(value, places)
-    functions = [getattr(hook, "__func__", hook) for hooks in script_hooks(model).values() for hook in hooks]
+    hooks = [hook for hooks in script_hooks(model).values() for hook in hooks]
+    for value in chain.from_iterable(map(_held_by, hooks)):
+        _collect(value, places)
+    functions = [getattr(hook, "__func__", hook) for hook in hooks]
     cells = [(cell, cell.cell_contents) for each in functions for cell in getattr(each, "__closure__", None) or ()]
     try:
         with restored(places.values()):

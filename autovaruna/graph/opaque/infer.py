@@ -281,8 +281,13 @@ def _join(line: OutputShape, whole: Tensor, parts: Sequence[Tensor], noise: floa
         return ReductionKind.SAMPLES if is_same else ReductionKind.OTHER if is_plain else ReductionKind.UNKNOWN
     if not whole.any() and not any(each.any() for each in parts):
         return ReductionKind.UNKNOWN
+    return reduction_tried(whole, parts, _PARTS, noise)
+
+
+def reduction_tried(whole: Tensor, parts: Sequence[Tensor], sizes: Sequence[int], noise: float) -> ReductionKind:
+    """Returns how numbers of two parts of a batch, of such sizes, become that of the whole: mean, sum, or neither."""
     first, second = (each.double() if not each.is_complex() else each for each in parts)
-    if _is_close((_PARTS[0] * first + _PARTS[1] * second) / _WHOLE, whole, noise):
+    if _is_close((sizes[0] * first + sizes[1] * second) / sum(sizes), whole, noise):
         return ReductionKind.MEAN
     return ReductionKind.SUM if _is_close(first + second, whole, noise) else ReductionKind.OTHER
 

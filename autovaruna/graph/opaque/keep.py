@@ -78,10 +78,7 @@ def keep_whole(function: _Callable) -> _Callable:
 
 @contextmanager
 def kept_whole(
-    model: nn.Module,
-    paths: Collection[str],
-    functions: Collection[NamedFunction],
-    device: torch.device,
+    model: nn.Module, paths: Collection[str], functions: Collection[NamedFunction], device: torch.device
 ) -> Iterator[OpaqueCalls]:
     """Keeps modules and functions whole while the context lasts; hooks of modules run inside of them."""
     keeper = OpaqueCalls(device, functions)

@@ -74,11 +74,7 @@ class OutputShape:
         return [slope * batch + start if slope else start for slope, start in self.lengths]
 
     def make(self, batch: Any, device: torch.device) -> Tensor:
-        shape, strides, step = self.shape(batch), [1] * len(self.order), 1
-        for dimension in reversed(self.order):
-            strides[dimension] = step
-            step = step * shape[dimension]
-        return torch.empty_strided(shape, strides, dtype=self.dtype, device=device)
+        return torch.empty_permuted(self.shape(batch), self.order, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,6 @@ class OpaqueModule:
 
     Attributes:
         num_parameters: how many of the tensors of its state are parameters; buffers follow them.
-        has_buffers: whether it may change state.
         may_choose: whether it may use parameters in one call that it does not use in another.
         is_own_function: whether it is an autograd function of the script.
         line: ``file:line (code)`` of the user's line that calls it.
@@ -133,10 +128,8 @@ class OpaqueModule:
         self.path, self.line, self._is_differentiated = path, line, is_differentiated
         self._modules = {False: module, True: stand_in}
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
-        self._call = call
-        self.returned = returned
-        self.num_parameters = num_parameters
-        self.may_choose, self.has_buffers = num_parameters > 0, len(self._places[False]) > num_parameters
+        self._call, self.returned, self.num_parameters = call, returned, num_parameters
+        self.may_choose = num_parameters > 0
         self.is_own_function = isinstance(module, KeptFunction) and module.is_own
 
     def adds_up(self, place: int) -> bool:

@@ -147,7 +147,10 @@ class Transport(ABC):
         return [self.post_receive(part, source, channel, tag) for each in tensors for part in split(each)]
 
     def open_rings(self, pairs: Iterable[Pair], can_share: bool, swap: Swap) -> None:  # noqa: B027 - most have none
-        """Opens rings between ranks of one host, as `World.open_rings`."""
+        """Sends messages between pairs of ranks of one host through rings from now on, if it can.
+
+        All ranks pass the same pairs. `can_share`: all that this rank sends and receives lies in memory of the host.
+        """
 
     def is_eager(self, source: int, layouts: Sequence[Layout]) -> bool:
         """Returns whether tensors of `source` come without a posted receive."""

@@ -45,12 +45,12 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Returns `tensor` itself on the CPU, else a copy in pinned memory with the same layout."""
+def to_host(tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """Returns `tensor` itself on the CPU, else a copy in pinned memory with the same layout, maybe on its way yet."""
     if tensor.device.type == "cpu":
         return tensor
     host = empty_on_host(tensor)
-    host.copy_(tensor.detach())
+    host.copy_(tensor.detach(), non_blocking=non_blocking)
     return host
 
 
@@ -121,6 +121,8 @@ class Layout:
         return Layout(self._narrow_shape, torch.empty(self._narrow_shape, device="meta").stride(), self.dtype)
 
     def unpack(self, buffer: Tensor) -> Tensor:
-        """Returns the tensor as the sender had it, of one that is not dense."""
+        """Returns the tensor as the sender had it, from what has travelled."""
+        if self.is_dense:
+            return buffer
         tensor = torch.empty_strided(self._narrow_shape, self.strides, dtype=self.dtype, device=buffer.device)
         return tensor.copy_(buffer).expand(self.shape)

@@ -27,6 +27,7 @@ from ctypes import c_char
 from datetime import timedelta
 from functools import partial
 from hmac import compare_digest
+from itertools import islice
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any, NoReturn
@@ -77,9 +78,7 @@ class Peer:
         self.incoming: socket.socket | None = None
         self.posted: defaultdict[Key, deque[Arrival]] = defaultdict(deque)
         self.early: defaultdict[Key, deque[bytearray]] = defaultdict(deque)
-        self._out: deque[memoryview] = deque()
-        self._leaving: deque[tuple[int, Departure]] = deque()  # what has left once so many bytes have
-        self._num_out = self._num_left = 0
+        self._out: deque[tuple[memoryview, Departure | None]] = deque()  # None: more of the same message follows
         self._header = bytearray(_HEADER.size)
         self._into = memoryview(self._header)
         self._body: bytearray | Arrival | None = None
@@ -92,32 +91,29 @@ class Peer:
 
     def send(self, key: Key, memory: memoryview, departure: Departure) -> None:
         """Sends a message, as far as there is room; the rest with later calls of `advance`."""
-        self._out.append(memoryview(_HEADER.pack(*key, len(memory))))
+        self._out.append((memoryview(_HEADER.pack(*key, len(memory))), None if len(memory) else departure))
         if len(memory):
-            self._out.append(memory)
-        self._num_out += _HEADER.size + len(memory)
-        self._leaving.append((self._num_out, departure))
+            self._out.append((memory, departure))
         self.push()
 
     def push(self) -> None:
         while self._out and self._is_open:
             try:
                 self.outgoing = self.outgoing or self._connect(self._rank)
-                num_sent = self.outgoing.sendmsg([self._out[i] for i in range(min(_AT_ONCE, len(self._out)))])
+                num_sent = self.outgoing.sendmsg([buffer for buffer, _ in islice(self._out, _AT_ONCE)])
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:  # the other rank has ended, which the tree of lives tells
                 refuse_descriptors(error)
                 self._is_open = False
                 break
-            self._num_left += num_sent
             while num_sent:
-                if num_sent < len(self._out[0]):
-                    self._out[0] = self._out[0][num_sent:]
-                    break
-                num_sent -= len(self._out.popleft())
-        while self._leaving and self._leaving[0][0] <= self._num_left:
-            self._leaving.popleft()[1].has_left = True
+                buffer, departure = self._out.popleft()
+                if num_sent < len(buffer):
+                    self._out.appendleft((buffer[num_sent:], departure))
+                elif departure is not None:
+                    departure.has_left = True
+                num_sent = max(0, num_sent - len(buffer))
 
     def pull(self) -> bool:
         """Takes what has come; returns whether more may come."""

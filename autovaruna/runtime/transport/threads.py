@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from autovaruna.interception.ending import status_after
-from autovaruna.runtime.transport.base import (
-    DONE,
-    SMALL_BYTES,
-    TensorTransfer,
-    Transport,
-    check_size,
-    show,
-)
+from autovaruna.runtime.transport.base import DONE, SMALL_BYTES, TensorTransfer, Transport, check_size, show
 from autovaruna.runtime.transport.layout import flat
 
 Address = tuple[int, int, int, int]
