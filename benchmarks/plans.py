@@ -22,11 +22,11 @@ from plan_models import SUBJECTS, Subject
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autovaruna.planner.cost_table import Array, Costs
+from autovaruna.planner.arrays import Array, Costs, RangeTables
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Peak, StagePlan
 from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, StageBytes
 from autovaruna.profiler.records import Cluster, LinkCost

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autovaruna.planner.cost_table import Array
+from autovaruna.planner.arrays import Array
 
 _ROWS = 32
 """Of a table of costs, which are read together."""

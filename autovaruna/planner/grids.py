@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autovaruna.planner.arrays import Array
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.cuts import even_starts, partition_chain, put_before
 from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages, micro_batch_range

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.arrays import Array, RangeTables
 from autovaruna.planner.candidate import Candidate
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.placement import Ranks
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search_space import cut_positions
 
 

@@ -8,8 +8,8 @@ from functools import cache
 
 import numpy as np
 
+from autovaruna.planner.arrays import Array
 from autovaruna.planner.candidate import Planner
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import forced_stages
 from autovaruna.planner.records import Plan

@@ -18,6 +18,7 @@ import numpy as np
 
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import PlanError
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator, Progress
 from autovaruna.planner.grids import (
@@ -35,7 +36,6 @@ from autovaruna.planner.interleaved import Shape, candidates_of, shapes_on, vari
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import Proof
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import is_within
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
 from autovaruna.planner.search_space import (
