@@ -25,11 +25,11 @@ from autovaruna.graph.trace import trace
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
+from autovaruna.planner.shapes import partition_chain
 from autovaruna.planner.stage_memory import StageBytes
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device

@@ -14,10 +14,10 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.arrays import Array, RangeTables
 from autovaruna.planner.candidate import Candidate
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.placement import Ranks
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages
 from autovaruna.planner.search_space import cut_positions
+from autovaruna.planner.shapes import partition_chain
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autovaruna.planner.arrays import Array, CostTable
-from autovaruna.planner.cuts import partition_chain
+from autovaruna.planner.shapes import partition_chain
 from autovaruna.profiler.records import BlockCost, Profile
 from tests.own_time import takes_at_most
 
