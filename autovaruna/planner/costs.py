@@ -196,11 +196,6 @@ class SizedProblem:
         """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
         return np.asarray(self.optimizer_seconds_at(), dtype=np.float64)
 
-    @property
-    def whole_optimizer_seconds(self) -> float:
-        """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
-        return float(self.optimizer_seconds_at((0, self.tables.num_segments)))
-
     def optimizer_seconds_at(self, where: Any = ...) -> Any:
         """Returns the table, or one entry of it, which is known much sooner."""
         cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes

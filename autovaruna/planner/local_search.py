@@ -9,10 +9,16 @@ from itertools import chain, combinations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
-from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import FEW_RANKS, SPLIT_SCHEDULE
 from autovaruna.planner.rank_memory import Choices, choices_of
-from autovaruna.planner.search_space import nearby_counts, spread, stages_per_rank, variants
+from autovaruna.planner.search_space import (
+    changed_ranks,
+    fewer_replicas,
+    nearby_counts,
+    spread,
+    stages_per_rank,
+    variants,
+)
 from autovaruna.planner.shapes import cut_for_ranks
 
 BETTER = 0.9995

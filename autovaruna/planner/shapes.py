@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from autovaruna.planner.arrays import Array
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages, micro_batch_range
-from autovaruna.planner.search_space import micro_batch_counts, stage_limit
+from autovaruna.planner.search_space import Ranks, in_a_row, layouts, micro_batch_counts, rank_orders, stage_limit
 from autovaruna.schedule.pipeline import share_of
 
 Pattern = tuple[int, ...]

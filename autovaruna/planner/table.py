@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 
 from rich import box
 from rich.table import Table
@@ -136,12 +137,7 @@ def _short(path: str, shared: str, inside: set[int], graph: Graph) -> str:
 
 
 def _shared_prefix(first: str, last: str) -> str:
-    shared = []
-    for one, other in zip(first.split("."), last.split("."), strict=False):
-        if one != other:
-            break
-        shared.append(one)
-    return ".".join(shared)
+    return ".".join(commonprefix([first.split("."), last.split(".")]))
 
 
 def _count(number: int, noun: str) -> str:
