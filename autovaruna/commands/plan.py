@@ -67,7 +67,9 @@ class Planning:
 
     def __init__(self, options: argparse.Namespace, known: Planning | None = None) -> None:
         self.options = options
-        self.settings = settings_of(options, {"memory_limit_bytes": options.memory} if options.memory else {})
+        self.settings = settings_of(
+            options, {"memory_limit_bytes": num_bytes(options.memory)} if options.memory else {}
+        )
         self.device = read_device(options.device) if options.device else None
         self.memory_bytes = self._find_memory()
         self._may_share: Sharing = False
@@ -372,8 +374,6 @@ def run(options: argparse.Namespace) -> None:
             f"--ranks is {options.ranks}, --ranks-per-host {options.ranks_per_host}, --batch-size "
             f"{options.batch_size}; expected 1 or more ranks, and no negative number"
         )
-    if options.memory:
-        options.memory = num_bytes(options.memory)
     if options.output:
         check_writable("--output", options.output)
     if options.plot:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
+from itertools import takewhile
 
 from rich import box
 from rich.table import Table
@@ -137,7 +137,8 @@ def _short(path: str, shared: str, inside: set[int], graph: Graph) -> str:
 
 
 def _shared_prefix(first: str, last: str) -> str:
-    return ".".join(commonprefix([first.split("."), last.split(".")]))
+    pairs = zip(first.split("."), last.split("."), strict=False)
+    return ".".join(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _count(number: int, noun: str) -> str:
