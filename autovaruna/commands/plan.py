@@ -67,9 +67,8 @@ class Planning:
 
     def __init__(self, options: argparse.Namespace, known: Planning | None = None) -> None:
         self.options = options
-        self.settings = settings_of(
-            options, {"memory_limit_bytes": num_bytes(options.memory)} if options.memory else {}
-        )
+        memory = num_bytes(options.memory) if options.memory else 0
+        self.settings = settings_of(options, {"memory_limit_bytes": memory} if memory else {})
         self.device = read_device(options.device) if options.device else None
         self.memory_bytes = self._find_memory()
         self._may_share: Sharing = False

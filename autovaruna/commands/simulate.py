@@ -143,13 +143,13 @@ def _hosts(text: str) -> int:
     return int(text)
 
 
-def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: FaultCosts | None = None) -> Throughput:
+def replay(trace: Sequence[Change], step_seconds: Mapping[int, float], costs: FaultCosts) -> Throughput:
     """Replays a trace, whose last change ends it, with the seconds of a step by number of hosts.
 
     The job runs on the hosts of the first row when the trace begins. A host that is lost is one that it uses. Where two
     hosts are lost before the job runs again, or the last one is, it goes on from disk.
     """
-    job = _Job(Rates(step_seconds), costs or FaultCosts(), trace[0].seconds, trace[0].hosts)
+    job = _Job(Rates(step_seconds), costs, trace[0].seconds, trace[0].hosts)
     most = max(change.hosts for change in trace)
     for change in trace[1:]:
         job.run_to(change.seconds)
