@@ -205,8 +205,7 @@ def _rannc_choices(planner: Planner, problem: Problem, replicas: tuple[int, ...]
 
 
 def _recompute_ways(sized: SizedProblem) -> Iterator[tuple[StageBytes[np.ndarray], np.ndarray]]:
-    yield sized.plain_bytes, sized.work
-    yield sized.recomputed_bytes, sized.recomputed_work
+    yield from ((num_bytes, work) for work, num_bytes in sized.recompute_options)
 
 
 def summary(plan: Plan) -> str:

@@ -15,10 +15,9 @@ from rich.table import Table
 from torch import nn
 
 from autovaruna.commands.config import add_settings, settings_of
-from autovaruna.commands.measure import measure_here
+from autovaruna.commands.measure import Target, load_target, measure_here
 from autovaruna.commands.printing import add_json, checked_plot, columns, plot, show, show_json
 from autovaruna.commands.show import record_of
-from autovaruna.commands.target import Target, load_target
 from autovaruna.config.files import at_home, check_writable
 from autovaruna.config.settings import BYTES, REFUSALS, Sharing
 from autovaruna.errors import ConfigError

@@ -55,16 +55,17 @@ class CostTable:
         names = [each.name for each in fields(Costs)[1:]]
         rows = (np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs]) for name in names)
         self._rows = [np.maximum.accumulate(row.astype(np.float64)[order], axis=0) for row in rows]
-        self.at = lru_cache(maxsize=16)(self._interpolated)  # a search asks for the same few sizes
+        self.at = lru_cache(maxsize=16)(self._at)  # a search asks for the same few sizes
 
-    def _interpolated(self, micro_batch_size: float) -> Costs:
-        """Interpolates linearly between the measured sizes, and extrapolates from the two nearest."""
-        arrays = (_interpolate(rows, self._sizes, micro_batch_size) for rows in self._rows)
-        return Costs(micro_batch_size, *arrays)
+    def _at(self, micro_batch_size: float) -> Costs:
+        return Costs(micro_batch_size, *(_interpolate(rows, self._sizes, micro_batch_size) for rows in self._rows))
 
 
 def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
-    """Returns the row at `size`; `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers."""
+    """Returns the row at `size`, between the measured sizes or from the two nearest, by a line.
+
+    `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers.
+    """
     if len(sizes) == 1:
         return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
     right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))

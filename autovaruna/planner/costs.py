@@ -137,11 +137,6 @@ class SizedProblem:
         return _forbid_empty(self.tables.add_up(self.step_seconds))
 
     @cached_property
-    def recomputed_work(self) -> Array:
-        """`work` with recompute."""
-        return _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds))
-
-    @cached_property
     def held(self) -> Holdings[Array]:
         """What each range holds."""
         return self._by_range.all()
@@ -218,16 +213,6 @@ class SizedProblem:
         """What the executor adds to the forward and the backward of a micro-batch at one stage."""
         return self.problem.cluster.overhead_seconds * (2 if self.problem.needs_gradient else 1)
 
-    @cached_property
-    def plain_bytes(self) -> StageBytes[Array]:
-        """Bytes of each range without recompute; none are of weight gradients that are computed apart."""
-        return self.model.of_stage(self.held, needs_recompute=False)
-
-    @cached_property
-    def recomputed_bytes(self) -> StageBytes[Array]:
-        """The same with recompute."""
-        return self.model.of_stage(self.held, needs_recompute=True)
-
     @property
     def recompute_choices(self) -> tuple[bool, ...]:
         """Whether stages may run without recompute, with it, or both; the better one first."""
@@ -237,11 +222,14 @@ class SizedProblem:
 
     @cached_property
     def recompute_options(self) -> list[tuple[Array, StageBytes[Array]]]:
-        """The ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
+        """Seconds and bytes of ranges without recompute, and with it, the fastest first.
+
+        No bytes are of weight gradients that are computed apart.
+        """
         options = []
-        for needs_recompute in self.recompute_choices:
-            num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
-            options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
+        for again in self.recompute_choices:
+            work = _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds)) if again else self.work
+            options.append((work, self.model.of_stage(self.held, again)))
         return options
 
 

@@ -71,13 +71,10 @@ def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
     for step, s in product(_STEPS, range(1, len(starts))):
         for moved in (starts[s] - step, starts[s] + step):
             if bounds[s - 1] < moved < bounds[s + 1]:
-                yield from _with_cut(start, s, moved)
-
-
-def _with_cut(start: Candidate, stage: int, place: int) -> Iterator[Candidate]:
-    """Yields the candidate with a stage that starts elsewhere, whose stages hold as much, or what memory lets them."""
-    other = replace(start, starts=(*start.starts[:stage], place, *start.starts[stage + 1 :]))
-    yield from (other, replace(other, choices=())) if start.choices else (other,)
+                other = replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
+                yield other
+                if start.choices:
+                    yield replace(other, choices=())  # whose stages hold what memory lets them
 
 
 def move_groups(planner: Planner, start: Candidate) -> Iterator[Candidate]:

@@ -287,15 +287,11 @@ def resolve_cut(graph: Graph, name: str) -> int:
     Raises:
         PlanError: if no block and no module has that name; names the nearest.
     """
-    for block in graph.blocks:
-        if block.name == name:
-            return block.index
-    for mark in graph.cut_marks:
-        if mark.name == name and mark.block > 0:
-            return mark.block
-    for block in graph.blocks:
-        if block.module == name or block.module.startswith(name + "."):
-            return block.index
+    of_blocks = [block.index for block in graph.blocks if block.name == name]
+    of_marks = [mark.block for mark in graph.cut_marks if mark.name == name and mark.block > 0]
+    of_modules = [block.index for block in graph.blocks if f"{block.module}.".startswith(f"{name}.")]
+    if found := [*of_blocks, *of_marks, *of_modules]:
+        return found[0]
     paths = [accumulate(block.module.split("."), "{}.{}".format) for block in graph.blocks if block.module]
     modules = {module for path in paths for module in path}
     names = [block.name for block in graph.blocks]

@@ -5,7 +5,6 @@ An operation takes the greatest of its arithmetic, its memory and the least time
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import os
@@ -21,7 +20,17 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode, storage_of
-from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_dir, read_record, read_toml, shown
+from autovaruna.config.files import (
+    PACKAGED,
+    Amount,
+    Positive,
+    at_home,
+    conf_dir,
+    did_you_mean,
+    read_record,
+    read_toml,
+    shown,
+)
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph.facts import flop_formulas, tensors_in
@@ -128,8 +137,7 @@ def find_device_file(name: str) -> Path:
         if os.path.isfile(path):  # False, too, where nobody may look
             return path
     known = sorted(path.stem for folder in folders for path in folder.glob("*.toml"))
-    nearest = difflib.get_close_matches(Path(file).stem, known, 1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else "."
+    hint = did_you_mean(Path(file).stem, known) or "."
     raise ConfigError(
         f"There is no device file {name}{hint} Expected a path, or one of {', '.join(known)}; copy one of "
         f"{PACKAGED / 'devices'} to describe a device of your own."
