@@ -181,8 +181,7 @@ class _Rectangles:
         each, n = np.array(weights, dtype=np.float64), self.n
         if not each.any():
             return np.zeros((n + 1, n + 1))
-        differences = np.zeros((n + 2) ** 2)
-        np.add.at(differences, self.corners.ravel(), (each[self.things, None] * _SIGNS).ravel())
+        differences = np.bincount(self.corners.ravel(), (each[self.things, None] * _SIGNS).ravel(), (n + 2) ** 2)
         sums = differences.reshape(n + 2, n + 2).cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
         # Weights cancel only to within rounding; bytes are never negative.
         return np.asarray(np.maximum(sums, 0.0), dtype=np.float64)
