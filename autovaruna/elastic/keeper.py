@@ -63,7 +63,6 @@ from autovaruna.runtime.token_server import MOST_BYTES, Server, connect
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
-_KEEP_SECONDS = 60.0
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
@@ -443,7 +442,7 @@ def main() -> None:
     line = StandardStreams(keeper, lock)
     newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
     line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})
-    keep_seconds = settings.get("keep_seconds", _KEEP_SECONDS)
+    keep_seconds = settings["keep_seconds"]
     threading.Thread(target=line.end_if_silent, args=(keep_seconds,), daemon=True).start()
     if not line.follow():
         keeper.end_ranks()

@@ -343,5 +343,5 @@ def _are_close(one: Tensor, other: Tensor, start: Tensor) -> bool:
         return True
     epsilon = 0.0 if one.device.type == "cpu" else torch.finfo(one.dtype).eps
     tolerance = min(64 * epsilon, 1e-2)
-    way = (one - start).abs().max().nan_to_num().item()
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * way, equal_nan=True)
+    distance = (one - start).abs().max().nan_to_num().item()
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * distance, equal_nan=True)

@@ -198,7 +198,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = max(num_bytes / self.device.bytes_per_second, self.device.operation_seconds)
         formula = self.formulas.get(func.overloadpacket)
         if formula is None:
-            _note(str(func))
+            _warn_without_formula(str(func))
             return seconds
         rates = self.device.flops_per_second
         rate = rates.get(_dtype((args, kwargs)), rates["float32"])
@@ -215,8 +215,8 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 @cache
-def _note(name: str) -> None:
-    """Says once of an operation with much arithmetic that only its bytes are counted."""
+def _warn_without_formula(name: str) -> None:
+    """Warns once of an operation with much arithmetic that only its bytes are counted."""
     if "norm" not in name and any(part in name for part in _WITHOUT_FORMULA):
         logger.warning("there is no formula for the arithmetic of %s: it is predicted from its bytes alone", name)
 
