@@ -355,9 +355,8 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
     add("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
     add("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
-    add(
-        "--batch-size", type=int, default=0, metavar="N", help="samples of all ranks together (the call's, times ranks)"
-    )
+    text = "samples of all ranks together (the call's, times ranks)"
+    add("--batch-size", type=int, default=0, metavar="N", help=text)
     add("--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)")
     add_settings(parser, _SETTINGS)
 

@@ -117,12 +117,8 @@ def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
     """Adds the launcher's options; without a machine list, the allocation or this machine alone is the default."""
     add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
-    add_path(
-        "--machine_list",
-        default=machine_list,
-        metavar="FILE",
-        help="a name a line; not given: the allocation, or this machine",
-    )
+    text = "a name a line; not given: the allocation, or this machine"
+    add_path("--machine_list", default=machine_list, metavar="FILE", help=text)
     text = "ranks on each machine (as the allocation has tasks; without one 4)"
     add("--gpus_per_node", "--ranks_per_host", type=int, metavar="G", help=text)
     add("--batch_size", "--batch-size", type=int, metavar="B", help="samples of a step, over all ranks")

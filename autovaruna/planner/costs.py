@@ -262,11 +262,8 @@ class StageFormula:
         cluster, constraints = self.sized.problem.cluster, self.sized.problem.constraints
         count, replicas, hosts = self.sized.num_micro_batches, len(ranks), [cluster.hosts[rank] for rank in ranks]
         share, speeds = -(-count // replicas), [cluster.speeds[rank] for rank in ranks]
-        depth = (
-            share
-            if constraints.schedule == "gpipe"
-            else min(constraints.in_flight or -(-num_behind // replicas), share)
-        )
+        deepest = share if constraints.schedule == "gpipe" else constraints.in_flight or -(-num_behind // replicas)
+        depth = min(deepest, share)
         load = max(share_of(count, replicas, k) / speed for k, speed in enumerate(speeds))
         own = min(cluster.memory_bytes[rank] for rank in ranks) - cluster.process_bytes
         limit = own / num_held + cluster.process_bytes

@@ -242,10 +242,9 @@ class _DeploymentFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
     """Writes a deployment whole or not at all; raises DeploymentError if it cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode()
     try:
-        write_whole(
-            path, msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode() + "\n"
-        )
+        write_whole(path, text + "\n")
     except OSError as error:
         raise DeploymentError(f"the deployment cannot be written to {path}: {error.strerror or error}") from error
 

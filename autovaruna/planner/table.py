@@ -23,9 +23,8 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
     """Returns the stages of a plan as a table; times are predicted, for one micro-batch."""
     table = Table(title=_title(plan), box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "ranks", "modules", "parameters", "forward +\nbackward ms", "memory", "recompute"):
-        table.add_column(
-            name, justify="left" if name in ("ranks", "modules", "recompute") else "right", no_wrap=name != "modules"
-        )
+        is_text = name in ("ranks", "modules", "recompute")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "modules")
     for number, stage in enumerate(plan.stages):
         table.add_row(
             str(number),
