@@ -124,7 +124,6 @@ try:
     HOOKS = ("_forward_hooks", "_forward_pre_hooks", *BACKWARD_HOOKS)
     FLAT_WEIGHTS = "_flat_weights"  # the list of its weights that a recurrent module keeps
     VALIDATES = "_validate_args"  # whether a distribution checks its parameters
-    IncompatibleKeys = nn.modules.module._IncompatibleKeys  # what ``load_state_dict`` returns
     NormBase = torch.nn.modules.batchnorm._NormBase
     parse_to: Any = torch._C._nn._parse_to  # the arguments of ``module.to``
 

@@ -22,14 +22,14 @@ from plan_models import SUBJECTS, Subject
 from autovaruna.graph.call import describe
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.cuts import partition_chain
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
+from autovaruna.planner.shapes import partition_chain
 from autovaruna.planner.stage_memory import StageBytes
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.roofline import optimizer_cost, predict, read_device
@@ -205,8 +205,7 @@ def _rannc_choices(planner: Planner, problem: Problem, replicas: tuple[int, ...]
 
 
 def _recompute_ways(sized: SizedProblem) -> Iterator[tuple[StageBytes[np.ndarray], np.ndarray]]:
-    yield sized.plain_bytes, sized.work
-    yield sized.recomputed_bytes, sized.recomputed_work
+    yield from ((num_bytes, work) for work, num_bytes in sized.recompute_options)
 
 
 def summary(plan: Plan) -> str:

@@ -78,7 +78,7 @@ LEVELS = {
         "load save",
     ),
     "elastic": (
-        "host_list options host_processes job_folder rank_script replay sampler stub",
+        "host_list options host_processes job_folder rank_script sampler stub",
         "ahead snapshot standby",
         "job keeper notices",
         "link slow_ranks",

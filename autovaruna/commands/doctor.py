@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,10 +174,11 @@ def _hosts(names: str) -> Finding:
     listed = list_hosts(names, 1, None) if os.path.isfile(names) else dict.fromkeys(names.split(","), 1)
     call = [sys.executable, "-c", _OTHER]
     expected = _run(call).stdout
-    started = {host: _start(call if is_this_machine(host) else over_ssh(host, call)) for host in listed}
+    calls = [call if is_this_machine(host) else over_ssh(host, call) for host in listed]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        answers = dict(zip(listed, pool.map(_run, calls), strict=True))
     faults = []
-    for host, process in started.items():
-        done = _finished(process)
+    for host, done in answers.items():
         if done.returncode:
             faults.append(f"{host} ({_last_line(done.stderr) or 'no answer'})")
         elif done.stdout != expected:
@@ -187,22 +189,12 @@ def _hosts(names: str) -> Finding:
 
 
 def _run(call: Sequence[str], variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return _finished(_start(call, variables))
-
-
-def _start(call: Sequence[str], variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        call, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def _finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     try:
-        output, errors = process.communicate(timeout=_SECONDS)
+        return subprocess.run(
+            call, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS
+        )
     except subprocess.TimeoutExpired:
-        process.kill()
-        return subprocess.CompletedProcess(process.args, process.wait(), "", f"nothing came within {_SECONDS:.0f} s")
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+        return subprocess.CompletedProcess(call, 1, "", f"nothing came within {_SECONDS:.0f} s")
 
 
 def _last_line(text: str) -> str:

@@ -15,10 +15,9 @@ from rich.table import Table
 from torch import nn
 
 from autovaruna.commands.config import add_settings, settings_of
-from autovaruna.commands.measure import measure_here
+from autovaruna.commands.measure import Target, load_target, measure_here
 from autovaruna.commands.printing import add_json, checked_plot, columns, plot, show, show_json
 from autovaruna.commands.show import record_of
-from autovaruna.commands.target import Target, load_target
 from autovaruna.config.files import at_home, check_writable
 from autovaruna.config.settings import BYTES, REFUSALS, Sharing
 from autovaruna.errors import ConfigError
@@ -67,7 +66,8 @@ class Planning:
 
     def __init__(self, options: argparse.Namespace, known: Planning | None = None) -> None:
         self.options = options
-        self.settings = settings_of(options, {"memory_limit_bytes": options.memory} if options.memory else {})
+        memory = num_bytes(options.memory) if options.memory else 0
+        self.settings = settings_of(options, {"memory_limit_bytes": memory} if memory else {})
         self.device = read_device(options.device) if options.device else None
         self.memory_bytes = self._find_memory()
         self._may_share: Sharing = False
@@ -274,7 +274,7 @@ def report(planning: Planning) -> None:
     show(explain(plan, graph))
     longer = len(str(plan.num_ranks)) - len(str(pipeline.num_ranks))
     drawing = render(simulation, columns=columns() - longer)
-    show("\n" + timeline(drawing, rows, plan.num_ranks, _names(plan, pipeline)))
+    show("\n" + timeline(drawing, rows, _names(plan, pipeline), plan.num_ranks))
     for assumption in planning.assumptions:
         show(f"note: {assumption}")
     if options.output:
@@ -305,7 +305,7 @@ def choices_table(choices: Sequence[Plan]) -> Table:
     return table
 
 
-def shown_ranks(plan: Plan | Pipeline) -> list[int]:
+def shown_ranks(plan: Pipeline) -> list[int]:
     """Returns the ranks to draw: all, or of many the first replica of each stage, or of some stages."""
     used = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if len(used) <= _MOST_ROWS:
@@ -316,14 +316,11 @@ def shown_ranks(plan: Plan | Pipeline) -> list[int]:
     return [firsts[round(k * (len(firsts) - 1) / (_MOST_ROWS - 1))] for k in range(_MOST_ROWS)]
 
 
-def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[int] = ()) -> str:
+def timeline(drawing: str, rows: Sequence[int], names: Sequence[int], num_ranks: int) -> str:
     """Returns some rows of a drawing, with its legend, and what was left out; `names` are the ranks of its rows."""
-    lines = drawing.splitlines()
-    kept = [lines[row] for row in rows]
-    if names:
-        width = len(f"rank {max(names)}")
-        kept = [f"{f'rank {names[row]}':<{width}} |{lines[row].split('|', 1)[1]}" for row in rows]
-    kept += lines[len(names) or num_ranks :]
+    lines, width = drawing.splitlines(), len(f"rank {max(names)}")
+    kept = [f"{f'rank {names[row]}':<{width}} |{lines[row].split('|', 1)[1]}" for row in rows]
+    kept += lines[len(names) :]
     if len(rows) < num_ranks:
         kept.append(
             f"{len(rows)} of {num_ranks} ranks are drawn; the others are more replicas, or stages, or have none"
@@ -331,10 +328,10 @@ def timeline(drawing: str, rows: Sequence[int], num_ranks: int, names: Sequence[
     return "\n".join(kept)
 
 
-def _names(plan: Plan, pipeline: Pipeline) -> list[int]:
-    """Returns the plan's rank for each rank of a pipeline that is made of every n-th replica; empty: it is all."""
+def _names(plan: Plan, pipeline: Pipeline) -> Sequence[int]:
+    """Returns the plan's rank for each rank of a pipeline, which may be made of every n-th replica alone."""
     if pipeline.num_ranks == plan.num_ranks:
-        return []
+        return range(plan.num_ranks)
     parts = len(plan.stages[0].ranks) // len(pipeline.stages[0].ranks)
     return [rank for stage in plan.stages for rank in stage.ranks[::parts]]
 
@@ -358,9 +355,8 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
     add("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
     add("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
-    add(
-        "--batch-size", type=int, default=0, metavar="N", help="samples of all ranks together (the call's, times ranks)"
-    )
+    text = "samples of all ranks together (the call's, times ranks)"
+    add("--batch-size", type=int, default=0, metavar="N", help=text)
     add("--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)")
     add_settings(parser, _SETTINGS)
 
@@ -372,8 +368,6 @@ def run(options: argparse.Namespace) -> None:
             f"--ranks is {options.ranks}, --ranks-per-host {options.ranks_per_host}, --batch-size "
             f"{options.batch_size}; expected 1 or more ranks, and no negative number"
         )
-    if options.memory:
-        options.memory = num_bytes(options.memory)
     if options.output:
         check_writable("--output", options.output)
     if options.plot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -151,12 +151,12 @@ def advice(run: RunFolder) -> list[str]:
     return words or ["Nothing stands out: the step is about what was predicted, and memory fits."]
 
 
-def _about_stages(run: RunFolder, plan: Plan) -> list[str]:
-    """Returns what the plan and the time of ranks suggest."""
-    words, work = list[str](), [each["work"] for each in run.time_fractions] or [0.0]
+def _about_stages(run: RunFolder, plan: Plan) -> Iterator[str]:
+    """Yields what the plan and the time of ranks suggest."""
+    work = [each["work"] for each in run.time_fractions] or [0.0]
     mean = {name: fmean(each[name] for each in run.time_fractions) if run.time_fractions else 0.0 for name in _PARTS}
     if plan.num_stages > 1 and mean["bubble"] > _BUBBLE:
-        words.append(
+        yield (
             f"Ranks wait for other stages in {mean['bubble']:.0%} of the step (the bubble). More micro-batches make it "
             f"shorter: num_micro_batches={2 * plan.num_micro_batches}, now {plan.num_micro_batches}, or a larger batch."
         )
@@ -166,26 +166,25 @@ def _about_stages(run: RunFolder, plan: Plan) -> list[str]:
         layers = run.attempt[0]["stages"][stage]
         is_planned = planned[longest] > _LONGER * fmean(planned.values())
         cure = "Move a cut: cuts=[...]." if is_planned else "It was not expected: plan again on a quiet machine."
-        words.append(
+        yield (
             f"Rank {longest} (stage {stage}: {layers}) computes {max(work) / fmean(work) - 1:.0%} "
             f"longer than the mean of ranks, and a step is as long as its longest stage. {cure}"
         )
     if mean["messages"] > _MESSAGES:
-        words.append(
+        yield (
             f"Messages between stages take {mean['messages']:.0%} of the step: fewer stages, cuts where less is passed "
             "on, or neighbouring stages on one host."
         )
     if mean["all-reduce"] > _SUMS:
-        words.append(
+        yield (
             f"Sums of gradients over replicas take {mean['all-reduce']:.0%} of the step: a larger batch, or several "
             "calls for each step of the optimizer within no_sync()."
         )
     if run.step_seconds > _SLOWER * plan.predicted_seconds > 0:
-        words.append(
+        yield (
             f"A step takes {run.step_seconds / plan.predicted_seconds:.1f} times what was predicted: other programs "
             "use the machine, or the script does something between the call and the step of the optimizer."
         )
-    return words
 
 
 def page(run: RunFolder) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -98,8 +98,7 @@ class Request:
 
 def plan_ahead(path: Path) -> None:
     """Makes the plans that a file asks for; where there is none for some ranks, the others are made all the same."""
-    content: Mapping[str, object] = parse(path.read_bytes())
-    for request in read_record(content, Request).fewer():
+    for request in read_record(parse(path.read_bytes()), Request).fewer():
         try:
             request.plan()
         except AutoVarunaError as error:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _PATIENCE_SECONDS = 5.0
+_LOOK_SECONDS = 0.02
+_ALONE_SECONDS = 2.0  # a keeper whose manager has not spoken to it for so long may be replaced
 
 
 def processes_with(words: bytes) -> list[int]:
@@ -32,7 +34,7 @@ def end_all(words: bytes) -> int:
         for process in left:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(_LOOK_SECONDS)
     return num_ended
 
 
@@ -64,4 +66,18 @@ def acquire_lock(lock: Path) -> int | None:
     except OSError:
         os.close(file)
         return None
+    return file
+
+
+def acquire_from_abandoned(lock: Path) -> int | None:
+    """Acquires a keeper's lock, also from one whose manager has not spoken to it for a while: that one is killed."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (file := acquire_lock(lock)) is None and time.monotonic() < deadline:
+        with suppress(OSError, ValueError):
+            holder, is_alone = int(lock.read_text()), time.time() - lock.stat().st_mtime > _ALONE_SECONDS
+            if is_alone and b"autovaruna.elastic.keeper" in Path(f"/proc/{holder}/cmdline").read_bytes():
+                os.kill(holder, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
+    if file is not None:
+        os.pwrite(file, f"{os.getpid():10}".encode(), 0)  # as long as before: memory may be full by now
     return file

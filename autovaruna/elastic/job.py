@@ -53,9 +53,7 @@ LOST_OTHERS = 14  # what Open MPI ends a rank with that has done nothing, but ha
 class JobOutput:
     """Follows the streams of an mpirun; calls `on_start` for each rank that runs, and `on_end` for each that ends."""
 
-    def __init__(
-        self, on_start: Callable[[], None], on_end: Callable[[int, int], None] = lambda rank, status: None
-    ) -> None:
+    def __init__(self, on_start: Callable[[], None], on_end: Callable[[int, int], None]) -> None:
         self.started: set[int] = set()
         self.ended: dict[int, int] = {}  # the status of each rank that has ended, negative for a signal, in their order
         self._num_read = dict[int, int]()

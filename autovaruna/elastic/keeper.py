@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +27,15 @@ from typing import Any
 
 from autovaruna.checkpoint.remote_file import TOKEN, Pointer
 from autovaruna.config.files import copy_synced, read_record, write_whole
-from autovaruna.elastic.host_processes import acquire_lock, end_all, is_alive, memory_kills, processes_with, state_of
+from autovaruna.elastic.host_processes import (
+    acquire_from_abandoned,
+    acquire_lock,
+    end_all,
+    is_alive,
+    memory_kills,
+    processes_with,
+    state_of,
+)
 from autovaruna.elastic.job_folder import (
     AHEAD,
     COPIED,
@@ -56,8 +63,6 @@ from autovaruna.runtime.token_server import MOST_BYTES, Server, connect
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 5.0
 _SILENT_SECONDS = 30.0  # after so long without a word of the manager it counts as lost
-_ALONE_SECONDS = 2.0  # after so long without one, another keeper may take over
-_KEEP_SECONDS = 60.0
 _STARTING_SECONDS = 60.0  # what is younger may be of a job that starts just now
 
 
@@ -403,20 +408,6 @@ class StandardStreams:
         os._exit(1)
 
 
-def _acquire(lock: Path) -> int | None:
-    """Acquires a lock, also from a keeper whose manager has not spoken to it for a while: that one is killed."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (file := acquire_lock(lock)) is None and time.monotonic() < deadline:
-        with suppress(OSError, ValueError):
-            holder, is_alone = int(lock.read_text()), time.time() - lock.stat().st_mtime > _ALONE_SECONDS
-            if is_alone and b"autovaruna.elastic.keeper" in Path(f"/proc/{holder}/cmdline").read_bytes():
-                os.kill(holder, signal.SIGKILL)
-        time.sleep(_LOOK_SECONDS)
-    if file is not None:
-        os.pwrite(file, f"{os.getpid():10}".encode(), 0)  # as long as before: memory may be full by now
-    return file
-
-
 def _remove_abandoned(folder: Path) -> None:
     """Removes the folders, beside a job's, of jobs of this user all of whose processes were killed on this host."""
     prefix, _, _ = folder.name.rpartition("-")
@@ -439,7 +430,7 @@ def main() -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         sys.exit(f"keeper: {folder} is somebody else's")
-    lock = _acquire(folder / LOCK)
+    lock = acquire_from_abandoned(folder / LOCK)
     if lock is None:
         sys.exit(f"keeper: another one holds {folder}")
     with open(folder / TOKEN, "r+b" if (folder / TOKEN).exists() else "wb") as file:
@@ -451,7 +442,7 @@ def main() -> None:
     line = StandardStreams(keeper, lock)
     newest = max(map(_number_of, folders_in(folder, "attempt-")), default=0)
     line.write({"port": keeper.port, "host": socket.gethostname(), "attempt": newest})
-    keep_seconds = settings.get("keep_seconds", _KEEP_SECONDS)
+    keep_seconds = settings["keep_seconds"]
     threading.Thread(target=line.end_if_silent, args=(keep_seconds,), daemon=True).start()
     if not line.follow():
         keeper.end_ranks()

@@ -52,15 +52,15 @@ class Manager:
         self._morphing = morphing = options.morphing
         self._choose = choose
         self._log = EventLog(morphing.events)
-        known = pop_dead_manager(job := _name_of(options))
+        script = Path(options.script).read_bytes()
+        known = pop_dead_manager(job := _name_of(options, script))
         token = known.token if known else secrets.token_hex(32)
         folder = known.folder if known else f"autovaruna-{os.getuid()}-{secrets.token_hex(4)}"
         self._folder = Path(morphing.memory, folder)
         self._address = new_address_file(), token, job
         settings = {"folder": str(self._folder), "token": token, "standby": morphing.has_standby}
         settings["keep_seconds"] = morphing.keep_seconds
-        text = Path(options.script).read_text(errors="replace")
-        settings["libraries"] = [name for name in LIBRARIES if name in text]
+        settings["libraries"] = [name for name in LIBRARIES if name.encode() in script]
         self._hosts = Hosts(options.hosts, morphing, settings, self._address[0], self._log)
         self._checkpoints = Checkpoints(morphing.checkpoints, morphing.checkpoint_seconds, self._log)
         self._run: JobRun | None = None
@@ -182,12 +182,11 @@ class Manager:
 
     def _record_start(self, names: Mapping[str, int], state: State | None, num_ranks: int) -> None:
         where = f"{num_ranks} ranks on {', '.join(names)}"
-        known: dict[str, Any] = {"hosts": list(names), "ranks": num_ranks}
-        if state is None:
-            self._log.record("start", f"start on {where}", **known)
-            return
-        text = f"goes on from step {state.step}, in memory of {', '.join(state.hosts)}: {where}"
-        self._log.record("start", text, **(known | {"step": state.step, "from": state.hosts}))
+        text, details = f"start on {where}", dict[str, Any](hosts=list(names), ranks=num_ranks)
+        if state is not None:
+            text = f"goes on from step {state.step}, in memory of {', '.join(state.hosts)}: {where}"
+            details |= {"step": state.step, "from": state.hosts}
+        self._log.record("start", text, **details)
 
     # signals
 
@@ -299,10 +298,10 @@ def _words_of_ends(outcome: Outcome, step: int) -> str:
     return f"rank {rank} was killed three times at step {its_step} ({name}){about}"
 
 
-def _name_of(options: LaunchOptions) -> str:
+def _name_of(options: LaunchOptions, script: bytes) -> str:
     """Returns a name of a job, which a manager that is started again finds it by."""
-    script = hashlib.sha256(Path(options.script).read_bytes()).hexdigest()
-    words = [str(options.code_dir), options.script, script, options.arguments, options.resume_step]
+    digest = hashlib.sha256(script).hexdigest()
+    words = [str(options.code_dir), options.script, digest, options.arguments, options.resume_step]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 

@@ -93,12 +93,18 @@ def receiving_notices(
         path.unlink(missing_ok=True)
 
 
-def pop_dead_manager(job: str) -> Address | None:
-    """Returns the address of a killed manager of the same job, once; None: there was none."""
+def _addresses() -> Iterator[tuple[Path, Address]]:
+    """Yields the files of this user's managers, with what they say."""
     for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
         with suppress(OSError, ValueError):
-            address = read_record(json.loads(path.read_bytes()), Address)
-            if address.job == job and address.is_dead:
+            yield path, read_record(json.loads(path.read_bytes()), Address)
+
+
+def pop_dead_manager(job: str) -> Address | None:
+    """Returns the address of a killed manager of the same job, once; None: there was none."""
+    for path, address in _addresses():
+        if address.job == job and address.is_dead:
+            with suppress(OSError):
                 path.unlink()
                 return address
     return None
@@ -116,11 +122,7 @@ def notify_manager_preempt(host: str, seconds: float = 30.0) -> int:
     if seconds < 0:
         raise ConfigError(f"seconds is {seconds}; expected after how many seconds {host} goes, 0 or more")
     faults = []
-    for path in sorted(Path(at_home(_FOLDER)).glob("*.json")):
-        try:
-            address = read_record(json.loads(path.read_bytes()), Address)
-        except (OSError, ValueError):
-            continue
+    for path, address in _addresses():
         try:
             with connect(address.host, address.port, address.token.encode()) as connection:
                 connection.send_bytes(json.dumps({"host": host, "seconds": seconds}).encode())

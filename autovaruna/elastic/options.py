@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from autovaruna.elastic.host_list import list_hosts, read_lines
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
-_ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
 
 
 @dataclass(frozen=True)
@@ -119,12 +117,8 @@ def _read_morphing(given: argparse.Namespace) -> MorphingOptions:
 def add_options(parser: argparse.ArgumentParser, machine_list: str | None) -> None:
     """Adds the launcher's options; without a machine list, the allocation or this machine alone is the default."""
     add, add_path = parser.add_argument, partial(parser.add_argument, type=at_home)
-    add_path(
-        "--machine_list",
-        default=machine_list,
-        metavar="FILE",
-        help="a name a line; not given: the allocation, or this machine",
-    )
+    text = "a name a line; not given: the allocation, or this machine"
+    add_path("--machine_list", default=machine_list, metavar="FILE", help=text)
     text = "ranks on each machine (as the allocation has tasks; without one 4)"
     add("--gpus_per_node", "--ranks_per_host", type=int, metavar="G", help=text)
     add("--batch_size", "--batch-size", type=int, metavar="B", help="samples of a step, over all ranks")
@@ -160,8 +154,6 @@ def read_variables(path: str | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         try:
-            if not _ASSIGNS.match(line):  # quickly, where a line is long
-                raise ValueError
             words = shlex.split(line, comments=True)
             words = words[1:] if words[:1] == ["export"] else words
             pairs = dict(word.split("=", 1) for word in words)

@@ -6,7 +6,6 @@ thread is started, before the fork.
 
 from __future__ import annotations
 
-import array
 import atexit
 import ctypes
 import gc
@@ -38,7 +37,7 @@ _NOT_IMPORTED = ("__main__", "run_varuna")
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # counts GPUs without the driver, which no fork could use afterwards
 _LOOK_SECONDS = 1.0
 _MOST_LOOKS = 20  # how long the process outlives the host's keeper, for a new one to come
-_LENGTH_BYTES = 8
+_LENGTH_BYTES, _NUM_FILES = 8, 3  # what a stub sends first: how long its variables are, and its standard streams
 
 
 @dataclass
@@ -91,13 +90,13 @@ def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:
     stub, _ = listener.accept()
     try:
         stub.settimeout(5.0)
-        length, control, _, _ = stub.recvmsg(_LENGTH_BYTES, socket.CMSG_LEN(12))
-        files = array.array("i")
-        files.frombytes(control[0][2][:12])
+        length, files, _, _ = socket.recv_fds(stub, _LENGTH_BYTES, _NUM_FILES)
+        if len(files) != _NUM_FILES:
+            raise ValueError("it has not sent its files")
         with stub.makefile("rb") as rest:
             job = json.loads(rest.read(int.from_bytes(length, "little")))
         stub.settimeout(None)
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError):
         stub.close()
         return False
     process = os.fork()
@@ -116,7 +115,7 @@ def _fork(listener: socket.socket, ranks: dict[int, _Rank]) -> bool:
     return False
 
 
-def _become(job: dict[str, Any], files: array.array[int]) -> None:
+def _become(job: dict[str, Any], files: Sequence[int]) -> None:
     """Gives this process the files, variables, folder and process group of a rank."""
     for target, file in enumerate(files):
         os.dup2(file, target)

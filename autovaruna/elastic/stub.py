@@ -5,7 +5,6 @@ which has everything imported, where there is one; else Python is started. mpiru
 when one on another host is killed, and says that a job has ended well whose host is lost: the line tells the truth.
 """
 
-import array
 import ctypes
 import json
 import os
@@ -41,8 +40,7 @@ def _standby(path: str) -> "socket.socket | None":
     try:
         connection.connect(path)
         job = json.dumps({"variables": dict(os.environ), "folder": os.getcwd()}).encode()
-        files = array.array("i", [0, 1, 2])
-        connection.sendmsg([len(job).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        socket.send_fds(connection, [len(job).to_bytes(8, "little")], [0, 1, 2])
         connection.sendall(job)
         return connection
     except OSError:

@@ -9,11 +9,11 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.costs import SizedProblem, StageFormula
 from autovaruna.planner.exchange import Exchange
 from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, latency_depth, textbook_depth

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autovaruna.planner.cost_table import Array, Costs
+from autovaruna.planner.arrays import Array, Costs, RangeTables
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Peak, StagePlan
 from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel, StageBytes
 from autovaruna.profiler.records import Cluster, LinkCost
@@ -138,11 +137,6 @@ class SizedProblem:
         return _forbid_empty(self.tables.add_up(self.step_seconds))
 
     @cached_property
-    def recomputed_work(self) -> Array:
-        """`work` with recompute."""
-        return _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds))
-
-    @cached_property
     def held(self) -> Holdings[Array]:
         """What each range holds."""
         return self._by_range.all()
@@ -197,11 +191,6 @@ class SizedProblem:
         """Seconds of the optimizer step over the parameters of each range, on a rank of speed 1."""
         return np.asarray(self.optimizer_seconds_at(), dtype=np.float64)
 
-    @property
-    def whole_optimizer_seconds(self) -> float:
-        """Seconds of the optimizer step over all parameters, on a rank of speed 1."""
-        return float(self.optimizer_seconds_at((0, self.tables.num_segments)))
-
     def optimizer_seconds_at(self, where: Any = ...) -> Any:
         """Returns the table, or one entry of it, which is known much sooner."""
         cost, num_trained, trained = self.problem.optimizer_cost, self.tables.num_trained, self.tables.trained_bytes
@@ -224,16 +213,6 @@ class SizedProblem:
         """What the executor adds to the forward and the backward of a micro-batch at one stage."""
         return self.problem.cluster.overhead_seconds * (2 if self.problem.needs_gradient else 1)
 
-    @cached_property
-    def plain_bytes(self) -> StageBytes[Array]:
-        """Bytes of each range without recompute; none are of weight gradients that are computed apart."""
-        return self.model.of_stage(self.held, needs_recompute=False)
-
-    @cached_property
-    def recomputed_bytes(self) -> StageBytes[Array]:
-        """The same with recompute."""
-        return self.model.of_stage(self.held, needs_recompute=True)
-
     @property
     def recompute_choices(self) -> tuple[bool, ...]:
         """Whether stages may run without recompute, with it, or both; the better one first."""
@@ -243,11 +222,14 @@ class SizedProblem:
 
     @cached_property
     def recompute_options(self) -> list[tuple[Array, StageBytes[Array]]]:
-        """The ways to run ranges, the fastest first: without recompute, and with it; seconds, and bytes."""
+        """Seconds and bytes of ranges without recompute, and with it, the fastest first.
+
+        No bytes are of weight gradients that are computed apart.
+        """
         options = []
-        for needs_recompute in self.recompute_choices:
-            num_bytes = self.recomputed_bytes if needs_recompute else self.plain_bytes
-            options.append((self.recomputed_work if needs_recompute else self.work, num_bytes))
+        for again in self.recompute_choices:
+            work = _forbid_empty(self.work + self.tables.add_up(self.costs.forward_seconds)) if again else self.work
+            options.append((work, self.model.of_stage(self.held, again)))
         return options
 
 
@@ -280,11 +262,8 @@ class StageFormula:
         cluster, constraints = self.sized.problem.cluster, self.sized.problem.constraints
         count, replicas, hosts = self.sized.num_micro_batches, len(ranks), [cluster.hosts[rank] for rank in ranks]
         share, speeds = -(-count // replicas), [cluster.speeds[rank] for rank in ranks]
-        depth = (
-            share
-            if constraints.schedule == "gpipe"
-            else min(constraints.in_flight or -(-num_behind // replicas), share)
-        )
+        deepest = share if constraints.schedule == "gpipe" else constraints.in_flight or -(-num_behind // replicas)
+        depth = min(deepest, share)
         load = max(share_of(count, replicas, k) / speed for k, speed in enumerate(speeds))
         own = min(cluster.memory_bytes[rank] for rank in ranks) - cluster.process_bytes
         limit = own / num_held + cluster.process_bytes

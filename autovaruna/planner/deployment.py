@@ -18,10 +18,9 @@ import numpy as np
 from autovaruna.config.files import Amount, Count, Positive, Whole, at_home, parse, read_record, shown, write_whole
 from autovaruna.errors import DeploymentError, PlanError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.cost_table import Costs
+from autovaruna.planner.arrays import Costs, RangeTables
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.prediction import pipeline_of, policy_of, representative
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import bytes_of_ranks
 from autovaruna.planner.records import BlockBytes, Plan, StagePlan
 from autovaruna.planner.search_space import resolve_cuts, stage_blocks
@@ -33,15 +32,6 @@ from autovaruna.schedule.simulator import simulate
 FORMAT_VERSION = 1
 _ROUNDING = 1e-6
 """Memory limits that differ by no more are the same; a plan fits that needs no more than that above one."""
-_PREDICTED = (
-    "bound_seconds",
-    "single_bound_seconds",
-    "is_measured",
-    "bound_proof",
-    "overhead_seconds",
-    "rank_memory_bytes",
-    "cores_per_rank",
-)
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     limits = zip_longest(saved.memory_bytes, now.memory_bytes, fillvalue=0.0)
     if saved.num_ranks == now.num_ranks and not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in limits):
         sentences.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
-    settings = [_plain(each.settings) for each in (saved, now)]
+    settings = [parse(json.dumps(dict(each.settings), default=float)) for each in (saved, now)]  # tuples are lists
     if saved.graph != now.graph:  # what optimizers hold is measured, and of another model another
         settings = [{**each, "optimizer_bytes_factor": None} for each in settings]
     return sentences + _changed("setting ", *settings)
@@ -97,13 +87,6 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
 def _changed(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     return [f"{what}{name} changed ({saved.get(name, 'not set')} -> {now.get(name, 'not set')})" for name in names]
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON gives it back: tuples are lists."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
 def _bytes(limits: tuple[float, ...]) -> str:
@@ -229,6 +212,11 @@ class _Predicted(msgspec.Struct):
     cores_per_rank: Positive = 1.0
 
 
+_AS_IN_PLAN = [
+    name for name in _Predicted.__struct_fields__ if name in Plan.__dataclass_fields__ and not name.endswith("_link")
+]
+
+
 class _ValidFor(msgspec.Struct):
     graph: str
     shapes: dict[str, str]
@@ -254,10 +242,9 @@ class _DeploymentFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def save(path: str | os.PathLike[str], deployment: Deployment) -> None:
     """Writes a deployment whole or not at all; raises DeploymentError if it cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode()
     try:
-        write_whole(
-            path, msgspec.json.format(msgspec.json.encode(_file(deployment), enc_hook=float), indent=2).decode() + "\n"
-        )
+        write_whole(path, text + "\n")
     except OSError as error:
         raise DeploymentError(f"the deployment cannot be written to {path}: {error.strerror or error}") from error
 
@@ -295,8 +282,7 @@ def _file(deployment: Deployment) -> _DeploymentFile:
             step_seconds=plan.predicted_seconds,
             local_link=_LinkRecord(**asdict(plan.local_link)),
             remote_link=_LinkRecord(**asdict(plan.remote_link)),
-            block_bytes=plan.block_bytes,
-            **{name: getattr(plan, name) for name in _PREDICTED},
+            **{name: getattr(plan, name) for name in _AS_IN_PLAN},
         ),
         valid_for=_ValidFor(
             **asdict(deployment.fingerprint),
@@ -341,9 +327,8 @@ def _deployment(file: _DeploymentFile) -> Deployment:
         local_link=predicted.local_link.cost(),
         remote_link=predicted.remote_link.cost(),
         host_of=valid_for.host_of,
-        block_bytes=predicted.block_bytes,
         needs_gradient=valid_for.needs_gradient,
-        **{name: getattr(predicted, name) for name in _PREDICTED},
+        **{name: getattr(predicted, name) for name in _AS_IN_PLAN},
     )
     fingerprint = Fingerprint(**{name: getattr(valid_for, name) for name in Fingerprint.__dataclass_fields__})
     return Deployment(plan, tuple(stage.cut for stage in file.stages[1:]), fingerprint)

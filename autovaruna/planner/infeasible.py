@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle, islice, pairwise
+from itertools import cycle, groupby, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.arrays import Array, RangeTables
 from autovaruna.planner.candidate import Candidate
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
-from autovaruna.planner.cuts import partition_chain
-from autovaruna.planner.placement import Ranks
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages
-from autovaruna.planner.range_tables import RangeTables
-from autovaruna.planner.search_space import cut_positions
+from autovaruna.planner.search_space import Ranks, cut_positions
+from autovaruna.planner.shapes import partition_chain
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -26,12 +24,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     steps = {other - rank for rank, other in pairwise(ranks)}
     if len(ranks) > 3 and len(steps) == 1 and min(steps) > 1:
         return f"{ranks[0]}-{ranks[-1]} by {steps.pop()}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    numbered = groupby(enumerate(ranks), key=lambda each: each[1] - each[0])  # constant along a run
+    runs = [[rank for _, rank in run] for _, run in numbered]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 

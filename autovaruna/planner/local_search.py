@@ -9,11 +9,17 @@ from itertools import chain, combinations, product
 
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator
-from autovaruna.planner.grids import cut_for_ranks
-from autovaruna.planner.placement import changed_ranks, fewer_replicas
 from autovaruna.planner.problem import FEW_RANKS, SPLIT_SCHEDULE
 from autovaruna.planner.rank_memory import Choices, choices_of
-from autovaruna.planner.search_space import nearby_counts, spread, stages_per_rank, variants
+from autovaruna.planner.search_space import (
+    changed_ranks,
+    fewer_replicas,
+    nearby_counts,
+    spread,
+    stages_per_rank,
+    variants,
+)
+from autovaruna.planner.shapes import cut_for_ranks
 
 BETTER = 0.9995
 """What a move has to save: a plan that is hardly faster is not worth the next simulations."""
@@ -65,13 +71,10 @@ def move_cuts(planner: Planner, start: Candidate) -> Iterator[Candidate]:
     for step, s in product(_STEPS, range(1, len(starts))):
         for moved in (starts[s] - step, starts[s] + step):
             if bounds[s - 1] < moved < bounds[s + 1]:
-                yield from _with_cut(start, s, moved)
-
-
-def _with_cut(start: Candidate, stage: int, place: int) -> Iterator[Candidate]:
-    """Yields the candidate with a stage that starts elsewhere, whose stages hold as much, or what memory lets them."""
-    other = replace(start, starts=(*start.starts[:stage], place, *start.starts[stage + 1 :]))
-    yield from (other, replace(other, choices=())) if start.choices else (other,)
+                other = replace(start, starts=(*starts[:s], moved, *starts[s + 1 :]))
+                yield other
+                if start.choices:
+                    yield replace(other, choices=())  # whose stages hold what memory lets them
 
 
 def move_groups(planner: Planner, start: Candidate) -> Iterator[Candidate]:

@@ -8,8 +8,7 @@ from functools import cached_property
 
 from autovaruna.errors import PlanError
 from autovaruna.graph.records import Graph
-from autovaruna.planner.cost_table import CostTable
-from autovaruna.planner.flow import Flow
+from autovaruna.planner.arrays import CostTable, Flow
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 
 FEW_RANKS = 12

@@ -8,8 +8,8 @@ from functools import cache
 
 import numpy as np
 
+from autovaruna.planner.arrays import Array
 from autovaruna.planner.candidate import Planner
-from autovaruna.planner.cost_table import Array
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import forced_stages
 from autovaruna.planner.records import Plan
@@ -31,7 +31,7 @@ def _work(sized: SizedProblem) -> float:
     ranks = {rank for ranks in sized.problem.constraints.stage_ranks for rank in ranks} or range(cluster.num_ranks)
     speeds = [cluster.speeds[rank] for rank in ranks]
     each = float(sized.step_seconds.sum()) + sized.overhead_seconds * min(speeds)
-    return (count * each + sized.whole_optimizer_seconds) / sum(speeds)
+    return (count * each + float(sized.optimizer_seconds_at((0, sized.tables.num_segments)))) / sum(speeds)
 
 
 def _longest_path(sized: SizedProblem) -> float:

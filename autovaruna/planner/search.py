@@ -18,24 +18,13 @@ import numpy as np
 
 from autovaruna.config.settings import Sharing
 from autovaruna.errors import PlanError
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.evaluator import Evaluator, Progress
-from autovaruna.planner.grids import (
-    CELLS,
-    Grid,
-    cut_for_ranks,
-    cut_grids,
-    even_seconds,
-    grids_of,
-    groups_of,
-    unequal_replicas,
-)
 from autovaruna.planner.infeasible import exceeds_all, explain_infeasible, splits_that_fit
-from autovaruna.planner.interleaved import Shape, candidates_of, shapes_on, varied
 from autovaruna.planner.local_search import improve, move_choices, move_counts, move_cuts, move_groups, move_ranks
 from autovaruna.planner.problem import Problem, check_problem, forced_stages
 from autovaruna.planner.proof import Proof
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import is_within
 from autovaruna.planner.records import Plan, Simplicity, what_was_given_up
 from autovaruna.planner.search_space import (
@@ -44,6 +33,20 @@ from autovaruna.planner.search_space import (
     plan_with_cut_points,
     stages_per_rank,
     zoomed_positions,
+)
+from autovaruna.planner.shapes import (
+    CELLS,
+    Grid,
+    Shape,
+    candidates_of,
+    cut_for_ranks,
+    cut_grids,
+    even_seconds,
+    grids_of,
+    groups_of,
+    shapes_on,
+    unequal_replicas,
+    varied,
 )
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from autovaruna.planner.cost_table import Array, Costs
-from autovaruna.planner.range_tables import RangeTables
+from autovaruna.planner.arrays import Array, Costs, RangeTables
 from autovaruna.planner.records import Peak
 
 Bytes = TypeVar("Bytes", float, Array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from rich import box
 from rich.table import Table
@@ -22,9 +23,8 @@ def plan_table(plan: Plan, graph: Graph) -> Table:
     """Returns the stages of a plan as a table; times are predicted, for one micro-batch."""
     table = Table(title=_title(plan), box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("stage", "ranks", "modules", "parameters", "forward +\nbackward ms", "memory", "recompute"):
-        table.add_column(
-            name, justify="left" if name in ("ranks", "modules", "recompute") else "right", no_wrap=name != "modules"
-        )
+        is_text = name in ("ranks", "modules", "recompute")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "modules")
     for number, stage in enumerate(plan.stages):
         table.add_row(
             str(number),
@@ -136,12 +136,8 @@ def _short(path: str, shared: str, inside: set[int], graph: Graph) -> str:
 
 
 def _shared_prefix(first: str, last: str) -> str:
-    shared = []
-    for one, other in zip(first.split("."), last.split("."), strict=False):
-        if one != other:
-            break
-        shared.append(one)
-    return ".".join(shared)
+    pairs = zip(first.split("."), last.split("."), strict=False)
+    return ".".join(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _count(number: int, noun: str) -> str:

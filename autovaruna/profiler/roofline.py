@@ -5,7 +5,6 @@ An operation takes the greatest of its arithmetic, its memory and the least time
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import os
@@ -21,7 +20,17 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autovaruna._torch import FakeTensorMode, OpOverload, TorchDispatchMode, current_fake_mode, storage_of
-from autovaruna.config.files import PACKAGED, Amount, Positive, at_home, conf_dir, read_record, read_toml, shown
+from autovaruna.config.files import (
+    PACKAGED,
+    Amount,
+    Positive,
+    at_home,
+    conf_dir,
+    did_you_mean,
+    read_record,
+    read_toml,
+    shown,
+)
 from autovaruna.config.settings import BYTES, REFUSALS
 from autovaruna.errors import ConfigError, MeasureError
 from autovaruna.graph.facts import flop_formulas, tensors_in
@@ -128,8 +137,7 @@ def find_device_file(name: str) -> Path:
         if os.path.isfile(path):  # False, too, where nobody may look
             return path
     known = sorted(path.stem for folder in folders for path in folder.glob("*.toml"))
-    nearest = difflib.get_close_matches(Path(file).stem, known, 1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else "."
+    hint = did_you_mean(Path(file).stem, known) or "."
     raise ConfigError(
         f"There is no device file {name}{hint} Expected a path, or one of {', '.join(known)}; copy one of "
         f"{PACKAGED / 'devices'} to describe a device of your own."
@@ -190,7 +198,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = max(num_bytes / self.device.bytes_per_second, self.device.operation_seconds)
         formula = self.formulas.get(func.overloadpacket)
         if formula is None:
-            _note(str(func))
+            _warn_without_formula(str(func))
             return seconds
         rates = self.device.flops_per_second
         rate = rates.get(_dtype((args, kwargs)), rates["float32"])
@@ -207,8 +215,8 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 @cache
-def _note(name: str) -> None:
-    """Says once of an operation with much arithmetic that only its bytes are counted."""
+def _warn_without_formula(name: str) -> None:
+    """Warns once of an operation with much arithmetic that only its bytes are counted."""
     if "norm" not in name and any(part in name for part in _WITHOUT_FORMULA):
         logger.warning("there is no formula for the arithmetic of %s: it is predicted from its bytes alone", name)
 

@@ -39,7 +39,7 @@ from autovaruna.profiler.measure import (
     settle,
     to_profile,
 )
-from autovaruna.profiler.optimizer_trial import measure_step, state_factor
+from autovaruna.profiler.optimizer_cost import measure_step, state_factor
 from autovaruna.profiler.records import Cluster, OptimizerCost, Profile
 from autovaruna.runtime.torch_channel import open_to_measure
 from autovaruna.runtime.world import World, gather_on_all

@@ -64,10 +64,10 @@ def on_device(inputs: Inputs, device: torch.device) -> Inputs:
 def rows_of(inputs: Inputs, size: int, rows: slice | Tensor) -> Inputs:
     """Returns some samples of a batch of `size`; what is no batch stays whole."""
 
-    def take(tensor: Tensor) -> Tensor:
+    def part_of(tensor: Tensor) -> Tensor:
         return tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
 
-    return pytree.tree_map_only(Tensor, take, inputs)  # type: ignore[no-any-return]
+    return pytree.tree_map_only(Tensor, part_of, inputs)  # type: ignore[no-any-return]
 
 
 def loss_of(output: Any) -> Tensor:

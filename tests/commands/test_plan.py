@@ -17,7 +17,7 @@ from autovaruna.__main__ import main
 from autovaruna.commands.plan import make_optimizer
 from autovaruna.planner.deployment import load
 from autovaruna.profiler.cache import load_measured
-from autovaruna.profiler.optimizer_trial import state_factor
+from autovaruna.profiler.optimizer_cost import state_factor
 from autovaruna.profiler.records import Profile
 from tests.commands import targets
 from tests.products import some

@@ -24,7 +24,7 @@ HOST, OTHER = "localhost", "elsewhere.invalid"
 @contextmanager
 def job_hosts(folder: Path, options: MorphingOptions) -> Iterator[Hosts]:
     """Returns the hosts of a job on this machine; its keeper ends with the context."""
-    settings = {"folder": str(folder / "job"), "token": TOKEN, "standby": False}
+    settings = {"folder": str(folder / "job"), "token": TOKEN, "standby": False, "keep_seconds": 0.0}
     hosts = Hosts({HOST: 1}, options, settings, folder / "own", EventLog(None))
     try:
         hosts.start(lambda: None)

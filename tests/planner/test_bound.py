@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.costs import SizedProblem
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.proof import bound_of_single
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import OptimizerCost

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner, priced
 from autovaruna.planner.costs import AllReduces
 from autovaruna.planner.prediction import pipeline_of, policy_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain

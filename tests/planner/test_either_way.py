@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
 from autovaruna.planner.prediction import RankOrders, pipeline_of
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search import make_plan
 from autovaruna.schedule.check import check
 from autovaruna.schedule.pipeline import Kind

@@ -12,10 +12,10 @@ from itertools import islice, product
 import pytest
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.proof import WORTH
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.rank_memory import Option, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import PlanError
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Planner
-from autovaruna.planner.grids import cut_for_ranks
 from autovaruna.planner.problem import Problem
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.shapes import cut_for_ranks
 from tests.planner.cases import make_problem
 from tests.products import some
 

@@ -11,9 +11,9 @@ import pytest
 
 from autovaruna.planner import prediction as prediction_module
 from autovaruna.planner import search_space
+from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.candidate import Candidate, Planner
 from autovaruna.planner.prediction import policy_of, schedule_by_parts
-from autovaruna.planner.range_tables import RangeTables
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost

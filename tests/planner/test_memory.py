@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from autovaruna.graph.records import Graph
-from autovaruna.planner.cost_table import Array, Costs, CostTable
+from autovaruna.planner.arrays import Array, Costs, CostTable, RangeTables, gradient_bytes
 from autovaruna.planner.prediction import Edges
-from autovaruna.planner.range_tables import RangeTables, gradient_bytes
 from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryModel
 from tests.planner.cases import make_graph, make_profile
 

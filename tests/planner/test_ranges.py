@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from autovaruna.planner.cost_table import Array, CostTable
-from autovaruna.planner.cuts import partition_chain
+from autovaruna.planner.arrays import Array, CostTable
+from autovaruna.planner.shapes import partition_chain
 from autovaruna.profiler.records import BlockCost, Profile
 from tests.own_time import takes_at_most
 

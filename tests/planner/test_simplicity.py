@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.grids import Grid, grids_of
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Simplicity
 from autovaruna.planner.search import make_plan, plan_and_choices
+from autovaruna.planner.shapes import Grid, grids_of
 from autovaruna.planner.table import explain
 from tests.planner.cases import make_problem
 from tests.products import some

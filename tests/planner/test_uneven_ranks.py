@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.placement import layouts
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
+from autovaruna.planner.search_space import layouts
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import assert_near_the_best
 from tests.planner.cases import make_problem

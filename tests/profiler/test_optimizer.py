@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna.profiler import optimizer_trial
-from autovaruna.profiler.optimizer_trial import measure_step, state_factor, steps_of, work_factors
+from autovaruna.profiler import optimizer_cost
+from autovaruna.profiler.optimizer_cost import measure_step, state_factor, work_factors
+from autovaruna.profiler.optimizer_trial import steps_of
 from tests.profiler.clock import WorkClock, work_clock
 from tests.profiler.models import CPU
 from tests.profiler.own_optimizers import JOINT, SEPARATE, EachAlone, Lamb, Langevin, Unknown
@@ -91,8 +92,8 @@ def test_the_steps_of_a_model_are_predicted_from_its_own_shapes(
 ) -> None:
     """Once, tensors of a fixed size were tried out: a step that grows with the side of a matrix took minutes."""
     model = nn.Sequential(*(nn.Linear(48, 96, bias=False) for _ in range(3)), nn.Linear(8, 48, bias=False))
-    monkeypatch.setattr(optimizer_trial, "_BUDGET_SECONDS", 100.0)  # of this clock
-    with work_clock(optimizer_trial) as clock:
+    monkeypatch.setattr(optimizer_cost, "_BUDGET_SECONDS", 100.0)  # of this clock
+    with work_clock(optimizer_cost) as clock:
         found = measure_step(make(model), CPU)
         begin = clock()
         plain = plain_step_seconds(model, make(model), clock)

@@ -131,7 +131,7 @@ def test_an_error_of_the_script_is_shown_as_by_python_itself(text: str, tmp_path
 def test_output_is_that_of_its_rank(written: bytes, shown: str, ended: dict[int, int]) -> None:
     """mpirun marks neither the end of a last line without one, nor, a second time, a line that goes on behind it."""
     target = io.TextIOWrapper(io.BytesIO(), "ascii")  # cannot show everything
-    output = JobOutput(lambda: None)
+    output = JobOutput(lambda: None, lambda rank, status: None)
     output.follow(io.BytesIO(written), target)
     output.wait()
     target.seek(0)
@@ -142,7 +142,7 @@ def test_output_that_nobody_reads_any_more_does_not_stop_the_job(capsys: pytest.
     reader, writer = os.pipe()
     os.close(reader)
     stream = io.BytesIO(b"[1,0]<stdout>: a\n" * 10_000)
-    output = JobOutput(lambda: None)
+    output = JobOutput(lambda: None, lambda rank, status: None)
     output.follow(stream, os.fdopen(writer, "w", closefd=False))
     output.wait()
     os.close(writer)

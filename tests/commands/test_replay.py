@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autovaruna.elastic.replay import Change, FaultCosts, read_trace, replay
+from autovaruna.commands.simulate import Change, FaultCosts, read_trace, replay
 from autovaruna.errors import InputError
 
 STEPS = {1: 1.0, 2: 0.5, 3: 0.4}

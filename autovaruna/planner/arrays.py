@@ -1,20 +1,154 @@
-"""Holds what every range of segments of a graph has: parameters, buffers, inputs, values that cross its ends."""
+"""Holds profile and graph as arrays: what blocks cost (`CostTable`), where values go (`Flow`), what ranges of segments
+have (`RangeTables`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autovaruna.graph.records import Graph, Parameter, Size
-from autovaruna.planner.cost_table import Array
+from autovaruna.graph.records import Graph, Parameter, Size, Value
+from autovaruna.profiler.records import Profile
 
+Array = NDArray[np.float64]
 _Holders = Sequence[Sequence[int]]
 """For each thing, the segments in which it is used, ascending; the first one makes it."""
 _SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cost of each block at one micro-batch size; every array has one entry a block."""
+
+    micro_batch_size: float
+    forward_seconds: Array
+    backward_seconds: Array
+    saved_bytes: Array
+    work_bytes: Array
+    weight_seconds: Array
+    split_seconds: Array
+    deferred_bytes: Array
+
+    @property
+    def input_seconds(self) -> Array:
+        """Seconds of a backward that leaves its weight gradients for later."""
+        return np.maximum(self.backward_seconds - self.weight_seconds, 0.0) + self.split_seconds
+
+
+class CostTable:
+    """The costs of a profile as arrays, to be read at any micro-batch size.
+
+    Two rules keep noise out: a larger micro-batch never costs less than a smaller one, and below the smallest
+    measured size a cost falls no faster than in proportion.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        sizes = np.array(profile.micro_batch_sizes, dtype=np.float64)
+        order = np.argsort(sizes)
+        self._sizes = sizes[order]
+        names = [each.name for each in fields(Costs)[1:]]
+        rows = (np.array([[getattr(cost, name) for cost in costs] for costs in profile.costs]) for name in names)
+        self._rows = [np.maximum.accumulate(row.astype(np.float64)[order], axis=0) for row in rows]
+        self.at = lru_cache(maxsize=16)(self._at)  # a search asks for the same few sizes
+
+    def _at(self, micro_batch_size: float) -> Costs:
+        return Costs(micro_batch_size, *(_interpolate(rows, self._sizes, micro_batch_size) for rows in self._rows))
+
+
+def _interpolate(rows: Array, sizes: Array, size: float) -> Array:
+    """Returns the row at `size`, between the measured sizes or from the two nearest, by a line.
+
+    `rows` is ``(len(sizes), num_blocks)`` with ascending sizes and numbers.
+    """
+    if len(sizes) == 1:
+        return np.asarray(rows[0] * (size / sizes[0]), dtype=np.float64)
+    right = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
+    share = float((size - sizes[right - 1]) / (sizes[right] - sizes[right - 1]))
+    row = rows[right - 1] + share * (rows[right] - rows[right - 1])
+    if size < sizes[0]:
+        row = np.maximum(row, rows[0] * (size / sizes[0]))
+    return np.asarray(row, dtype=np.float64)
+
+
+class Flow:
+    """Where some values of a graph go; what that says of their blocks is found once, and asked for every M."""
+
+    def __init__(self, values: Sequence[Value], num_blocks: int) -> None:
+        self.values, self.num_blocks = values, num_blocks
+
+    @cached_property
+    def holders(self) -> dict[int, list[int]]:
+        """By block, the earlier ones that were the last to make or use a value which it needs, ascending."""
+        found: dict[int, set[int]] = {}
+        for value in self.values:
+            for holder, user in pairwise(sorted({value.producer, *value.consumers})):
+                found.setdefault(user, set()).add(holder)
+        return {user: sorted(holders) for user, holders in found.items()}
+
+    @cached_property
+    def producers(self) -> dict[int, list[int]]:
+        """The blocks whose values each block uses, by block; those that use none are left out."""
+        found: dict[int, list[int]] = {}
+        for value in self.values:
+            for user in value.consumers:
+                found.setdefault(user, []).append(value.producer)
+        return dict(sorted(found.items()))
+
+    def fill_seconds(self, block_seconds: Array) -> Array:
+        """Returns, for each block p, the least seconds of other stages that a stage starting at p waits for.
+
+        Args:
+            block_seconds: of each block, forward (of gradients: backward; then the wait is that after the stage's last
+                backward), on the fastest rank.
+
+        Returns:
+            ``(num_blocks,)``, valid for every split into consecutive stages, one stage a rank.
+        """
+        work = [0.0, *np.cumsum(block_seconds).tolist()]
+        fill = [0.0] * self.num_blocks
+        # The stage that holds block h starts at some i <= h, has waited fill[i], and works at least work[h + 1] -
+        # work[i].
+        slack = [0.0] * self.num_blocks
+        for p in range(1, self.num_blocks):
+            holder = max(self.holders.get(p, [-1]))
+            fill[p] = work[holder + 1] + slack[holder] if holder >= 0 else 0.0
+            slack[p] = min(slack[p - 1], fill[p] - work[p])
+        return np.array(fill)
+
+    def neighbour_bytes(self, micro_batch_size: float) -> Array:
+        """Returns, for each block p, the bytes of values that block p - 1 has and p uses, which cross a cut there."""
+        users, fixed, each = self._neighbours
+        return np.asarray(np.bincount(users, fixed + each * micro_batch_size, self.num_blocks + 1), dtype=np.float64)
+
+    @cached_property
+    def _neighbours(self) -> tuple[Array, Array, Array]:
+        """Uses of values that the block before has: the block, and the bytes, fixed ones and for each sample."""
+        found = [
+            (user, value.size.fixed_bytes, value.size.sample_bytes)
+            for value in self.values
+            for holders in [{value.producer, *value.consumers}]
+            for user in value.consumers
+            if user - 1 in holders
+        ]
+        users, fixed, each = np.array(found, dtype=np.float64).reshape(-1, 3).T
+        return users.astype(np.int64), fixed, each
+
+    def longest_path(self, block_seconds: Array) -> list[int]:
+        """Returns the blocks of the path along the values, each block before the next, that takes longest."""
+        seconds, origin = block_seconds.tolist(), [-1] * self.num_blocks
+        for block, producers in self.producers.items():
+            origin[block] = max(producers, key=seconds.__getitem__)
+            seconds[block] += seconds[origin[block]]
+        path = [max(range(len(seconds)), key=seconds.__getitem__)]
+        while origin[path[-1]] >= 0:
+            path.append(origin[path[-1]])
+        return path[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +181,7 @@ class _Rectangles:
         each, n = np.array(weights, dtype=np.float64), self.n
         if not each.any():
             return np.zeros((n + 1, n + 1))
-        differences = np.zeros((n + 2) ** 2)
-        np.add.at(differences, self.corners.ravel(), (each[self.things, None] * _SIGNS).ravel())
+        differences = np.bincount(self.corners.ravel(), (each[self.things, None] * _SIGNS).ravel(), (n + 2) ** 2)
         sums = differences.reshape(n + 2, n + 2).cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
         # Weights cancel only to within rounding; bytes are never negative.
         return np.asarray(np.maximum(sums, 0.0), dtype=np.float64)

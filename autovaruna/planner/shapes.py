@@ -1,28 +1,39 @@
-"""Lists all regular grids of stages, replicas and micro-batches, and cuts the model for each by a formula."""
+"""Lists the shapes that a search begins from (grids, unequal replicas, several stages a rank), and cuts for each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from autovaruna.planner.arrays import Array
 from autovaruna.planner.candidate import Candidate, Planner
-from autovaruna.planner.cost_table import Array
-from autovaruna.planner.cuts import even_starts, partition_chain, put_before
-from autovaruna.planner.placement import Ranks, in_a_row, layouts, rank_orders
 from autovaruna.planner.problem import FEW_RANKS, Problem, forced_stages, micro_batch_range
-from autovaruna.planner.search_space import micro_batch_counts, stage_limit
+from autovaruna.planner.search_space import Ranks, in_a_row, layouts, micro_batch_counts, rank_orders, stage_limit
 from autovaruna.schedule.pipeline import share_of
 
+Pattern = tuple[int, ...]
+"""The group of ranks of each stage."""
 _MOST_GRIDS = 24
 """Up to so many stages every number of them is tried; of more, some that are evenly spaced in ratio."""
 _MOST_PLANS = 2**15
 """If ranks and segments are split over stages in no more ways than these, for all orders and M, each is tried."""
 CELLS = 10**7
 """Of the tables in which the formula finds cuts: with more it is used where it has to be."""
+_EVERY = 4
+"""Up to so many rounds every number is tried, there and back too; in so many groups some may have a stage more."""
+_FEW = 6
+"""So many stages may come in every order (31 at most); if there are no more ways to cut the segments, each is tried."""
+_ROWS = 32
+"""Of a table of costs, which are read together."""
+_HALVINGS = 20
+"""After so many halvings the work of even stages is known to a millionth."""
 
 
 class Grid(NamedTuple):
@@ -198,6 +209,88 @@ def _splits(num_ranks: int) -> Iterator[tuple[int, ...]]:
             yield tuple(behind - first for first, behind in pairwise((0, *inner, used)))
 
 
+def patterns(num_groups: int, most_each: int, num_stages: int = 0, *, has_any_order: bool = False) -> Iterator[Pattern]:
+    """Yields patterns over K groups with at most so many stages each, neighbours on different ones.
+
+    Args:
+        num_stages: the only number of stages; 0: any.
+        has_any_order: whether every order of few stages comes, not only turns and ways there and back.
+    """
+    rounds = [each for each in range(2, most_each + 1) if each <= _EVERY or each in (most_each, each // 2 * 2)]
+    in_turn = {num_groups * each for each in rounds} | {num_groups + 1}
+    in_turn |= set(range(num_groups + 1, 2 * num_groups)) if num_groups <= _EVERY else set()
+    for length in [num_stages] if num_stages else sorted(in_turn):
+        if num_groups < length <= num_groups * most_each:
+            yield tuple(stage % num_groups for stage in range(length))
+    for each in range(2, (most_each if num_stages else _EVERY) + 1) if num_groups > 2 else ():
+        there = [*range(num_groups), *range(num_groups - 2, 0, -1)]
+        for length in (each * (num_groups - 1) + 1, each * (num_groups - 1)):  # the whole way, or without its end
+            if num_stages in (0, length) and each <= most_each:
+                yield tuple(there[stage % len(there)] for stage in range(length))
+    if has_any_order:
+        found = _in_any_order(num_groups, most_each, (0,))
+        yield from (each for each in found if num_stages in (0, len(each)))
+
+
+def _in_any_order(num_groups: int, most_each: int, begun: Pattern) -> Iterator[Pattern]:
+    """Yields every pattern of few stages that goes on from one and comes to the groups in their order."""
+    num_seen = max(begun) + 1
+    if num_seen == num_groups < len(begun):
+        yield begun
+    for group in range(min(num_seen + 1, num_groups)) if len(begun) < _FEW else ():
+        if group != begun[-1] and begun.count(group) < most_each:
+            yield from _in_any_order(num_groups, most_each, (*begun, group))
+
+
+class Shape(NamedTuple):
+    """Groups of ranks, the group of each stage, and M; `seconds` is about what a step takes, if all goes well."""
+
+    seconds: float
+    groups: Ranks
+    pattern: Pattern
+    num_micro_batches: int
+
+
+def shapes_on(planner: Planner, most_each: int, known: Iterable[tuple[float, Ranks, int]]) -> list[Shape]:
+    """Returns shapes on groups of ranks, given with the seconds of one stage on each, and M; the best first."""
+    problem, found = planner.problem, list[Shape]()
+    fastest, forced = max(problem.cluster.speeds), forced_stages(problem)
+    for seconds, groups, count in known:
+        sized, num_groups = planner.sized(count), len(groups)
+        fill = float(sized.step_seconds.sum()) * (1 - 1 / num_groups) / fastest
+        more = sized.overhead_seconds * share_of(count, len(groups[0]), 0)
+        every = patterns(num_groups, most_each, forced, has_any_order=planner.is_tiny) if num_groups > 1 else ()
+        for pattern in dict.fromkeys(every):
+            each = len(pattern) / num_groups
+            if len(pattern) <= planner.tables.num_segments:
+                found.append(Shape(seconds - fill * (1 - 1 / each) + more * (each - 1), groups, pattern, count))
+    return varied(found)
+
+
+def varied(shapes: Iterable[Shape]) -> list[Shape]:
+    """Returns the best shape of each number of groups and of stages, then the next best of each, and so on."""
+    turns, keyed = Counter[tuple[int, int]](), []
+    for shape in sorted(shapes, key=lambda shape: shape.seconds):
+        kind = len(shape.groups), len(shape.pattern)
+        keyed.append((turns[kind], shape))
+        turns[kind] += 1
+    return [shape for _, shape in sorted(keyed, key=lambda each: (each[0], each[1].seconds))]
+
+
+def candidates_of(planner: Planner, shape: Shape) -> Iterator[Candidate]:
+    """Yields a shape with even cuts, with some that suit the memory of few ranks, or of few cuts with all."""
+    count, segments = shape.num_micro_batches, planner.tables.num_segments
+    ranks = tuple(shape.groups[group] for group in shape.pattern)
+    yield Candidate(even_starts(planner.tables.prefix(planner.sized(count).step_seconds), len(ranks)), ranks, count)
+    if planner.problem.cluster.num_ranks <= FEW_RANKS:
+        suited = cut_for_ranks(planner, count, ranks)
+        if suited:
+            yield suited
+    if math.comb(segments - 1, len(ranks) - 1) <= _FEW:
+        for inner in combinations(range(1, segments), len(ranks) - 1):
+            yield Candidate((0, *inner), ranks, count)
+
+
 def cut_for_ranks(planner: Planner, count: int, stage_ranks: Ranks) -> Candidate | None:
     """Returns the best cuts for some ranks by the formula, or, if none fits by it, those of the least work."""
     formula, costs = planner.formula(count), list[Array]()
@@ -209,3 +302,61 @@ def cut_for_ranks(planner: Planner, count: int, stage_ranks: Ranks) -> Candidate
         costs.append(formula.seconds(ranks, num_behind, before, behind, num_held))
     split = partition_chain(costs) or partition_chain([planner.sized(count).work] * len(costs))
     return Candidate(split.starts, stage_ranks, count) if split else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPartition:
+    """A split of n segments; stage s has the segments ``starts[s] .. starts[s + 1] - 1`` (the last one: to the end)."""
+
+    starts: tuple[int, ...]
+    objective: float
+
+
+def partition_chain(stage_costs: Sequence[Array]) -> ChainPartition | None:
+    """Returns the split into stages whose greatest cost is least, or None if there is none.
+
+    Each stage has a matrix of its costs, ``(n + 1, n + 1)``, infinite for what is not allowed.
+    """
+    n = stage_costs[0].shape[0] - 1
+    best = np.full(n + 1, np.inf)
+    best[n] = 0.0
+    choices = []
+    for costs in reversed(stage_costs):
+        best, choice = put_before(costs, best)
+        choices.append(choice)
+    if not np.isfinite(best[0]):
+        return None
+    starts = [0]
+    for choice in choices[:0:-1]:
+        starts.append(int(choice[starts[-1]]))
+    return ChainPartition(tuple(starts), float(best[0]))
+
+
+def put_before(costs: Array, best: Array) -> tuple[Array, NDArray[np.int64]]:
+    """Puts one more stage before the best splits; returns the greatest cost for each start, and its end."""
+    n = len(best) - 1
+    values, ends = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
+    # Few rows at a time stay in the processor's cache, and need only the columns after the first of them.
+    for row in range(0, n, _ROWS):
+        rows = min(_ROWS, n - row)
+        totals = np.maximum(costs[row : row + rows, row + 1 :], best[row + 1 :])
+        totals[np.tril_indices(rows, -1, n - row)] = np.inf
+        choice = totals.argmin(axis=1)
+        ends[row : row + rows] = choice + row + 1
+        values[row : row + rows] = totals[np.arange(rows), choice]
+    return values, ends
+
+
+def even_starts(work: Array, num_stages: int) -> tuple[int, ...]:
+    """Returns where stages start whose greatest work is least; `work` is that of all segments before each place."""
+    low, high, best = work[-1] / num_stages, float(work[-1]), list(range(num_stages))
+    for _ in range(_HALVINGS):
+        middle, starts = (low + high) / 2, [0]
+        for behind in range(num_stages - 1, 0, -1):
+            end = int(work.searchsorted(work[starts[-1]] + middle, side="right")) - 1
+            starts.append(min(max(end, starts[-1] + 1), len(work) - 1 - behind))
+        if work[-1] - work[starts[-1]] <= middle and np.diff(work[starts]).max(initial=0.0) <= middle:
+            high, best = middle, starts
+        else:
+            low = middle
+    return tuple(best)
