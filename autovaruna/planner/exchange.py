@@ -16,7 +16,7 @@ _EAGER_BYTES = 64 << 10
 """What takes more asks the receiver first, by Open MPI's default over TCP; then it goes there and back once more."""
 _MOST_LOOKED_AT = 3
 """Of the replicas of a stage, and of the ranks that pass samples of a replica: these, and the last."""
-_OF_A_STEP, _OF_A_MESSAGE = 30, 6
+_OF_A_STEP, _OF_A_MESSAGE = 34, 5
 """What the engine takes of a processor beside instructions, counted in what it adds to one; found from steps of small
 models. Where a rank has a core of its own, a message is its latency; else sending, waiting and receiving take cores."""
 
@@ -132,13 +132,13 @@ class Exchange:
 
 
 def engine_seconds(pipeline: Pipeline) -> float:
-    """Returns what the engine takes in a step beside instructions: of each rank's core, or of those that ranks share."""
-    num_steps, num_messages = 1.0, 0.0
-    if pipeline.cores < math.inf:
-        num_steps = pipeline.num_ranks / pipeline.cores
-        num_messages = sum(1 + each.needs_gradient for each in pipeline.edges) * pipeline.num_micro_batches
-        num_messages /= pipeline.cores
-    return (_OF_A_STEP * num_steps + _OF_A_MESSAGE * num_messages) * pipeline.overhead_seconds
+    """Returns what the engine takes in a step beside instructions: of each rank's core, or of those that are shared."""
+    if pipeline.cores == math.inf:
+        return _OF_A_STEP * pipeline.overhead_seconds
+    num_messages = sum(1 + each.needs_gradient for each in pipeline.edges) * pipeline.num_micro_batches
+    num_messages += 2 * pipeline.num_ranks  # each rank waits for the agreement and for the loss as well
+    count = _OF_A_STEP * pipeline.num_ranks + _OF_A_MESSAGE * num_messages
+    return count * pipeline.overhead_seconds / pipeline.cores
 
 
 def _some(places: Sequence[int]) -> tuple[int, ...]:
