@@ -11,7 +11,7 @@ import numpy as np
 
 from autovaruna.planner.arrays import RangeTables
 from autovaruna.planner.costs import SizedProblem, StageFormula
-from autovaruna.planner.exchange import Exchange
+from autovaruna.planner.exchange import Exchange, engine_seconds
 from autovaruna.planner.prediction import Edges, Predictor, least_acts, pipeline_of, policy_of
 from autovaruna.planner.problem import SPLIT_SCHEDULE, Problem
 from autovaruna.planner.rank_memory import Choices, Option, bytes_of_ranks, choices_of, fit, peak_of
@@ -135,7 +135,7 @@ class Planner:
 
     def predict(self, plan: Plan, below: float = float("inf")) -> Plan | None:
         """Returns the plan with its predicted seconds, or None if it is not faster than `below`."""
-        more = self.exchange.seconds(plan)
+        more = self._more_seconds(plan)
         seconds = more + self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below - more)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
@@ -153,8 +153,13 @@ class Planner:
         held = [sized.held_by(i, j) for i, j in pairwise([*places, self.tables.num_segments])]
         own = self.problem.cluster.own_process_bytes
         needed = bytes_of_ranks(plan, held, sized.model, pipeline, rows, own)
-        seconds = simulation.step_seconds + self.exchange.seconds(plan)
+        seconds = simulation.step_seconds + self._more_seconds(plan)
         return replace(plan, predicted_seconds=seconds, rank_memory_bytes=needed)
+
+    def _more_seconds(self, plan: Plan) -> float:
+        """Returns what a step takes beside its pipeline."""
+        is_counted = self.problem.profile.device.startswith("cpu")  # elsewhere it runs beside the device
+        return self.exchange.seconds(plan) + (engine_seconds(self.pipeline(plan)) if is_counted else 0.0)
 
     def with_block_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes of each block that its memory was predicted from."""

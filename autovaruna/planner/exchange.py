@@ -10,11 +10,15 @@ from functools import lru_cache
 from autovaruna.graph.records import Size
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
+from autovaruna.schedule.pipeline import Pipeline
 
 _EAGER_BYTES = 64 << 10
 """What takes more asks the receiver first, by Open MPI's default over TCP; then it goes there and back once more."""
 _MOST_LOOKED_AT = 3
 """Of the replicas of a stage, and of the ranks that pass samples of a replica: these, and the last."""
+_OF_A_STEP, _OF_A_MESSAGE = 34, 5
+"""What the engine takes of a processor beside instructions, counted in what it adds to one; found from steps of small
+models. Where a rank has a core of its own, a message is its latency; else sending, waiting and receiving take cores."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,16 @@ class Exchange:
         link = self._cluster.link(source, destination)
         asks = 2 * link.latency_seconds if num_bytes > _EAGER_BYTES else 0.0
         return asks + link.seconds(count * num_bytes)
+
+
+def engine_seconds(pipeline: Pipeline) -> float:
+    """Returns what the engine takes in a step beside instructions: of each rank's core, or of those that are shared."""
+    if pipeline.cores == math.inf:
+        return _OF_A_STEP * pipeline.overhead_seconds
+    num_messages = sum(1 + each.needs_gradient for each in pipeline.edges) * pipeline.num_micro_batches
+    num_messages += 2 * pipeline.num_ranks  # each rank waits for the agreement and for the loss as well
+    count = _OF_A_STEP * pipeline.num_ranks + _OF_A_MESSAGE * num_messages
+    return count * pipeline.overhead_seconds / pipeline.cores
 
 
 def _some(places: Sequence[int]) -> tuple[int, ...]:

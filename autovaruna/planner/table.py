@@ -92,7 +92,7 @@ def explain(plan: Plan, graph: Graph) -> str:
             lines.append(f"{name:<15} {mean / step:6.1%}  (mean over ranks; {spread})")
     exchange = plan.predicted_seconds - simulation.step_seconds
     if exchange >= _LEAST_SHOWN * step:
-        lines.append(f"exchange        {exchange / step:6.1%}  (samples, outputs, and what ranks tell of their calls)")
+        lines.append(f"exchange        {exchange / step:6.1%}  (samples, outputs, agreement, the engine)")
     return "\n".join(lines)
 
 

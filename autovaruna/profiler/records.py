@@ -93,7 +93,7 @@ class Cluster:
         speeds: measured speed of each rank relative to the rank that was profiled (1.0: as fast).
         local_link: a message between two ranks of one host.
         all_reduce_bytes_per_second: bandwidth of an all-reduce over all ranks, in the bytes that a ring sends from each
-            rank: ``2 (n - 1) / n`` times those of the tensor.
+            rank: ``2 (n - 1) / n`` times those of the tensor. This and the next are of ranks with a core each.
         all_reduce_latency_seconds: what an all-reduce takes for each rank that takes part, whatever its bytes.
         overhead_seconds: what the executor adds to each instruction.
         process_bytes: what a rank holds beside its stages, over a process that has not traced a model.

@@ -163,16 +163,18 @@ def on_shared_cores(simulation: Simulation, cores: float) -> Simulation:
     """Returns the step of ranks that share so many cores: those that are busy at one time divide them evenly.
 
     As all of them slow down alike, none overtakes another, and time is stretched: b times for ``b * cores`` busy ranks.
-    (Processor sharing; Kleinrock, "Time-shared systems: a theoretical treatment", 1967.) An all-reduce was measured
-    with all ranks at it, and does not count as busy.
+    (Processor sharing; Kleinrock, "Time-shared systems: a theoretical treatment", 1967.) In an all-reduce all its ranks
+    are busy.
     """
     acts, reductions = simulation.acts, simulation.reductions
     ends = np.array(ends_of(acts, reductions))
     last = ends + simulation.optimizer_seconds
     spans = np.reshape([act[:2] for row in acts for act in row], (-1, 2))
-    starts, stops = np.sort(np.concatenate([spans, np.stack([ends, last], 1)]), 0).T
+    sums = np.reshape([(each.start_seconds, each.end_seconds) for each in reductions for _ in each.ranks], (-1, 2))
+    starts, stops = np.sort(np.concatenate([spans, sums, np.stack([ends, last], 1)]), 0).T
     times = np.unique(np.concatenate([[0.0], starts, stops]))
     num_busy = np.searchsorted(starts, times[:-1], "right") - np.searchsorted(stops, times[:-1], "right")
+    num_busy = np.minimum(num_busy, len(acts))  # a rank computes and sums in turns
     stretched = np.concatenate([[0.0], np.cumsum(np.diff(times) * np.maximum(1.0, num_busy / cores))])
 
     def real(seconds: Any) -> Any:

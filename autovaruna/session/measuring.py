@@ -308,20 +308,21 @@ def describe_cluster(
     memory = rank_memory(world, device, settings) + (process_bytes if settings.memory_limit_bytes else 0.0)
     cores = world.transport.cores_per_rank if device.type == "cpu" else 1.0
     known = world.gather_numbers((memory, overhead, cores), "describing the machine")
+    cores = min(each for *_, each in known)  # in a sum all ranks are busy; the plan has seconds on a core each
     return Cluster(
         hosts=world.hosts,
         memory_bytes=tuple(memory for memory, *_ in known),
         speeds=watch.speeds(),
         local_link=local,
         remote_link=remote,
-        all_reduce_bytes_per_second=sums.bytes_per_second,
-        all_reduce_latency_seconds=sums.latency_seconds,
+        all_reduce_bytes_per_second=sums.bytes_per_second / cores,
+        all_reduce_latency_seconds=sums.latency_seconds * cores,
         overhead_seconds=median_low(each for _, each, _ in known),
         process_bytes=process_bytes,
         fragmentation=fragmentation(device),
         own_process_bytes=() if settings.memory_limit_bytes else own_process_bytes,
         memory_margin=settings.memory_margin,
-        cores_per_rank=min(each for *_, each in known),
+        cores_per_rank=cores,
     )
 
 

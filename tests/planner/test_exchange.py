@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autovaruna.graph.records import Output, Size
-from autovaruna.planner.exchange import Exchange
+from autovaruna.planner.exchange import Exchange, engine_seconds
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, StagePlan
 from autovaruna.profiler.records import LinkCost
+from autovaruna.schedule.pipeline import Edge, Pipeline, StageTimes
 from tests.planner.cases import make_cluster, make_problem
 
 LATENCY, RATE = 3e-3, 1e7
@@ -79,3 +80,13 @@ def test_outputs_beside_a_loss_delay_the_next_call() -> None:
     known = problem(ALIKE, has_outputs=True)
     assert seconds(known, plan((0,))) == pytest.approx(2 * LATENCY + BATCH * OUTPUT_BYTES / RATE)
     assert seconds(replace(known, delivers_outputs=False), plan((0,))) == pytest.approx(2 * LATENCY)
+
+
+def test_the_engine_takes_of_each_core_a_step_and_of_shared_ones_those_of_all_ranks_and_messages() -> None:
+    stages = tuple(StageTimes((rank,), 1.0, 1.0, 1) for rank in range(2))
+    alone = Pipeline(stages, (Edge(0, 1, 0.0, 0.0),), 4, 8, overhead_seconds=1e-4)
+    shared = replace(alone, cores_per_rank=0.5)
+    step = engine_seconds(alone)
+    assert step == pytest.approx(34e-4)
+    assert engine_seconds(shared) == pytest.approx(4 / 2 * step + (8 * 2 + 4 * 2) * 5e-4 / 2)
+    assert engine_seconds(replace(alone, overhead_seconds=0.0)) == 0.0

@@ -264,6 +264,15 @@ def test_stages_that_share_cores_slow_each_other_down_while_both_are_busy() -> N
     assert ends[:4] == pytest.approx([1.0, 2.0, 3.5, 5.5])
 
 
+def test_ranks_that_sum_take_of_the_cores_that_others_compute_on() -> None:
+    """Two ranks sum the gradients of the second stage for 2 s while two others, on the same two cores, go on."""
+    pipeline = placed(chain(2, 4), [(0, 1), (2, 3)], 4)
+    first, second = pipeline.stages
+    pipeline = replace(pipeline, stages=(first, replace(second, reduce_seconds=2.0)))
+    assert sharing(pipeline, 1.0).step_seconds == pytest.approx(7.0)
+    assert sharing(pipeline, 0.5).step_seconds == pytest.approx((4 * 2 * 2.0 + 2 * 2.0) / 2)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_shared_cores_take_no_less_than_the_bound_and_add_up(seed: int) -> None:
     pipeline = deepened(replace(random_pipeline(seed), cores_per_rank=0.4))
