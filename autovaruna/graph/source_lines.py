@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from autovaruna._torch import call_impl
 
-_HIDDEN = (*(str(Path(each.__file__).parent) for each in (torch, sympy)), str(Path(__file__).parents[1]), "<")
+_HIDDEN = (*(str(Path(str(each.__file__)).parent) for each in (torch, sympy)), str(Path(__file__).parents[1]), "<")
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
 GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
 
