@@ -7,13 +7,16 @@ without it, and with something unusable in its place: if neither makes a differe
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import is_dataclass
 from enum import Enum
 from itertools import chain
 from operator import itemgetter, methodcaller
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -128,8 +131,9 @@ def _collect(path: str, owner: Any, depth: int, found: dict[int, tuple[str, Any]
         is_known = id(value) in found or len(found) >= MOST_ENTRIES
         if is_record(value) and not is_known and library not in _NO_CONFIGURATIONS:
             found[id(value)] = full_name(path, name), value
-            if depth > 1:
-                _collect(full_name(path, name), value, depth - 1, found)
+            inner = depth if is_dataclass(value) or isinstance(value, SimpleNamespace | Namespace) else depth - 1
+            if inner:
+                _collect(full_name(path, name), value, inner, found)
 
 
 def full_name(path: str, name: str) -> str:

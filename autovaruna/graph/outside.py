@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_FOLLOWED = (FunctionType, MethodType, partial, *CONTAINERS)
+"""What attributes of modules may be, and lead on to what no attribute of a module is."""
 _NUMBERS = (bool, int, float, str, type(None), Tensor)
 _LEADS: dict[type, tuple[str, ...]] = {
     **{MethodType: ("__func__", "__self__"), staticmethod: ("__func__",), classmethod: ("__func__",)},
@@ -89,13 +91,17 @@ def is_record(value: Any) -> bool:
     return not is_of_c and hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
 
 
+def _has_slots(value: Any) -> bool:
+    return not is_record(value) and any("__slots__" in vars(kind) for kind in type(value).__mro__)
+
+
 def read_outside(owners: Iterable[Any], methods: Iterable[str]) -> list[OutsidePlace]:
     """Returns what `methods` of a model, whose modules and objects are `owners`, read that none of these holds."""
     walk = _Walk(set(methods))
     for owner in owners:
         walk.follow("", type(owner), walk.names)
         for name, value in list(vars(owner).items()):
-            if isinstance(value, FunctionType | MethodType | partial):
+            if isinstance(value, _FOLLOWED) or _has_slots(value):
                 walk.follow(name, value, walk.names)
     walk.follow_classes()
     return list(walk.places.values())

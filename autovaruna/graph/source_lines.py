@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+import sympy
 import torch
 from torch import fx, nn
 
 from autovaruna._torch import call_impl
 
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_HIDDEN = (*(str(Path(str(each.__file__)).parent) for each in (torch, sympy)), str(Path(__file__).parents[1]), "<")
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.*)')
 GENERATED = "<eval_with_key>"  # what torch.fx calls the code of a graph
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's nor of this package."""
+    """Whether a file is neither torch's, which includes its algebra, nor of this package."""
     return not filename.startswith(_HIDDEN)
 
 

@@ -30,6 +30,7 @@ from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, locate, merge_free_blocks
 from autovaruna.graph.lengths import Sizes
+from autovaruna.graph.opaque.run import opaque_module_of
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.records import Graph
 from autovaruna.graph.traced import NO_TOTALS, TracedModel, classify, is_same_graph
@@ -165,7 +166,7 @@ def _trace(model: nn.Module, call: CallSpec, device: torch.device, options: Trac
         state, changed = parameters | buffers, known.changed_attributes()
         steady = frozenset(state[name] for name in steady_state(known, changed))
         if options.is_parted:
-            _say_what_follows_samples({state[name] for name in changed} - steady, model)
+            _say_what_follows_samples({state[name] for name in changed - _only_held(known)} - steady, model)
         logger.debug("traced %s: %d operations in %d blocks", type(model).__name__, len(facts), len(graph.blocks))
         return TracedModel(
             **about,
@@ -237,6 +238,13 @@ def _check_computes(exported: Exported, name: str) -> None:
         f"{name} computes nothing: got {got}. Expected a model with something to split over ranks; "
         f"{'return the tensors that it is made of' if hiding else 'call it without AutoVaruna'}."
     )
+
+
+def _only_held(known: KnownGraph) -> set[str]:
+    """Returns the attributes of modules kept whole that count as changed, but were not when these were tried out."""
+    calls = [(opaque_module_of(node), node) for node in known.module.graph.nodes]
+    held = [node for kept, node in calls if kept is not None and not kept.returned.changes_state]
+    return {str(each.target) for node in held for each in node.all_input_nodes if each.op == "get_attr"}
 
 
 def _say_what_follows_samples(names: Collection[str], model: nn.Module) -> None:

@@ -302,6 +302,10 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Steps(lambda m, x, y: torch.autograd.grad(m.last(x).sum(), x, create_graph=True)[0].square().mean()),
         r"goes backward itself \(torch\.autograd\.grad\) at .*create_graph.*into a submodule",
     ),
+    "a generator": (
+        Steps(lambda m, x, y: F.cross_entropy(m.last(x + torch.rand(x.shape, generator=torch.Generator())), y)),
+        r"draws from a torch\.Generator at .*generator=.*Expected draws without generator=",
+    ),
     "inference": (Steps(inference), r"inference_mode\(\) at .*torch\.tanh.*Expected torch\.no_grad"),
     "data of another shape": (Steps(shorten), r"got \(3, 12\) .*Keep the shape"),
     "another dtype": (

@@ -73,6 +73,7 @@ class OfMeta(metaclass=Meta):
 
 
 BRANCH, SLOTTED, SCHEDULE = Kind.ONE, Slotted(), Schedule()
+HELD, LISTED, DEEP = Slotted(), Schedule(), SimpleNamespace(temp=1.0)
 
 
 class Base(nn.Module):
@@ -89,9 +90,13 @@ class Base(nn.Module):
 
 
 class Net(Base):
-    """Has an attribute of its class."""
+    """Has an attribute of its class, and objects of its own."""
 
     of_class = 1.0
+
+    def __init__(self, act: Act) -> None:
+        super().__init__(act)
+        self.held, self.listed, self.deep = HELD, [LISTED], SimpleNamespace(a=SimpleNamespace(b=DEEP))
 
     def power(self, exponent: float, h: Tensor) -> Tensor:
         return h.abs() ** exponent * WEIGHT
@@ -170,6 +175,9 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "a method of an object": (lambda self, h: h * SCHEDULE.value(), lambda: setattr(SCHEDULE, "step", 1)),
     "a class of an object": (lambda self, h: h * SCHEDULE.value(), lambda: setattr(Schedule, "step", 1)),
     "words of a partial": (lambda self, h: SLOPE(h), lambda: SLOPE.keywords.update(negative_slope=0.5)),
+    "slots of a module": (lambda self, h: h * self.held.temp, lambda: setattr(HELD, "temp", 2.0)),
+    "an object in a list of a module": (lambda self, h: h * self.listed[0].value(), lambda: setattr(LISTED, "step", 1)),
+    "an object far inside": (lambda self, h: h * self.deep.a.b.temp, lambda: setattr(DEEP, "temp", 2.0)),
     "the environment": (lambda self, h: h * float(os.getenv("OWN", "1")), lambda: os.environ.update(OWN="2")),
     "by its name": (lambda self, h: h * globals()["WEIGHT"], lambda: setattr(HERE, "WEIGHT", 2.0)),
 }
@@ -185,6 +193,8 @@ def begin() -> None:
         (ARGS.inner, "temp"),
         (CONFIG, "TEMP"),
         (SLOTTED, "temp"),
+        (HELD, "temp"),
+        (DEEP, "temp"),
         (Net, "of_class"),
         (Base, "of_base"),
     ):
@@ -193,6 +203,7 @@ def begin() -> None:
         del Net.of_base
     Schedule.step = 0
     vars(SCHEDULE).clear()
+    vars(LISTED).clear()
     CONTEXT.set(1.0)
     vars(helper).update(rate=1.0)
     THREAD.temp = Meta.of_meta = 1.0

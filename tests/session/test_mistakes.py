@@ -214,9 +214,21 @@ def statistics(self: Any, x: Tensor) -> Tensor:
     return hidden.square().mean()
 
 
+class Masked(nn.Module):
+    """Fixes the batch size, so that it is kept whole, and has a buffer that it reads alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.mask * hidden.reshape(int(hidden.shape[0]), WIDTH)
+
+
 def test_statistics_of_samples_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autovaruna"):
-        AutoVaruna(two(statistics, norm=nn.BatchNorm1d(WIDTH), mean=torch.zeros(WIDTH)), **ONE)(**X)
+        norm = nn.Sequential(nn.BatchNorm1d(WIDTH), Masked())
+        AutoVaruna(two(statistics, norm=norm, mean=torch.zeros(WIDTH)), **ONE)(**X)
     assert "forward changes mean by the numbers of its samples" in caplog.text
 
 

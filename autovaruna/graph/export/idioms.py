@@ -38,6 +38,7 @@ from autovaruna.graph.constant_values import is_known
 from autovaruna.graph.export.assertions import all_pass, is_traced, number_in
 from autovaruna.graph.export.errors import BatchSizeError, refuse_backward, refuse_hook, refuse_parameter
 from autovaruna.graph.opaque.keep import NamedFunction
+from autovaruna.graph.side_effects import StateError
 from autovaruna.graph.source_lines import chain_of, is_users, users_line
 
 _LOSSES = (
@@ -54,6 +55,10 @@ _HOLDERS = {
 }
 _OF_NUMBERS = frozenset({"item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"})
 """Functions that return numbers of tensors, or as many as those say: none of them can be kept whole."""
+_OWN_GENERATOR = (
+    "forward draws from a torch.Generator{}, whose state no trace can keep. Expected draws without generator=, which "
+    "are seeded (seed=...) for each call and micro-batch; or draw in the script, and pass the numbers as an argument."
+)
 _STOPS = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"})
 _grad_fn: Any = Tensor.grad_fn
 
@@ -71,6 +76,8 @@ class Idioms(TorchFunctionMode):
         if _modes() != self._before:
             _refuse_modes(self._before)
         given: dict[str, Any] = kwargs or {}
+        if any(isinstance(each, torch.Generator) for each in (*args, *given.values())):
+            raise StateError(_OWN_GENERATOR.format(users_line()))
         return self._call(function, _HANDLERS.get(function) or function, args, given)
 
     def _call(self, function: Any, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -445,6 +445,6 @@ def export(model: nn.Module, call: CallSpec, batch_size: int, device: torch.devi
             is_refused = options.free or (isinstance(error, BatchSizeError) and not options.is_parted)
             if is_refused or refusal is None or not is_of_keeper(error):
                 raise
-            if refusal.own is not None:
+            if refusal.own is not None or str(not_kept or error) == str(refusal):
                 raise refusal from error
             raise type(refusal)(f"{refusal} {not_kept or error}") from error  # nobody has asked for what was kept

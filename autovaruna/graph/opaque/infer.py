@@ -98,16 +98,18 @@ class OpaqueTrial:
         """Returns what the module returns."""
         sizes = _SIZES if isinstance(self.batch[0], torch.SymInt) else (int(self.batch[0]),)
         found = self._tried(sizes)
-        trees = [tree for _, tree in found]
-        if len({tree.key() for tree in trees}) > 1 or len({len(tensors) for tensors, _ in found}) > 1:
+        trees = [tree for _, tree, _ in found]
+        if len({tree.key() for tree in trees}) > 1 or len({len(tensors) for tensors, *_ in found}) > 1:
             raise CannotKeepError("what it returns besides tensors depends on the batch size or on numbers")
         if not found[0][0] or any(isinstance(leaf, Opaque) for leaf in trees[0].leaves):
             raise CannotKeepError("it returns no tensor, or an object that hides tensors")
         return Returned(
-            trees[0], tuple(_output_shape(sizes, each) for each in zip(*(t for t, _ in found), strict=True))
+            trees[0],
+            tuple(_output_shape(sizes, each) for each in zip(*(tensors for tensors, *_ in found), strict=True)),
+            any(is_changed for *_, is_changed in found),
         )
 
-    def _tried(self, sizes: Sequence[int]) -> list[tuple[list[Tensor], Tree]]:
+    def _tried(self, sizes: Sequence[int]) -> list[tuple[list[Tensor], Tree, bool]]:
         """Runs the module for batches of some sizes, with the first numbers that it takes."""
         refusals: list[Exception] = []
         for numbers in _FOR_SHAPES:
@@ -119,16 +121,16 @@ class OpaqueTrial:
                 refusals.append(error)
         raise refusals[0]
 
-    def _outputs(self, size: int, numbers: DrawnNumbers) -> tuple[list[Tensor], Tree]:
+    def _outputs(self, size: int, numbers: DrawnNumbers) -> tuple[list[Tensor], Tree, bool]:
         state, tensors = self.numbers(), self.arguments(numbers, size)
         versions = [version_of(each) for each in tensors]
-        outputs, tree, _ = self.run(tensors, state)
+        outputs, tree, is_changed = self.run(tensors, state)
         is_open = any(_open_symbols(length, self.batch) for each in self.inputs for length in each.shape)
         if is_open and any(0 in each.shape for each in outputs):  # the numbers in other tensors decide a length
             raise CannotKeepError(_BY_NUMBERS)
         if [version_of(each) for each in tensors] != versions:
             raise CannotKeepError("it changes its arguments in place")
-        return outputs, tree
+        return outputs, tree, is_changed
 
     def run(self, tensors: Sequence[Tensor], state: Sequence[Tensor], seed: int = 0) -> tuple[list[Tensor], Tree, bool]:
         """Runs the module; returns its tensors, what they are in, and whether it has changed its state."""

@@ -79,10 +79,11 @@ class OutputShape:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a module returns: a structure, and its tensors."""
+    """What a module returns: a structure, and its tensors; and whether it was seen to change its state."""
 
     tree: Tree
     tensors: tuple[OutputShape, ...]
+    changes_state: bool
 
 
 class KeptFunction(nn.Module):
