@@ -28,6 +28,7 @@ CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 AuthInfo=socket={folder}/munge,cred_expire=5
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 ReturnToService=2
@@ -47,7 +48,7 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 PartitionName=all Nodes=ALL Default=YES
 """
 TRAINS = """
-import sys, time, torch
+import os, sys, time, torch
 from autovaruna import AutoVaruna, get_rank
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
@@ -60,11 +61,12 @@ for step in range(info.step, 12):
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.3)
+    time.sleep(0.1 if info.step or step < 4 else 1.0)  # a first run is there for a signal that comes at step 3
     print(f"step {step}\\n", end="", flush=True)
 state = model.state_dict()
 if get_rank() == 0:
-    torch.save(state, sys.argv[1] + ".pt")
+    torch.save(state, sys.argv[1] + ".part")
+    os.rename(sys.argv[1] + ".part", sys.argv[1] + ".pt")
 """
 NAMES = """
 import os, time
@@ -137,7 +139,7 @@ class Cluster:
         loop, state = TRAINS.split("state = ")
         page = (ROOT / "docs" / "how-to" / "slurm.md").read_text()
         asks = page.split("```py\n")[1].split("```")[0].replace('"checkpoints"', "sys.argv[1]")
-        (folder / "asks.py").write_text(f"import os, subprocess{loop}{asks}state = {state}")
+        (folder / "asks.py").write_text(f"import subprocess{loop}{asks}state = {state}")
         (folder / "names.py").write_text(NAMES)
 
     def run(self, *command: str) -> str:
@@ -217,37 +219,38 @@ def _cluster() -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_job_that_is_signalled_and_requeued_ends_with_the_weights_of_one_that_ran_through(cluster: Cluster) -> None:
-    options = "--nodes=1 --ntasks-per-node=2"
+@pytest.fixture(scope="module")
+def trained(_cluster: Cluster) -> Cluster:
+    """Has run three jobs at once, of which two were signalled and have gone on."""
+    numbers = {}
     for name, more in (("through", ""), ("requeued", "--requeue ")):
-        memory = cluster.folder / f"memory-{name}"
+        memory = _cluster.folder / f"memory-{name}"
         memory.mkdir()
         command = f"--no_standby {more}--memory_folder {memory} --checkpoints {name} train.py {name}"
-        number = cluster.submit(name, options, command)
-    cluster.wait_for("step 3", "requeued")
-    cluster.run("scancel", "--batch", "--signal=USR1", number)
-    for name in ("requeued", "through"):
-        cluster.wait_for("the job has finished", name)
-    said = cluster.output("requeued")
-    assert "SIGUSR1 came: status 75" in said and "asking Slurm to put this job into its queue again" in said
-    assert said.count("from 0") == 2 and said.count("from ") == 4, said
-    one, other = (torch.load(cluster.folder / f"{name}.pt") for name in ("through", "requeued"))
-    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_ranks_of_torchrun_ask_slurm_by_themselves_to_go_on(cluster: Cluster) -> None:
-    """torchrun ends with status 1, whatever its ranks end with."""
+        numbers[name] = _cluster.submit(name, "--nodes=1 --ntasks-per-node=2", command)
     options = "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --standalone --nproc-per-node 2"
-    for name in ("through-torchrun", "torchrun"):
-        number = cluster.submit(name, "--nodes=1", f"{options} asks.py {name}", "torchrun")
-    cluster.wait_for("step 3", "torchrun")
-    cluster.run("scancel", "--batch", "--signal=USR1", number)
-    for name in ("torchrun", "through-torchrun"):
-        wait_until((cluster.folder / f"{name}.pt").exists, lambda name=name: cluster.output(name))  # type: ignore[misc]
-    said = cluster.output("torchrun")
+    numbers["torchrun"] = _cluster.submit("torchrun", "--nodes=1", f"{options} asks.py torchrun", "torchrun")
+    for name in ("requeued", "torchrun"):
+        _cluster.wait_for("step 3", name)
+        _cluster.run("scancel", "--batch", "--signal=USR1", numbers[name])
+    for name in numbers:
+        wait_until((_cluster.folder / f"{name}.pt").exists, lambda name=name: _cluster.output(name))  # type: ignore[misc]
+    for name in ("requeued", "through"):
+        _cluster.wait_for("the job has finished", name)
+    return _cluster
+
+
+@pytest.mark.parametrize("name", ["requeued", "torchrun"])
+def test_a_job_that_is_signalled_and_requeued_ends_with_the_weights_of_one_that_ran_through(
+    name: str, trained: Cluster
+) -> None:
+    """The manager asks Slurm, or the ranks of torchrun do: that ends with status 1, whatever its ranks end with."""
+    said = trained.output(name)
     assert said.count("from 0") == 2 and said.count("from ") == 4, said
-    one, other = (torch.load(cluster.folder / f"{name}.pt") for name in ("through-torchrun", "torchrun"))
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    one, other = (torch.load(trained.folder / f"{each}.pt") for each in ("through", name))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    if name == "requeued":
+        assert "SIGUSR1 came: status 75" in said and "asking Slurm to put this job into its queue again" in said
 
 
 @pytest.mark.parametrize("moment", ["keepers start", "ranks import"])

@@ -40,7 +40,7 @@ def model_of(case: str) -> Any:
         sizes = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
         tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
         return T5ForConditionalGeneration(T5Config(**sizes, **tokens, dropout_rate=0.0))
-    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 1, "n_head": 2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     if case in ("regression", "loss of outputs"):
         tokens |= {"num_labels": 1 if case == "regression" else 3, "pad_token_id": WORDS - 1}
