@@ -240,7 +240,18 @@ class _Walk:
             value = held.get(name)
             if isinstance(value, _NUMBERS) or not (of_package or isinstance(value, ModuleType)):
                 self.places[key].names.add(name)
-            self.follow(f"{path}{name}", value, names, depth)
+            if isinstance(value, type) and is_installed(value.__module__):
+                self._read_numbers(value, names)
+            else:
+                self.follow(f"{path}{name}", value, names, depth)
+
+    def _read_numbers(self, named: type, names: set[str]) -> None:
+        """Reads numbers of a package's class that code only names: of methods, those of the model's objects count."""
+        for kind in type.mro(named):
+            held = {} if _is_of_library(kind) else vars(kind)
+            found = {name for name in (names & held.keys()) - _WORDS_OF_CLASSES if isinstance(held[name], _NUMBERS)}
+            if found:
+                self._take(f"{kind.__module__}:{kind.__qualname__}.", held, found, names, kind)
 
 
 def _globals_in(code: CodeType) -> tuple[set[str], set[str]]:

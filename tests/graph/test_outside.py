@@ -392,3 +392,13 @@ def test_a_table_that_loads_what_it_holds_is_not_asked() -> None:
     before = guards.words()
     MODELS["own"].temp = 2.0
     assert guards.words() != before
+
+
+def test_a_number_of_a_packages_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its methods are not read: once, those that a library of adapters names led to all of a library of the web."""
+    monkeypatch.setattr(pytest.Item, "temp", 1.0, raising=False)
+    guards = Guards(Net(lambda self, h: h * pytest.Item.temp))  # type: ignore[attr-defined]
+    guards.start()
+    before = guards.words()
+    monkeypatch.setattr(pytest.Item, "temp", 2.0)
+    assert guards.words() != before
