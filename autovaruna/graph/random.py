@@ -19,17 +19,21 @@ _generator_lock = Lock()
 
 
 class RandomStream:
-    """What the random nodes of one micro-batch are seeded from, each before it draws."""
+    """Seeds the device's default generator before each random node of one micro-batch."""
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
         digest = hashlib.blake2b(f"{seed},{step},{micro_batch}".encode(), digest_size=8).digest()
-        self.base, self.device = int.from_bytes(digest, "little"), device
+        self._base, self._device = int.from_bytes(digest, "little"), device
+
+    def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a random operation with the numbers that belong to `node`."""
+        seed = (self._base + node * 0x9E3779B97F4A7C15) % 2**63
+        return draw_from(seed, self._device, partial(operation, *args, **kwargs))
 
 
 def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a random operation with the numbers that belong to `node`; a function, since graphs call functions."""
-    seed = (stream.base + node * 0x9E3779B97F4A7C15) % 2**63
-    return draw_from(seed, stream.device, partial(operation, *args, **kwargs))
+    """Runs a random operation of a piece; a function, since graphs call functions."""
+    return stream.draw(node, operation, *args, **kwargs)
 
 
 def draw_from(seed: int, device: torch.device, operation: Callable[[], Any]) -> Any:

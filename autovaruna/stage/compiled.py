@@ -65,7 +65,7 @@ class _Uncompiled:
         if self.learns:
             self.orders[node] = tuple(map(_order, args))
         ordered = [_ordered(arg, order) for arg, order in zip(args, self.orders[node], strict=True)]
-        return draw(self.stream, node, operation, *ordered, **kwargs)
+        return self.stream.draw(node, operation, *ordered, **kwargs)
 
     def enter(self, *autocast: Any) -> None:
         self.entered.append(enter_autocast(*autocast))  # type: ignore[no-untyped-call]
