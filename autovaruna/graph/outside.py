@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 _NO_RECORDS = (nn.Module, Tensor, type, ModuleType, FunctionType, MethodType, Enum)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_FOLLOWED = (FunctionType, MethodType, partial, *CONTAINERS)
-"""What attributes of modules may be, and lead on to what no attribute of a module is."""
 _NUMBERS = (bool, int, float, str, type(None), Tensor)
 _LEADS: dict[type, tuple[str, ...]] = {
     **{MethodType: ("__func__", "__self__"), staticmethod: ("__func__",), classmethod: ("__func__",)},
@@ -101,7 +99,8 @@ def read_outside(owners: Iterable[Any], methods: Iterable[str]) -> list[OutsideP
     for owner in owners:
         walk.follow("", type(owner), walk.names)
         for name, value in list(vars(owner).items()):
-            if isinstance(value, _FOLLOWED) or _has_slots(value):
+            is_led_to = isinstance(owner, nn.Module) and (isinstance(value, CONTAINERS) or _has_slots(value))
+            if is_led_to or isinstance(value, FunctionType | MethodType | partial):
                 walk.follow(name, value, walk.names)
     walk.follow_classes()
     return list(walk.places.values())
