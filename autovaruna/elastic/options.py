@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from autovaruna.elastic.host_list import list_hosts, read_lines
 from autovaruna.errors import ConfigError
 
 DEFAULT_ENV_FILE = "varuna.env"
+_ASSIGNS = re.compile(r"\s*(#|$|(export\s+)?['\"]?[^\W\d]\w*=)")
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ def read_variables(path: str | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         try:
+            if not _ASSIGNS.match(line):  # quickly, where a line is long
+                raise ValueError
             words = shlex.split(line, comments=True)
             words = words[1:] if words[:1] == ["export"] else words
             pairs = dict(word.split("=", 1) for word in words)
