@@ -135,8 +135,9 @@ class Planner:
 
     def predict(self, plan: Plan, below: float = float("inf")) -> Plan | None:
         """Returns the plan with its predicted seconds, or None if it is not faster than `below`."""
-        more = self._more_seconds(plan)
-        seconds = more + self.predictor.step_seconds(self.pipeline(plan), policy_of(plan.schedule), below - more)
+        pipeline = self.pipeline(plan)
+        more = self._more_seconds(plan, pipeline)
+        seconds = more + self.predictor.step_seconds(pipeline, policy_of(plan.schedule), below - more)
         return replace(plan, predicted_seconds=seconds) if seconds < below else None
 
     def predict_whole(self, plan: Plan, *, is_quick: bool = False) -> Plan:
@@ -144,8 +145,8 @@ class Planner:
 
         If `is_quick`, one part is enough even where they differ: some ranks may hold a little more.
         """
-        policy = policy_of(plan.schedule)
-        pipeline, simulation = self.predictor.whole(self.pipeline(plan), policy, is_quick=is_quick)
+        policy, of_plan = policy_of(plan.schedule), self.pipeline(plan)
+        pipeline, simulation = self.predictor.whole(of_plan, policy, is_quick=is_quick)
         sized, kinds = self.sized(plan.num_micro_batches), product(range(plan.num_stages), Kind)
         alike = {(stage, kind): Instruction(stage, kind, 0) for stage, kind in kinds}  # memory asks no micro-batch
         rows = tuple([tuple([alike[act[2].stage, act[3]] for act in acts]) for acts in simulation.acts])
@@ -153,13 +154,13 @@ class Planner:
         held = [sized.held_by(i, j) for i, j in pairwise([*places, self.tables.num_segments])]
         own = self.problem.cluster.own_process_bytes
         needed = bytes_of_ranks(plan, held, sized.model, pipeline, rows, own)
-        seconds = simulation.step_seconds + self._more_seconds(plan)
+        seconds = simulation.step_seconds + self._more_seconds(plan, of_plan)
         return replace(plan, predicted_seconds=seconds, rank_memory_bytes=needed)
 
-    def _more_seconds(self, plan: Plan) -> float:
+    def _more_seconds(self, plan: Plan, pipeline: Pipeline) -> float:
         """Returns what a step takes beside its pipeline."""
         is_counted = self.problem.profile.device.startswith("cpu")  # elsewhere it runs beside the device
-        return self.exchange.seconds(plan) + (engine_seconds(self.pipeline(plan)) if is_counted else 0.0)
+        return self.exchange.seconds(plan) + (engine_seconds(pipeline) if is_counted else 0.0)
 
     def with_block_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with the bytes of each block that its memory was predicted from."""
