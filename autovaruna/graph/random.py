@@ -19,7 +19,7 @@ _generator_lock = Lock()
 
 
 class RandomStream:
-    """Seeds the device's default generator before each random node of one micro-batch."""
+    """Seeds torch's generators before each random node of one micro-batch."""
 
     def __init__(self, seed: int, step: int, micro_batch: int, device: torch.device) -> None:
         digest = hashlib.blake2b(f"{seed},{step},{micro_batch}".encode(), digest_size=8).digest()
@@ -39,17 +39,23 @@ def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: 
 def draw_from(seed: int, device: torch.device, operation: Callable[[], Any]) -> Any:
     """Runs a random operation with the numbers that follow from a seed."""
     with _generator_lock:
-        default_generator(device).manual_seed(seed)
+        seed_generators(device, seed)
         return operation()
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """Returns the generator that operations on `device` draw from when they are given none."""
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seeds what the operations of a model on `device` draw from."""
+    for generator in _generators(device):
+        generator.manual_seed(seed)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Returns the generators of the CPU, from which models on a GPU draw, too, and of `device`."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 @contextmanager
@@ -67,14 +73,15 @@ def python_generators(seed: int) -> Iterator[None]:
 
 @contextmanager
 def untouched_generator(device: torch.device) -> Iterator[None]:
-    generator = default_generator(device)
-    with _generator_lock:  # ranks that are threads share the generator
-        state = generator.get_state()
+    generators = _generators(device)
+    with _generator_lock:  # ranks that are threads share them
+        states = [each.get_state() for each in generators]
     try:
         yield
     finally:
         with _generator_lock:
-            generator.set_state(state)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 @contextmanager

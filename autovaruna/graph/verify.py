@@ -28,7 +28,7 @@ from autovaruna.graph.guards import OF_MODULES, entries, hooks_of
 from autovaruna.graph.opaque.run import OpaqueModule, profiling_mode, saving_nothing
 from autovaruna.graph.operators import run_opaque
 from autovaruna.graph.precision import compiling_nothing, in_precision, precision_of, without_autocast
-from autovaruna.graph.random import default_generator, draw_from, python_generators, untouched_generator
+from autovaruna.graph.random import draw_from, python_generators, seed_generators, untouched_generator
 from autovaruna.graph.side_effects import changed_attributes
 from autovaruna.graph.source_lines import first_line, modules_of, origin
 from autovaruna.graph.traced import TracedModel
@@ -213,7 +213,7 @@ class GraphRun(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is run_opaque:
-            default_generator(self._device).manual_seed(self.seed)  # a module that is kept seeds Python's by it
+            seed_generators(self._device, self.seed)  # a module that is kept seeds Python's by it
         precision = precision_of(n)
         with in_precision(precision) if precision else nullcontext():
             value = self.value(n)

@@ -266,7 +266,7 @@ def _tried(optimizer: Optimizer, device: torch.device) -> Steps:
         chosen.append(nn.Parameter(torch.empty_like(chosen[0], device="meta")))
         vars(chosen[1]).update(vars(chosen[0]))
     errors: list[str] = []
-    with _one_at_a_time, untouched_generator(torch.device("cpu")), untouched_generator(device), python_generators(0):
+    with _one_at_a_time, untouched_generator(device), python_generators(0):
         for keeps_state, passes_closure in product((False, True), repeat=2):
             try:
                 found = _of_scales(

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from autovaruna._torch import buffer_table, by_tensor, parameter_table, version_of
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.module_state import replace_tensor
-from autovaruna.graph.random import default_generator, untouched_generator
+from autovaruna.graph.random import seed_generators, untouched_generator
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.buckets import GradientSums
 from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
@@ -61,7 +61,7 @@ def _initialise(
         if state.tensor(name).is_meta:
             state.replace(name, _empty_like(state.tensor(name), device))
     digest = hashlib.blake2b(f"{seed},{path}".encode(), digest_size=7).digest()
-    default_generator(device).manual_seed(int.from_bytes(digest, "little"))
+    seed_generators(device, int.from_bytes(digest, "little"))
     reset = getattr(module, "reset_parameters", None)
     initialise = getattr(state.model, "_init_weights", None)
     with torch.no_grad():

@@ -26,7 +26,7 @@ from autovaruna.graph.opaque.functions import applied_by
 from autovaruna.graph.opaque.run import OutputShape, ReductionKind, Returned, opaque_module_of
 from autovaruna.graph.operators import is_differentiable
 from autovaruna.graph.precision import Precision, in_precision
-from autovaruna.graph.random import default_generator, python_generators, untouched_generator
+from autovaruna.graph.random import python_generators, seed_generators, untouched_generator
 from autovaruna.graph.side_effects import check_modules, check_state, plain_state
 from autovaruna.graph.tree import Opaque, Tree, flatten
 
@@ -304,7 +304,7 @@ def _is_close(one: Tensor, other: Tensor, noise: float) -> bool:
 
 
 def _run(trial: OpaqueTrial, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
-    default_generator(trial.device).manual_seed(seed)
+    seed_generators(trial.device, seed)
     copies = [each.detach().clone().requires_grad_(each.requires_grad) for each in tensors]
     outputs, _, is_changed = trial.run(copies, trial.numbers(), seed)
     if is_changed:

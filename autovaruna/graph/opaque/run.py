@@ -18,7 +18,7 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.module_state import places_of, with_state
 from autovaruna.graph.opaque.functions import plain_checkpoints
 from autovaruna.graph.operators import is_differentiable, run_opaque
-from autovaruna.graph.random import default_generator, python_generators
+from autovaruna.graph.random import python_generators
 from autovaruna.graph.tree import Tree, flatten
 
 
@@ -151,8 +151,7 @@ class OpaqueModule:
         module, places = self._modules[is_stand_in], self._places[is_stand_in]
         given = [*state[: self.num_parameters], *(buffer.clone() for buffer in state[self.num_parameters :])]
         args, kwargs = self._call.unflatten(tensors)
-        device = next(each.device for each in (*given, *tensors))
-        seed = default_generator(device).initial_seed()
+        seed = torch.default_generator.initial_seed()
         saving = without_saved_tensors_hooks()  # a forward may go backward itself, or transform functions
         gradients = torch.set_grad_enabled(self._is_differentiated and torch.is_grad_enabled())
         with gradients, with_state(places, given), plain_checkpoints(), python_generators(seed), saving:
