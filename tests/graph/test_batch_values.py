@@ -77,7 +77,7 @@ def from_the_end(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
 def cut(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
     """Goes as far as the longest sample: all that the others have there counts in their means."""
     longest = m.sum(1).max().item()
-    places = torch.arange(longest) < m.sum(1, keepdim=True)
+    places = torch.arange(longest, device=m.device) < m.sum(1, keepdim=True)
     return s[:, :longest].mean(1).square().mean() + (s[:, :longest].square().sum(-1) * places).mean(1).mean()
 
 
@@ -85,7 +85,7 @@ LOSSES: dict[str, Loss] = {
     "labels": lambda m, s, y, mask: F.cross_entropy(s.flatten(0, 1), y.flatten()),
     "weighted": lambda m, s, y, mask: F.cross_entropy(s.transpose(1, 2), y, weight=m.weights, label_smoothing=0.1),
     "constant weights": lambda m, s, y, mask: F.cross_entropy(
-        s.transpose(1, 2), y, weight=torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0])
+        s.transpose(1, 2), y, weight=torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0], device=s.device)
     ),
     "balanced": balanced,
     "seldom": seldom,
@@ -122,7 +122,8 @@ def test_so_it_is_in_any_pipeline(setup: Setup) -> None:
 @pytest.mark.parametrize("name", ["balanced", "relative", "cut"])
 def test_ranks_count_together(name: str) -> None:
     """Each rank has samples of its own, one of them none in the second call."""
-    case, batches = case_of(name), [uneven(0), uneven(1), uneven(2)]
+    case = case_of(name)
+    batches = [case.batch(7, seed) for seed in range(3)]
     sizes = [[2, 5], [7, 0], [3, 4]]
     compare(train(case, pipeline(2, num_micro_batches=4), batches, sizes=sizes), plain_steps(case, batches))
 
@@ -140,7 +141,8 @@ def test_labels_may_lie_in_memory_as_they_like() -> None:
     def viewed(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
         return F.cross_entropy(s.view(-1, CLASSES), y.view(-1))
 
-    case, batch = Case("viewed", lambda: model_of(viewed), lambda size, seed: uneven(seed)), uneven(0)
+    case = Case("viewed", lambda: model_of(viewed), lambda size, seed: uneven(seed))
+    batch = case.batch(7, 0)
     words = torch.cat([batch[1]["y"], batch[1]["y"][:, :1]], dim=1)
     view, copy = (((), {**batch[1], "y": each}) for each in (words[:, 1:], words[:, 1:].contiguous()))
     compare(train(case, pipeline(2), [view, view]), plain_steps(case, [copy, copy]))

@@ -61,7 +61,7 @@ def probabilities(self: Any, x: Tensor, y: Tensor) -> Tensor:
 def matrices(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Uses the root of a matrix that has one."""
     square = x[:, :9].view(-1, 3, 3)
-    root = torch.linalg.cholesky(square @ square.mT + torch.eye(3))
+    root = torch.linalg.cholesky(square @ square.mT + torch.eye(3, device=x.device))
     return F.cross_entropy(self.last(x) * root.sum((1, 2))[:, None], y)
 
 
@@ -123,7 +123,7 @@ def without_gradient(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Looks at a weight, of which it makes a view without a gradient, as a normalisation by its spectrum does."""
     with torch.no_grad():
         weight = self.first.weight.view(WIDTH, WIDTH)
-        scale = weight.t().mv(torch.ones(WIDTH)).norm()
+        scale = weight.t().mv(weight.new_ones(WIDTH)).norm()
     return F.cross_entropy(self.last(x @ weight / scale), y)
 
 
@@ -222,7 +222,7 @@ def joined(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Joins two batches, whose sizes are equal though nothing compares them, and compares all samples of both."""
     both = torch.cat([x, F.one_hot(y, WIDTH).to(x.dtype)])
     scores = self.last(both) @ self.last(both).t()
-    return F.cross_entropy(scores, torch.arange(2 * x.shape[0]))
+    return F.cross_entropy(scores, torch.arange(2 * x.shape[0], device=x.device))
 
 
 def length(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def viewed(self: Any, x: Tensor, y: Tensor) -> Tensor:
 def contrastive(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Compares all samples, as CLIP does: the label of each is its place."""
     scores = self.last(x) @ self.last(self.layers["class"](x)).t()
-    labels = torch.arange(len(scores))
+    labels = torch.arange(len(scores), device=x.device)
     return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.t(), labels)) / 2
 
 

@@ -67,7 +67,7 @@ def drawing(layer: nn.Module, x: Tensor) -> Tensor:
 
 def masked(layer: nn.Module, x: Tensor) -> Tensor:
     """Masks samples by numpy's random numbers, as many as there are samples: no more speaks against a trace."""
-    return layer(x) * (torch.from_numpy(numpy.random.rand(x.shape[0])) > 0.3)[:, None]
+    return layer(x) * (torch.from_numpy(numpy.random.rand(x.shape[0])) > 0.3).to(x.device)[:, None]
 
 
 def grown(layer: nn.Module, x: Tensor) -> Tensor:

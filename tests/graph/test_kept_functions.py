@@ -162,8 +162,8 @@ def sorted_rows(h: Tensor, *, is_down: bool) -> tuple[Tensor, Tensor]:
 
 def by_numpy(h: Tensor, bias: Tensor) -> Tensor:
     """Takes weights as an argument, and goes through numpy."""
-    signs = torch.from_numpy(numpy.sign(h.detach().numpy()))
-    return h * signs + bias.sum()
+    signs = torch.from_numpy(numpy.sign(h.detach().cpu().numpy()))
+    return h * signs.to(h.device) + bias.sum()
 
 
 AS_PLAIN: dict[str, Loss] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.errors import RankError
 from autovaruna.session import traces
-from tests.catalogue import Batch, Case
+from tests.catalogue import DEVICE, Batch, Case
 from tests.catalogue.hugging_face import ENCODER, GPT, HEADS, WIDTH, WORDS, make
 from tests.catalogue.small import Written
 from tests.products import WHOLE, some
@@ -45,9 +45,10 @@ class Encoder(nn.Module):
 
 def padded(draw: random.Random, size: int, length: int) -> dict[str, Tensor]:
     """Returns words of a drawn number each, the longest of them `length`."""
-    lengths = torch.tensor([length, *(draw.randint(1, length) for _ in range(size - 1))])
-    mask = (torch.arange(length) < lengths[:, None]).long()
-    words = torch.tensor([[draw.randrange(3, WORDS) for _ in range(length)] for _ in range(size)]) * mask
+    lengths = torch.tensor([length, *(draw.randint(1, length) for _ in range(size - 1))], device=DEVICE)
+    mask = (torch.arange(length, device=DEVICE) < lengths[:, None]).long()
+    words = [[draw.randrange(3, WORDS) for _ in range(length)] for _ in range(size)]
+    words = torch.tensor(words, device=DEVICE) * mask
     return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
 
 
@@ -113,7 +114,7 @@ def by_steps(self: Any, x: Tensor) -> Tensor:
 
 def of_lengths(*lengths: int) -> list[tuple[Batch, list[int]]]:
     generator = torch.Generator().manual_seed(0)
-    return [(((torch.randn(4, length, 4, generator=generator),), {}), [2, 2]) for length in lengths]
+    return [(((torch.randn(4, length, 4, generator=generator).to(DEVICE),), {}), [2, 2]) for length in lengths]
 
 
 def make_steps() -> nn.Module:

@@ -23,7 +23,12 @@ Rows = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def ramp(rows: Tensor) -> Tensor:
-    return (torch.tanh(rows) * torch.arange(1, rows.shape[-1] + 1)).mean()
+    return (torch.tanh(rows) * torch.arange(1, rows.shape[-1] + 1, device=rows.device)).mean()
+
+
+def numbers(x: Tensor) -> Tensor:
+    """Numbers the samples."""
+    return torch.arange(x.shape[0], device=x.device)
 
 
 def by_sample(x: Tensor) -> Tensor:
@@ -56,8 +61,8 @@ ONE_ORDER: dict[str, Rows] = {
     ),
     "places": lambda m, x, mark, n: ramp(by_sample(x) + m.places.repeat(x.shape[0], 1)),
     "places in turns": lambda m, x, mark, n: ramp(in_turns(x) + m.places.repeat_interleave(x.shape[0], 0)),
-    "picked": lambda m, x, mark, n: ramp(by_sample(x)[torch.arange(x.shape[0]) * SERIES + n - 1]),
-    "picked in turns": lambda m, x, mark, n: ramp(in_turns(x)[torch.arange(x.shape[0]) + (n - 1) * x.shape[0]]),
+    "picked": lambda m, x, mark, n: ramp(by_sample(x)[numbers(x) * SERIES + n - 1]),
+    "picked in turns": lambda m, x, mark, n: ramp(in_turns(x)[numbers(x) + (n - 1) * x.shape[0]]),
     "written": lambda m, x, mark, n: ramp(written(x, mark)),
 }
 MIXED: dict[str, Rows] = {
@@ -70,7 +75,7 @@ MIXED: dict[str, Rows] = {
     "mask": lambda m, x, mark, n: in_turns(x)[(x[..., 0] > 0).reshape(-1)].sum() / x.shape[0],
     "places": lambda m, x, mark, n: ramp(in_turns(x) + m.places.repeat(x.shape[0], 1)),
     "places in a loss": lambda m, x, mark, n: F.mse_loss(in_turns(x), m.places.repeat(x.shape[0], 1)),
-    "picked": lambda m, x, mark, n: ramp(in_turns(x)[torch.arange(x.shape[0]) * SERIES + n - 1]),
+    "picked": lambda m, x, mark, n: ramp(in_turns(x)[numbers(x) * SERIES + n - 1]),
     "written": lambda m, x, mark, n: (lambda h: h - h.mean(0))(written(x, mark)).square().mean(),
 }
 
@@ -103,8 +108,8 @@ def test_rows_of_other_samples_are_refused(name: str) -> None:
 
 def last_token(self: Any, tokens: Tensor) -> Tensor:
     """Classifies texts by their last token, as many models of transformers do."""
-    last = ((tokens != 0) * torch.arange(tokens.shape[1])).argmax(-1)
-    return self.layer(self.words(tokens))[torch.arange(tokens.shape[0]), last]
+    last = ((tokens != 0) * torch.arange(tokens.shape[1], device=tokens.device)).argmax(-1)
+    return self.layer(self.words(tokens))[numbers(tokens), last]
 
 
 def centred(self: Any, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
-from tests.catalogue import CASES, Case
+from tests.catalogue import CASES, DEVICE, Case
 from tests.reference import OPTIMIZERS, Record
 from tests.session.training import QUIET, Setup, share_of, trace_shared, train, train_rank, work_shared
 
@@ -138,10 +138,11 @@ def train_on_meta(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]
         cuts=("last",)[: num_stages - 1],  # whatever a busy machine measures
         num_micro_batches=2,
         inputs="replicated",
+        device=DEVICE.type,
         **FAST,
     )
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(8, 8, generator=generator), torch.arange(8) % 4
+    x, y = torch.randn(8, 8, generator=generator).to(DEVICE), torch.arange(8, device=DEVICE) % 4
     losses = []
     for _ in range(3):
         loss = model(x, y)
@@ -150,4 +151,4 @@ def train_on_meta(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]
         optimizer.zero_grad()
         losses.append(loss.item())
     held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-    return losses, model.state_dict(), held
+    return losses, {name: each.cpu() for name, each in model.state_dict().items()}, held

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autovaruna.graph.call import describe
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import Key, PartCost, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
-from tests.catalogue import CASES
+from tests.catalogue import CASES, Batch, Case
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -37,10 +38,15 @@ def traced(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> TracedModel:
     return trace(model, describe(model, args, kwargs)[1], CPU)
 
 
+def on_cpu(case: Case, batch_size: int) -> tuple[nn.Module, Batch]:
+    """Returns a model of the catalogue, and a batch for it, wherever the others are."""
+    batch: Batch = pytree.tree_map_only(Tensor, Tensor.cpu, case.batch(batch_size, 0))
+    return case.model().cpu(), batch
+
+
 def traced_case(name: str, batch_size: int) -> tuple[nn.Module, TracedModel, list[Tensor]]:
     """Returns a model of the catalogue, its trace, and the tensors of the call."""
-    model = CASES[name].model()
-    args, kwargs = CASES[name].batch(batch_size, 0)
+    model, (args, kwargs) = on_cpu(CASES[name], batch_size)
     tensors, call = describe(model, args, kwargs)
     return model, trace(model, call, CPU), tensors
 

@@ -29,7 +29,7 @@ from tests.catalogue import CASES
 from tests.graph.models import Function
 from tests.products import some
 from tests.profiler.clock import plain_seconds, work_clock
-from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
+from tests.profiler.models import CPU, WIDTH, Mlp, on_cpu, profile, traced, traced_case
 from tests.profiler.test_roofline import COMPUTE
 
 
@@ -107,7 +107,7 @@ def test_a_spent_budget_still_measures_everything() -> None:
 def test_blocks_add_up_to_the_model(name: str) -> None:
     """Forward and backward of all blocks together are the model's, but for casts, views and sums of gradients."""
     case = CASES[name].without_dropout()
-    model, (args, kwargs) = case.model(), case.batch(16, 0)
+    model, (args, kwargs) = on_cpu(case, 16)
     tensors, call = describe(model, args, kwargs)
     graph = trace(model, call, CPU)
     with work_clock(clocks) as clock:

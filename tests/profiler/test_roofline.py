@@ -16,7 +16,7 @@ from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, to
 from tests.catalogue import CASES
 from tests.graph.models import Function
 from tests.products import some
-from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
+from tests.profiler.models import CPU, WIDTH, Mlp, on_cpu, profile, traced, traced_case
 
 LINK = LinkCost(1e-6, 1e10)
 SPEC = DeviceSpec("test", "cpu", {"float32": 1e12}, 1e11, 0.0, 0, LINK, LINK, 1e10, 1e10, 0.0)
@@ -28,7 +28,7 @@ COMPUTE = replace(SPEC, bytes_per_second=1e30)
 def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     """What needs no gradient has no backward, a first layer computes one product less."""
     model, graph, _ = traced_case(name, 2)
-    args, kwargs = CASES[name].batch(4, 0)
+    args, kwargs = on_cpu(CASES[name], 4)[1]
     with flop_counter() as forward:
         result = model(*args, **kwargs)
     with flop_counter() as backward:

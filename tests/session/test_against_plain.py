@@ -14,7 +14,15 @@ from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Batch, Case
 from tests.products import diagonal, some
 from tests.reference import OPTIMIZERS, Record, compare, gradients_of, part, plain_micro_batched, plain_steps, ranges
-from tests.session.training import Setup, TooFewBlocksError, on_ranks, pipeline, share_of, train
+from tests.session.training import (
+    Setup,
+    TooFewBlocksError,
+    needs_own_autograd,
+    on_ranks,
+    pipeline,
+    share_of,
+    train,
+)
 
 STEPS = 3
 REPLICAS = {"replicas": Setup(((0, 1),)), "unequal_replicas": Setup(((0,), (1, 2)))}
@@ -97,13 +105,14 @@ def test_gradients_are_summed_over_ranks_once(how: str, name: str) -> None:
     case = CASES[name]
     sizes = [[4, 3, 2], [1, 0, 5], [2, 2, 2]]
     batches = batches_of(case, [sum(each) for each in sizes])
+    setup = Setup(((0,), (1, 2)), 6, settings={"inputs": "per_rank"})
+    needs_own_autograd(case, setup)
     expected = plain_steps(case, batches, num_accumulated=3).gradients[0]
 
     def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, torch.Tensor]:
         own = [share_of(batch, each, rank) for batch, each in zip(batches, sizes, strict=True)]
         return keep_back(case, own, how, model)
 
-    setup = Setup(((0,), (1, 2)), 6, settings={"inputs": "per_rank"})
     found: dict[str, torch.Tensor] = {}
     for gradients in on_ranks(setup, case.model(), run, token=(name, False)):
         found |= gradients

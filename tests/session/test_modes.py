@@ -18,7 +18,17 @@ from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.catalogue.structure import Answer
 from tests.products import diagonal, some
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
-from tests.session.training import Setup, held, merge, on_ranks, pipeline, share_of, train, train_rank
+from tests.session.training import (
+    Setup,
+    held,
+    merge,
+    needs_own_autograd,
+    on_ranks,
+    pipeline,
+    share_of,
+    train,
+    train_rank,
+)
 
 Backward = Callable[[Any, int], None]
 SETUPS = {
@@ -38,6 +48,7 @@ def hold(case: Case, backward: Backward, setup: Setup, num_batches: int = 1) -> 
             backward(model(*args, **kwargs), step)
         return Record(gradients=[gradients_of(model)])
 
+    needs_own_autograd(case, setup)
     found = on_ranks(setup, case.model(), run, token=(case.name, case.has_dropout))
     compare(merge(found), run(case.model()))
 
@@ -165,6 +176,7 @@ def test_the_loss_in_a_tuple(kind: str, caplog: pytest.LogCaptureFixture) -> Non
 def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
     case = CASES["shared_input" if is_loss else "returned_scores"]
     batch = case.batch(7, 0)
+    needs_own_autograd(case, SETUPS[setup])
 
     def gradient(model: nn.Module) -> Tensor:
         x = (batch[1]["x"] if is_loss else batch[0][0]).clone().requires_grad_()

@@ -169,7 +169,7 @@ def average_of_states(model: Any, optimizer: Any) -> Any:
         with torch.no_grad():
             for each in (mean, inner):
                 for kept, new in zip(each.state_dict().values(), model.state_dict().values(), strict=True):
-                    kept.copy_(0.7 * kept + 0.3 * new)
+                    kept.copy_(0.7 * kept + 0.3 * new.to(kept.device))
     torch.testing.assert_close(list(inner.state_dict().values()), list(mean.state_dict().values()))
     return evaluated(mean)
 
@@ -229,7 +229,11 @@ def test_all_ranks_list_all_parameters() -> None:
         return [[(name, each.shape) for name, each in model.named_parameters()], first.device, first.dtype]
 
     plain = CASE.model()
-    expected = [[(name, each.shape) for name, each in plain.named_parameters()], torch.device("cpu"), torch.float32]
+    expected = [
+        [(name, each.shape) for name, each in plain.named_parameters()],
+        next(plain.parameters()).device,
+        torch.float32,
+    ]
     assert on_ranks(SETUPS["two"], CASE.model(), run, adamw, TOKEN) == [expected, expected]
 
 

@@ -23,7 +23,18 @@ from tests.catalogue.small import words
 from tests.products import diagonal
 from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
-from tests.session.training import QUIET, Setup, as_plain, held, merge, on_ranks, pipeline, share_of, with_state
+from tests.session.training import (
+    QUIET,
+    Setup,
+    as_plain,
+    held,
+    merge,
+    needs_own_autograd,
+    on_ranks,
+    pipeline,
+    share_of,
+    with_state,
+)
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,9 @@ def test_each_call_has_a_precision_of_its_own() -> None:
         assert [each.dtype for each in outputs] == [torch.bfloat16, torch.float32, torch.bfloat16]
         return [each.detach() for each in outputs]
 
-    as_plain(pipeline(2, num_micro_batches=1), case.model(), story, rtol=0, atol=0)
+    setup = pipeline(2, num_micro_batches=1)
+    needs_own_autograd(case, setup)
+    as_plain(setup, case.model(), story, rtol=0, atol=0)
 
 
 CASE = CASES["chain"]

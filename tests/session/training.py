@@ -261,6 +261,12 @@ def on_ranks(
         return run_ranks(setup.world_size, be_rank, timeout_seconds=timeout)
 
 
+def needs_own_autograd(case: Case, setup: Setup) -> None:
+    """Skips, on a GPU, what goes backward from outputs on ranks that are threads, which share autograd's thread."""
+    if DEVICE.type == "cuda" and case.loss is not None and setup.world_size > 1:
+        pytest.skip("on a GPU ranks that are threads share one thread of autograd, in which each waits for the others")
+
+
 def train(
     case: Case,
     setup: Setup,
@@ -279,8 +285,7 @@ def train(
         sizes: Samples that each rank passes of each batch; empty: all ranks pass all of them.
         **options: For `train_rank`.
     """
-    if DEVICE.type == "cuda" and case.loss is not None and setup.world_size > 1:
-        pytest.skip("on a GPU ranks that are threads share one thread of autograd, in which each waits for the others")
+    needs_own_autograd(case, setup)
     if sizes:
         setup = replace(setup, settings={**setup.settings, "inputs": "per_rank"})
 
