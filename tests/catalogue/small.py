@@ -220,8 +220,15 @@ def squared_mean(output: Tensor, batch: Batch) -> Tensor:
     return output.square().mean()
 
 
+class DropPath(nn.Dropout):
+    """Drops whole samples, by numbers that are drawn on the CPU, wherever the model is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape[0], 1) >= self.p).to(x.device) if self.training else x
+
+
 def dropouts() -> nn.Module:
-    first = nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2)
+    first = nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2), DropPath(0.3)
     return Classifier(hidden(*first, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)))
 
 
