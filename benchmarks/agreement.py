@@ -1,7 +1,8 @@
 """Measures what ranks tell each other in a step with clipping and a scaler, beside a bare Allreduce of 64 bytes.
 
-Processor time, for a machine of few cores has more ranks than cores; and, of thousands of ranks in one process, the
-messages and bytes of each, by counting.
+Processor time, for a machine of few cores has more ranks than cores, and how often a rank leaves its core; by mpirun
+also that of a call whose record MPI has joined at once, followed by a yield, the least that ranks which share cores
+take. And, of thousands of ranks in one process, the messages and bytes of each, by counting.
 
 python benchmarks/agreement.py [--launchers mpirun torchrun] [--ranks 2 4 8] [--count 128 1024 4096]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -20,7 +22,9 @@ from typing import Any, NoReturn
 
 from autovaruna.runtime.environment import get_world
 from autovaruna.runtime.exchange import Parts, RankExchange, digest, keep_part
+from autovaruna.runtime.transport.base import DONE
 from autovaruna.runtime.transport.threads import Mailboxes, ThreadTransport
+from autovaruna.runtime.world import World
 from autovaruna.session.agreement import BatchNumbers
 
 NUM_PARAMETERS = 1200
@@ -53,14 +57,18 @@ def unscaling(rank: int, num_ranks: int) -> Message:
 AGREEMENTS = {"call": call, "call, numbers differ": differing_call, "clipping": clipping, "unscaling": unscaling}
 
 
-def microseconds(act: Callable[[], object], num_times: int) -> float:
-    """Returns the processor time of a call on this rank."""
+def used(act: Callable[[], object], num_times: int) -> tuple[float, float]:
+    """Returns the microseconds of processor time of a call on this rank, and how often it leaves its core."""
     for _ in range(NUM_WARM_UP):
         act()
+    before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.process_time()
     for _ in range(num_times):
         act()
-    return 1e6 * (time.process_time() - began) / num_times
+    seconds = time.process_time() - began
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    switches = after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw
+    return 1e6 * seconds / num_times, switches / num_times
 
 
 def measure(num_times: int) -> None:
@@ -78,13 +86,27 @@ def measure(num_times: int) -> None:
         acts["MPI_Allreduce of 64 bytes"] = lambda: MPI.COMM_WORLD.Allreduce(
             MPI.IN_PLACE, [memory, MPI.UINT64_T], MPI.BOR
         )
+        acts["call, joined at once"] = joined_at_once(world, acts["call"])
     for name, act in acts.items():
-        own = microseconds(act, num_times)
-        every = [number for (number,) in world.gather_numbers((own,), "times")]
+        rows = world.gather_numbers(used(act, num_times), "times")
         if rank == 0:
-            others, total = sum(every[1:]) / (num_ranks - 1), sum(every) / 1e3
-            shown = f"rank 0 {every[0]:6.0f} us  others {others:6.0f} us  all {total:6.2f} ms"
+            (own, switches), total = rows[0], sum(row[0] for row in rows)
+            others = (total - own) / (num_ranks - 1)
+            shown = f"rank 0 {own:4.0f} us {switches:4.1f} switches  others {others:4.0f} us  all {total / 1e3:5.2f} ms"
             print(f"{num_ranks:3} ranks  {name:26} {shown}", flush=True)
+
+
+def joined_at_once(world: World, act: Callable[[], object]) -> Callable[[], None]:
+    """Returns an agreement in which no rank waits for another, which leaves its core once."""
+
+    def call_and_yield() -> None:
+        transport: Any = world.transport
+        start, transport.start_or = transport.start_or, lambda record: DONE
+        act()
+        transport.start_or = start
+        os.sched_yield()
+
+    return call_and_yield
 
 
 class CountedRank(ThreadTransport):
