@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 from autovaruna.elastic.job_folder import Progress
 from tests.hosts.emulation import Command, Hosts, wait_for
@@ -21,6 +24,26 @@ SCRIPT = Path(__file__).with_name("elastic_train.py")
 _LOSS = re.compile(r"\[0\] loss (\d+) (\S+)")
 _EVERY_STEP = re.compile(r"\[\d+\] (loss|took) ")
 _COMPILED = "/tmp/torchinductor_"
+
+
+def train_alone(*words: object) -> str:
+    """Returns what `SCRIPT` prints on one rank, which is this process."""
+    printed = io.StringIO()
+    with patch.object(sys, "argv", [str(SCRIPT), *map(str, words)]), redirect_stdout(printed):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return printed.getvalue()
+
+
+def differences(printed: str, *words: object) -> list[str]:
+    """Returns the lines of runs of `SCRIPT` that one rank, asked with some words, does not print, and the other way."""
+    own, alone = (re.findall(r"(?:loss \d+|weights) \S+$", text, re.M) for text in (printed, train_alone(*words)))
+    return [f"- {line}" for line in alone if line not in own] + [f"+ {line}" for line in own if line not in alone]
+
+
+def stop_after(folder: Path, step: int) -> None:
+    """Asks ranks that run `SCRIPT` in a folder to end after a step, which none of them has come to."""
+    (folder / "stop.new").write_text(str(step))
+    (folder / "stop.new").replace(folder / "stop")
 
 
 class ElasticRun:
@@ -135,25 +158,16 @@ class ElasticRun:
 
     def stop_soon(self) -> None:
         """Lets the script of `SCRIPT` end after some more steps."""
-        (self.hosts.shared / "stop").write_text(str(self.steps[-1][1] + 20))
-
-    def matches_one_process(self) -> bool:
-        """Says whether losses and weights of a finished run of `SCRIPT` are those of one process, to the last bit."""
-        return not self.differences()
+        stop_after(self.hosts.shared, self.steps[-1][1] + 20)
 
     def differences(self) -> list[str]:
         """Returns the lines of a finished run of `SCRIPT` that one process does not print, and the other way round."""
-        call = [sys.executable, SCRIPT, str(self.steps[-1][1] + 1), "0", "nowhere", *map(str, self._script[4:])]
-        alone = self.hosts.run("h1", call, timeout=300).stdout.splitlines()[1:]
-        weights = [line.partition("] ")[2] for _, line in self.lines if "] weights" in line]
-        own = [f"loss {step} {loss}" for step, loss in self.losses()] + weights
-        return [f"- {line}" for line in alone if line not in own] + [f"+ {line}" for line in own if line not in alone]
+        text = "\n".join(line for _, line in self.lines)
+        return differences(text, self.steps[-1][1] + 1, 0, "nowhere", *self._script[4:])
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kills it, if it still runs."""
         self.command.end()
-
-    # who is where
 
     def ranks(self) -> dict[int, tuple[str, int]]:
         """Returns the host of each rank of the newest attempt, and its process as this machine knows it."""

@@ -24,6 +24,7 @@ num_steps, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] i
 width = int(sys.argv[4]) if len(sys.argv) > 4 else 32
 num_layers = int(sys.argv[5]) if len(sys.argv) > 5 else 4
 stop, die, pause = Path("stop"), Path("die"), Path("pause")
+torch.set_num_threads(1)  # as ranks have it, also where this is the process of the tests
 torch.manual_seed(0)
 layers = ((nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(num_layers))
 net = nn.Sequential(*(module for layer in layers for module in layer))

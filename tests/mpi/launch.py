@@ -113,10 +113,12 @@ def warm() -> Warm:
     return Warm()
 
 
-def run_group(command: list[str], timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_group(
+    command: list[str], timeout: float, env: dict[str, str], folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """Runs a command in a process group of its own, which is killed on timeout."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         out, err = process.communicate(timeout=timeout)
