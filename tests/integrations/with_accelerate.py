@@ -14,16 +14,20 @@ from tests.integrations import SETTINGS
 BATCH, STEPS, SAVED = 6, 6, 3
 
 
-def train(folder: Path, num_ranks: int, resume: bool = False) -> dict[str, Any]:
-    """Returns losses and norms by step, and predictions of all samples; 0 ranks are those of plain accelerate."""
+def accelerator_of(num_ranks: int, **options: Any) -> Any:
+    """Returns ours, or, for 0 ranks, that of plain accelerate."""
     if num_ranks:
         from autovaruna.integrations.accelerate import Accelerator
 
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, autovaruna=SETTINGS)
-    else:
-        from accelerate import Accelerator as Plain
+        return Accelerator(cpu=True, autovaruna=SETTINGS, **options)
+    import accelerate
 
-        accelerator = Plain(cpu=True, gradient_accumulation_steps=2)
+    return accelerate.Accelerator(cpu=True, **options)
+
+
+def train(folder: Path, num_ranks: int, resume: bool = False) -> dict[str, Any]:
+    """Returns losses and norms by step, and predictions of all samples; 0 ranks are those of plain accelerate."""
+    accelerator = accelerator_of(num_ranks, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
@@ -62,11 +66,7 @@ def train_gpt2(folder: str, num_ranks: int) -> list[float]:
     """Returns bf16 losses of a GPT-2, which ties weights and returns a key-value cache, and one after loading."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    if num_ranks:
-        from autovaruna.integrations.accelerate import Accelerator
-    else:
-        from accelerate import Accelerator  # type: ignore[assignment]
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **({"autovaruna": SETTINGS} if num_ranks else {}))
+    accelerator = accelerator_of(num_ranks, mixed_precision="bf16")
     torch.manual_seed(0)
     size = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0}
     config = GPT2Config(**size, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
@@ -121,20 +121,17 @@ def refusals() -> list[str]:
     import autovaruna
     from autovaruna.integrations.accelerate import Accelerator
 
+    alone = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     texts = []
     for act in (
         autovaruna.init_process_group,
         lambda: autovaruna.init_process_group("mpi"),
-        lambda: (dist.destroy_process_group(), Accelerator(cpu=True).prepare(lonely_optimizer())),
+        lambda: (dist.destroy_process_group(), Accelerator(cpu=True).prepare(alone)),
     ):
         try:
             act()
         except autovaruna.AutoVarunaError as error:
             texts.append(str(error))
     return texts
-
-
-def lonely_optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
