@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
+from glob import glob
 from pathlib import Path
 from typing import IO, Any
 from unittest.mock import patch
@@ -172,11 +173,9 @@ class ElasticRun:
     def ranks(self) -> dict[int, tuple[str, int]]:
         """Returns the host of each rank of the newest attempt, and its process as this machine knows it."""
         found: dict[int, tuple[int, str, int]] = {}
-        for host in self.hosts.names:
-            if not self.hosts.is_up(host):
-                continue
+        for host in filter(self.hosts.is_up, self.hosts.names):
             known: dict[int, int] | None = None
-            for folder in _found(self.hosts.path(host, "/dev/shm"), "autovaruna-", "attempt-", "rank-"):
+            for folder in map(Path, glob(f"{self.hosts.path(host, '/dev/shm')}/autovaruna-*/attempt-*/rank-*")):
                 attempt, rank = (int(name.rpartition("-")[2]) for name in (folder.parent.name, folder.name))
                 progress = Progress.read(folder)
                 known = known or {_inner(pid): pid for pid, _ in self.hosts.processes(host)}
@@ -213,14 +212,6 @@ def leftovers(hosts: Hosts, seconds: float) -> list[str]:
     while (left := found()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
-
-
-def _found(folder: Path, first: str, *more: str) -> list[Path]:
-    """Returns files by the beginnings of their names in each folder, where others come and go meanwhile."""
-    with suppress(OSError):
-        paths = [folder / name for name in os.listdir(folder) if name.startswith(first)]
-        return [each for path in paths for each in _found(path, *more)] if more else paths
-    return []
 
 
 def _inner(pid: int) -> int:

@@ -189,12 +189,12 @@ class Hosts:
 
     def cut(self, host: str) -> None:
         """Pulls a host's cable out; nobody is told."""
-        self._switch.cut(self._place(host))
+        self._switch.set_port(self._place(host), "down")
         self._cut.add(host)
 
     def mend(self, host: str) -> None:
         """Puts a host's cable in again."""
-        self._switch.mend(self._place(host))
+        self._switch.set_port(self._place(host), "up")
         self._cut.discard(host)
 
     def start(
@@ -257,23 +257,19 @@ class Hosts:
             if name in self._cut:
                 self.mend(name)
             self.continue_sshd(name)
-            self.end_processes(name)
+            wait_for(lambda name=name: self._is_empty(name), f"the end of all processes of {name}")
         for name in self.names:
             for file in reversed(self.leftovers(name)):
                 _remove(self.path(name, file))
         for path in self.shared.iterdir():
             _remove(path)
 
-    def end_processes(self, host: str) -> None:
-        """Kills all processes of a host but its first, sshd."""
-
-        def is_empty() -> bool:
-            left = self.processes(host)
-            for pid, _ in left:
-                _signal(pid, signal.SIGKILL)
-            return not left
-
-        wait_for(is_empty, f"the end of all processes of {host}")
+    def _is_empty(self, host: str) -> bool:
+        """Kills all processes of a host but its first, sshd; says whether there were none."""
+        left = self.processes(host)
+        for pid, _ in left:
+            _signal(pid, signal.SIGKILL)
+        return not left
 
     def _place(self, host: str) -> int:
         return self.names.index(host) + 1
@@ -313,13 +309,9 @@ class Switch:
         self._ip("link", "add", "dev", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._ip("link", "set", "dev", port, "master", "bridge", "up")
 
-    def cut(self, place: int) -> None:
-        """Pulls a cable out."""
-        self._ip("link", "set", "dev", f"port{place}", "down")
-
-    def mend(self, place: int) -> None:
-        """Puts a cable in."""
-        self._ip("link", "set", "dev", f"port{place}", "up")
+    def set_port(self, place: int, state: str) -> None:
+        """Pulls a cable out (``down``), or puts it in (``up``)."""
+        self._ip("link", "set", "dev", f"port{place}", state)
 
     def close(self) -> None:
         """Ends the network."""

@@ -91,7 +91,7 @@ def fill(run: ElasticRun) -> None:
 def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
     """One job, struck by one fault after another, each of which is said as what it was, then asked to end.
 
-    What it has saved goes on in another job on another host, of which nothing is left when its manager is killed.
+    What it has saved goes on in another job on other hosts, of which nothing is left when its manager is killed.
     """
     saved = str(hosts.shared / "saved")
     options, script = ["--checkpoints", saved], [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS), saved]
@@ -135,7 +135,7 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
         assert run.finish() == 75, run.text
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
     first = run.steps[-1][1] + 1
-    with closing(ElasticRun(hosts, script, [*options, "--keep_seconds", "1"], listed=["h2"])) as other:
+    with closing(ElasticRun(hosts, script, [*options, "--keep_seconds", "1"], listed=["h1", "h2"])) as other:
         other.wait_for_steps(5, START_SECONDS)
         assert [line for _, line in other.lines if "] begin " in line] == [f"[0] begin {first}"], other.text
         other.command.send_signal(signal.SIGKILL)
