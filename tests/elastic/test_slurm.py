@@ -18,10 +18,9 @@ import yaml
 
 from autovaruna.__main__ import parser_of
 from autovaruna.elastic.host_list import allocated_lines, check_requeue, requeue
-from autovaruna.elastic.job import find_mpirun
 from autovaruna.errors import ConfigError
 from tests.hosts.elastic_run import SCRIPT, differences, stop_after
-from tests.mpi.launch import QUIET, ROOT
+from tests.mpi.launch import QUIET, ROOT, find_mpirun
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 SECONDS = 400.0
@@ -144,8 +143,9 @@ class Cluster:
         """Returns the steps that a job has done."""
         return [int(step) for step in re.findall(r"loss (\d+) \S+\n", self.output(name))]
 
-    def wait_for(self, words: str, name: str) -> None:
-        wait_until(lambda: words in self.output(name), lambda: f"{words!r} in {self.output(name)}")
+    def wait_for(self, *words: str, name: str) -> None:
+        """Waits until a job has printed all of some words."""
+        wait_until(lambda: all(each in self.output(name) for each in words), lambda: f"{words} in {self.output(name)}")
 
 
 def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -168,19 +168,16 @@ def _cluster() -> Iterator[Cluster]:
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     if os.getuid() or not all(shutil.which(name, path=path) for name in PROGRAMS):
         pytest.skip("Slurm is not installed, or this is not root")
-    try:
-        find_mpirun()
-    except ConfigError:
-        pytest.skip("mpirun is not there")
+    find_mpirun()
     folder = Path(tempfile.mkdtemp(prefix="slurm"))  # munge wants all folders above its socket to be open
     folder.chmod(0o755)
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
-    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
-        sockets = (one, two, three)
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in sockets]
+    held = [socket.socket() for _ in range(3)]  # so that nobody else gets their ports; the daemons may listen there
+    for each in held:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in held]
     host = socket.gethostname().partition(".")[0]
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=host, ports=ports))
     for name in ("state", "n1", "n2"):
@@ -202,6 +199,8 @@ def _cluster() -> Iterator[Cluster]:
             process.terminate()
         for process in started:
             process.wait(timeout=30)
+        for each in held:
+            each.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -216,14 +215,14 @@ def trained(_cluster: Cluster) -> Cluster:
         "torchrun": _cluster.submit("torchrun", "--nodes=1", f"{options} asks.py 100000 0.1 torchrun", "torchrun"),
     }
     for name, number in numbers.items():
-        _cluster.wait_for("loss 3 ", name)
+        _cluster.wait_for("loss 3 ", name=name)
         _cluster.run("scancel", "--batch", "--signal=USR1", number)
     for name in numbers:
         wait_until(lambda name=name: _cluster.begun(name)[1:], lambda name=name: _cluster.output(name))  # type: ignore[misc]
     stop_after(_cluster.folder, max(_cluster.steps(name)[-1] for name in numbers) + 20)
     for name in numbers:
-        _cluster.wait_for("weights ", name)
-    _cluster.wait_for("the job has finished", "requeued")
+        _cluster.wait_for("weights ", name=name)
+    _cluster.wait_for("the job has finished", name="requeued")
     return _cluster
 
 
@@ -251,40 +250,34 @@ def test_usr1_ends_a_job_with_75_before_its_ranks_train(cluster: Cluster, moment
     memory.mkdir()
     number = cluster.submit(name, options, f"--no_standby --memory_folder {memory} {name}.py")
     if moment == "ranks import":
-        cluster.wait_for("importing", name)
+        cluster.wait_for("importing", name=name)
     else:
         wait_until(lambda: any(memory.iterdir()), lambda: cluster.output(name))
     cluster.run("scancel", "--batch", "--signal=USR1", number)
-    cluster.wait_for("SIGUSR1 came: status 75", name)
+    cluster.wait_for("SIGUSR1 came: status 75", name=name)
 
 
-@pytest.mark.parametrize("hosts", ["of the allocation", "by other names", "the other node"])
-def test_ranks_run_on_the_hosts_of_the_allocation_or_on_those_that_are_named(cluster: Cluster, hosts: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("own", "--no_morphing", {f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)}),
+        ("names", "--no_morphing --machine_list machines --ranks_per_host 3", {f"rank {k} of 3" for k in range(3)}),
+        ("node", "--no_standby --machine_list second --ranks_per_host 2", {"rank 0 of 2 on n2", "job has finished"}),
+    ],
+    ids=["of the allocation", "by other names", "the other node"],
+)
+def test_ranks_run_on_the_hosts_of_the_allocation_or_on_those_that_are_named(
+    cluster: Cluster, name: str, options: str, expected: set[str]
+) -> None:
     """Once, mpirun said of an address that its node is not present in the allocation. Keepers are started by srun."""
-    name = hosts.split()[-1]
     (cluster.folder / "machines").write_text("127.0.0.1\n")
     (cluster.folder / "second").write_text("n2\n")
-    options, expected = {
-        "of the allocation": (
-            "--no_morphing",
-            {f"rank {rank} of 4 on {'n1' if rank < 2 else 'n2'}" for rank in range(4)},
-        ),
-        "by other names": (
-            "--no_morphing --machine_list machines --ranks_per_host 3",
-            {f"rank {k} of 3" for k in range(3)},
-        ),
-        "the other node": (
-            "--no_standby --machine_list second --ranks_per_host 2",
-            {"rank 0 of 2 on n2", "job has finished"},
-        ),
-    }[hosts]
     cluster.submit(name, "--nodes=2 --ntasks-per-node=2", f"{options} names.py")
-    wait_until(lambda: all(words in cluster.output(name) for words in expected), lambda: cluster.output(name))
+    cluster.wait_for(*expected, name=name)
 
 
 def test_srun_with_pmix_joins_the_ranks_by_mpi(cluster: Cluster) -> None:
     if "pmix" not in cluster.run("srun", "--mpi=list"):
         pytest.skip("this Slurm has no PMIx")
     cluster.submit("pmix", "--nodes=2 --ntasks-per-node=2", "python names.py", "srun --mpi=pmix")
-    expected = {f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)}
-    wait_until(lambda: all(words in cluster.output("pmix") for words in expected), lambda: cluster.output("pmix"))
+    cluster.wait_for(*(f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)), name="pmix")

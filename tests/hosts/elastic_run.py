@@ -48,20 +48,16 @@ def stop_after(folder: Path, step: int) -> None:
 
 
 class ElasticRun:
-    """A job with a manager on the first host; `listed` are the hosts in the machine list at first, None: all."""
+    """A job with a manager on the first host; `listed` are the hosts in the machine list at first, none: all."""
 
     def __init__(
-        self,
-        hosts: Hosts,
-        script: Sequence[str | Path],
-        options: Sequence[str] = (),
-        listed: Sequence[str] | None = None,
+        self, hosts: Hosts, script: Sequence[str | Path], options: Sequence[str] = (), listed: Sequence[str] = ()
     ) -> None:
         self.hosts = hosts
         self.lines: list[tuple[float, str]] = []
         self._machines, self._events = hosts.shared / "machines", hosts.shared / "events.jsonl"
         self._events.unlink(missing_ok=True)
-        self.list_hosts(hosts.names if listed is None else listed)
+        self.list_hosts(listed or hosts.names)
         files = ["--machine_list", str(self._machines), "--events", str(self._events)]
         call = [sys.executable, "-m", "autovaruna", "run", *files, "--ranks_per_host", "1"]
         self._script = script
@@ -71,10 +67,8 @@ class ElasticRun:
     def start(self) -> None:
         """Starts the manager; another time, as whoever finds it killed does."""
         self.command: Command = self.hosts.start("h1", self._call, cwd=self.hosts.shared)
-        self._threads = [
-            threading.Thread(target=self._read, args=(stream,), daemon=True)
-            for stream in (self.command.stdout, self.command.stderr)
-        ]
+        streams = self.command.stdout, self.command.stderr
+        self._threads = [threading.Thread(target=self._read, args=(each,), daemon=True) for each in streams]
         for thread in self._threads:
             thread.start()
 

@@ -30,14 +30,9 @@ layers = ((nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(n
 net = nn.Sequential(*(module for layer in layers for module in layer))
 optimizer = torch.optim.AdamW(net.parameters())
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-model = AutoVaruna(
-    net,
-    optimizer,
-    num_stages=get_world_size(),
-    micro_batch_size=4 if num_layers <= 4 else 16,  # of many stages each does little: they share few cores
-    inputs="replicated",
-    progress=False,
-)
+size = 4 if num_layers <= 4 else 16  # of many stages each does little: they share few cores
+settings = {"num_stages": get_world_size(), "micro_batch_size": size, "inputs": "replicated", "progress": False}
+model = AutoVaruna(net, optimizer, **settings)
 first = model.resume(folder, lr_scheduler=scheduler).step
 if get_rank() == 0:
     print(f"begin {first}", flush=True)

