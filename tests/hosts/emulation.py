@@ -25,7 +25,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
-from types import TracebackType
 
 import psutil
 
@@ -129,7 +128,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

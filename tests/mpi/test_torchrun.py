@@ -115,7 +115,7 @@ def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) 
 def test_torchrun_passes_on_the_signals_that_its_option_names(tmp_path: Path) -> None:
     """Without it, torchrun ends from SIGUSR1, and nothing is saved. Its own status is 1, whatever that of its ranks."""
     options = ["--nproc-per-node=2", "--standalone", "--signals-to-handle=SIGTERM,SIGUSR1"]
-    words = ["-m", "torch.distributed.run", *options, "-m", MODULE, "signalled", str(tmp_path)]
+    words = ["-m", "torch.distributed.run", *options, "-m", "tests.mpi.preempted", str(tmp_path), "launcher"]
     done = run_group([sys.executable, *words], 200, ENV)
     (saved,) = tmp_path.glob("step-*")
     assert f"got SIGUSR1: saved step {int(saved.name[5:])}, and end with status 75" in done.stderr, done.stderr
