@@ -16,7 +16,7 @@ import pytest
 from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts
 from autovaruna.elastic.run import Outcome
-from tests.mpi.launch import QUIET, ROOT, find_mpirun
+from tests.mpi.launch import QUIET, ROOT, find_mpirun, read_until
 from tests.products import WHOLE
 
 FAILED, NOBODY = Outcome("rank 1 ended with status 3", error=3), Outcome("mpirun ended with status 137")
@@ -82,17 +82,6 @@ def run(folder: Path, script: str, *options: str, num_ranks: int = 2) -> tuple[i
     with started(folder, script, *options, num_ranks=num_ranks) as job:
         said, _ = job.communicate(timeout=120)
         return job.returncode, said
-
-
-def read_until(job: subprocess.Popen[str], words: str) -> str:
-    """Returns what a job has said up to some words."""
-    assert job.stdout is not None
-    said = ""
-    while words not in said:
-        line = job.stdout.readline()
-        assert line, said
-        said += line
-    return said
 
 
 @pytest.mark.parametrize(

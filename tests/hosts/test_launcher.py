@@ -13,7 +13,7 @@ import pytest
 
 from tests.hosts.elastic_run import SCRIPT, leftovers, train_alone
 from tests.hosts.emulation import PATH, Command, Hosts, wait_for
-from tests.mpi.launch import find_mpirun
+from tests.mpi.launch import find_mpirun, read_until
 from tests.products import WHOLE, some
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,14 +37,6 @@ def one_run(
         yield command
     finally:
         command.end()
-
-
-def wait_for_a_step(run: Command) -> None:
-    assert run.stdout is not None
-    for line in run.stdout:
-        if "loss 2 " in line:
-            return
-    raise AssertionError(run.communicate(timeout=20.0)[1])
 
 
 def finish(run: Command) -> tuple[int, str]:
@@ -72,7 +64,7 @@ def test_ranks_of_two_hosts_train_with_the_bits_of_one_process(hosts: Hosts, is_
 
 def test_a_host_that_was_lost_is_no_success(hosts: Hosts):
     with one_run(hosts, LONG) as run:
-        wait_for_a_step(run)
+        read_until(run, "loss 2 ")
         hosts.kill("h2")
         status, words = finish(run)
     assert status not in (0, 75) and "never said that they ended: their host was lost" in words, words
@@ -90,14 +82,14 @@ def test_a_folder_that_another_host_has_not_is_named(hosts: Hosts):
 def test_no_process_is_left_of_a_launcher_that_is_killed(hosts: Hosts):
     """The folder of an mpirun whose launcher has gone is removed by the next job."""
     with one_run(hosts, LONG) as run:
-        wait_for_a_step(run)
+        read_until(run, "loss 2 ")
         run.kill()
         wait_for(lambda: all("/tmp/ompi." in each for each in leftovers(hosts, 0.0)), "the end of all", CLEAN_SECONDS)
 
 
 def test_an_interrupted_launcher_leaves_nothing(hosts: Hosts):
     with one_run(hosts, LONG) as run:
-        wait_for_a_step(run)
+        read_until(run, "loss 2 ")
         begin = time.monotonic()
         run.send_signal(signal.SIGINT)
         status, words = finish(run)

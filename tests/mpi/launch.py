@@ -131,6 +131,17 @@ def run_group(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def read_until(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
+    """Returns what a process prints up to the line with some words, for the count-th time."""
+    text = ""
+    for line in process.stdout or ():
+        text += line
+        count -= words in line
+        if not count:
+            return text
+    raise AssertionError(f"{words!r} did not come:\n{text}")
+
+
 def kill_session(leader: int) -> None:
     """Kills every process of the session that `leader` leads: mpirun gives each rank a group of its own."""
     for entry in Path("/proc").iterdir():

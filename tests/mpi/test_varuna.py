@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.launch import QUIET, ROOT, find_mpirun, run_group
+from tests.mpi.launch import QUIET, ROOT, find_mpirun, read_until, run_group
 
 GPT = str(ROOT / "examples" / "varuna_gpt.py")
 TIMEOUT = 500
@@ -59,18 +59,6 @@ def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         if process.poll() is None:
             process.terminate()
             process.wait(TIMEOUT)
-
-
-def read_until(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
-    """Returns what a job printed up to the line with some words, for the count-th time."""
-    text = ""
-    assert process.stdout is not None
-    for line in process.stdout:
-        text += line
-        count -= words in line
-        if not count:
-            return text
-    raise AssertionError(f"{words!r} did not come:\n{text}")
 
 
 def test_a_run_that_sigusr1_stops_goes_on_on_other_ranks(tmp_path: Path) -> None:
