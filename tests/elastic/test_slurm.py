@@ -21,6 +21,7 @@ from autovaruna.elastic.host_list import allocated_lines, check_requeue, requeue
 from autovaruna.errors import ConfigError
 from tests.hosts.elastic_run import SCRIPT, differences, stop_after
 from tests.mpi.launch import QUIET, ROOT, find_mpirun
+from tests.products import WHOLE
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 SECONDS = 400.0
@@ -209,7 +210,7 @@ def trained(_cluster: Cluster) -> Cluster:
     """Has run two jobs at once, which were signalled, have gone on, and were asked to end."""
     (_cluster.folder / "memory").mkdir()
     words = "--no_standby --requeue --memory_folder memory --checkpoints requeued train.py 100000 0.1 requeued"
-    options = "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --standalone --nproc-per-node 2"
+    options = f"--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --standalone --nproc-per-node {1 + WHOLE}"
     numbers = {
         "requeued": _cluster.submit("requeued", "--nodes=1 --ntasks-per-node=2", words),
         "torchrun": _cluster.submit("torchrun", "--nodes=1", f"{options} asks.py 100000 0.1 torchrun", "torchrun"),

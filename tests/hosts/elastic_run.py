@@ -87,12 +87,10 @@ class ElasticRun:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What the events file has so far."""
-        found = []
         with suppress(FileNotFoundError):
-            for line in self._events.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    found.append(json.loads(line))
-        return found
+            lines = self._events.read_text().splitlines(keepends=True)
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        return []
 
     @property
     def steps(self) -> list[tuple[float, int, str]]:
