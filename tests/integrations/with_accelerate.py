@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.catalogue import CASES
 from tests.integrations import SETTINGS
 
 BATCH, STEPS, SAVED = 6, 6, 3
@@ -64,15 +65,11 @@ def train_on_ranks(folder: str, num_ranks: int, resume: bool = False) -> dict[st
 
 def train_gpt2(folder: str, num_ranks: int) -> list[float]:
     """Returns bf16 losses of a GPT-2, which ties weights and returns a key-value cache, and one after loading."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     accelerator = accelerator_of(num_ranks, mixed_precision="bf16")
-    torch.manual_seed(0)
-    size = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0}
-    config = GPT2Config(**size, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
-    model: Any = GPT2LMHeadModel(config)
+    case = CASES["gpt2"].without_dropout()
+    model: Any = case.model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
-    tokens = torch.randint(16, (16, 8), generator=torch.Generator().manual_seed(1))
+    tokens = case.batch(16, 1)[1]["input_ids"]
     loader: Any = DataLoader(TensorDataset(tokens), batch_size=4 // (num_ranks or 1))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []

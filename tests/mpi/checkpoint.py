@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna
+from tests.catalogue.hugging_face import GPT, make
 from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
 from tests.session.training import descend
 
@@ -16,13 +17,8 @@ QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations
 
 
 def gpt2(num_layers: int, width: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=num_layers, n_embd=width, n_head=4, vocab_size=512, n_positions=32, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0, use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    sizes = {"n_layer": num_layers, "n_embd": width, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    return make("GPT2LMHeadModel", "GPT2Config", {**GPT, **sizes})
 
 
 def two_stages(net: nn.Module) -> AutoVaruna:
