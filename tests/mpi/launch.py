@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,7 @@ QUIET = {
 }
 
 
+MOST_SECONDS = 300.0
 POLL_SECONDS = 0.01
 LONGEST_POLL_SECONDS = 0.2
 """Ranks that wait for long look less and less often: there may be many of them."""
@@ -60,24 +61,18 @@ def find_mpirun() -> str:
 
 
 def mpirun(
-    num_ranks: int,
-    target: str | Path,
-    *args: str | Path,
-    timeout: float = 300,
-    env: dict[str, str] | None = None,
-    check: bool = True,
+    num_ranks: int, target: str | Path, *args: object, env: dict[str, str] | None = None, check: bool = True,
     is_warm: bool = False,
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Runs a Python program on several ranks, from the root of the repository.
 
     Args:
         target: a module (``tests.mpi.program``), or the path of a script.
-        timeout: seconds; the whole process group is killed after them, and the test fails.
         env: variables that are added to the environment.
         is_warm: whether the ranks of a module are forked (`tests.mpi.warm`).
     """
     command = mpirun_command(num_ranks, target, *args, is_warm=is_warm)
-    done = run_group(command, timeout, {**os.environ, **QUIET, **(env or {})})
+    done = run_group(command, MOST_SECONDS, {**os.environ, **QUIET, **(env or {})})
     if check and done.returncode != 0:
         raise AssertionError(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
     return done
@@ -183,27 +178,20 @@ class Ranks:
         results = [self._folder / f"result{number}.{rank}" for rank in range(self.num_ranks)]
         until = time.monotonic() + timeout
         while not all(result.exists() for result in results):
-            if self._process.poll() is not None or time.monotonic() > until:
-                self._fail(f"{target} on {self.num_ranks} ranks", timeout)
+            if (status := self._process.poll()) is not None or time.monotonic() > until:
+                text = (self._folder / "log").read_text()
+                self.kill()
+                why = f"took longer than {timeout} s" if status is None else f"status {status}"
+                raise AssertionError(f"{target} on {self.num_ranks} ranks: {why}\n{text}")
             time.sleep(POLL_SECONDS)
         return [pickle.loads(result.read_bytes()) for result in results]
 
-    def _fail(self, what: str, timeout: float) -> NoReturn:
-        status, text = self._process.poll(), (self._folder / "log").read_text()
-        self.kill()
-        raise AssertionError(
-            f"{what}: " + (f"took longer than {timeout} s" if status is None else f"status {status}") + f"\n{text}"
-        )
-
     def call_once(self, target: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
         """Has each rank run a function, and end."""
-        try:
-            results = self.call(target, args, timeout)
-            self.let_go()
-            self.end()
-            return results
-        finally:
-            self.kill()
+        results = self.call(target, args, timeout)
+        self.let_go()
+        self.end()
+        return results
 
     def let_go(self) -> None:
         """Lets the ranks come to the end of their script."""
