@@ -88,4 +88,5 @@ def train(root: str, num_stages: int, loads: bool, num_steps: int) -> list[float
         if step == 2:
             note = "from rank 0" if model.world.rank == 0 else "from another"
             model.save_checkpoint(root, step=3, extra={"note": note}, background=True)
+    model.wait_checkpoint()
     return losses
