@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from autovaruna.elastic.job_folder import Progress
 from tests.hosts.emulation import Command, Hosts, wait_for
+from tests.ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("elastic_train.py")
 _LOSS = re.compile(r"\[0\] loss (\d+) (\S+)")
@@ -28,10 +29,10 @@ _COMPILED = "/tmp/torchinductor_"
 
 
 def train_alone(*words: object) -> str:
-    """Returns what `SCRIPT` prints on one rank, which is this process."""
+    """Returns what `SCRIPT` prints on one rank, which is a thread of this process."""
     printed = io.StringIO()
     with patch.object(sys, "argv", [str(SCRIPT), *map(str, words)]), redirect_stdout(printed):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        run_ranks(1, lambda world: runpy.run_path(str(SCRIPT), run_name="__main__"))
     return printed.getvalue()
 
 
