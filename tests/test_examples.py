@@ -12,6 +12,7 @@ from tests.mpi.launch import QUIET, ROOT, find_mpirun, mpirun_command, run_group
 from tests.products import WHOLE
 
 EXAMPLES = ROOT / "examples"
+QUICK = {"AUTOVARUNA_PROFILE_ITERATIONS": "1"}
 
 
 def run(name: str, num_ranks: int, directory: Path) -> str:
@@ -23,7 +24,7 @@ def run(name: str, num_ranks: int, directory: Path) -> str:
 def start(command: list[str], directory: Path) -> str:
     """Runs a command in a directory and returns what it printed."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, **QUIET, "AUTOVARUNA_PROFILE_ITERATIONS": "1", "PYTHONPATH": path}
+    variables = {**os.environ, **QUIET, **QUICK, "PYTHONPATH": path}
     done = run_group(command, 500, variables, directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
