@@ -158,6 +158,14 @@ def barrier_fails(ranks: tuple[int, ...]) -> None:
     barrier()
 
 
+def script_raises_system_exit() -> None:
+    def leave() -> None:
+        fault()
+        raise SystemExit(3)
+
+    train(*wrap(), on_rank_1(leave))
+
+
 def script_is_interrupted() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     train(*wrap(), on_rank_1(lambda: (fault(), os.kill(os.getpid(), signal.SIGINT))))
@@ -234,7 +242,6 @@ STORIES: dict[str, Callable[[], object]] = {
     "forward_fails": lambda: train(*wrap(), on_rank_1(set_trap("forward"))),
     "backward_from_outputs_fails": lambda: train(*wrap(OutputNet()), on_rank_1(set_trap("backward"))),
     "every_rank_fails": lambda: barrier_fails((0, 1)),
-    "script_raises_system_exit": lambda: train(*wrap(), on_rank_1(lambda: (fault(), sys.exit(3)))),
     "process_vanishes_well": lambda: train(*wrap(), on_rank_1(lambda: (fault(), os._exit(0)))),
 }
 """The stories of one line each; others are functions of their names."""
