@@ -374,7 +374,7 @@ def strike_job(
     except Exception as error:
         striker.violations.append(f"{type(error).__name__}: {error}\n{run.text}")
     finally:
-        run.end()
+        run.close()
         if options.log is not None:
             with options.log.open("a") as file:
                 file.write(f"{run.text}\n=====\n")

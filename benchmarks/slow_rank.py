@@ -125,7 +125,7 @@ def main() -> None:
                 run.wait_for_steps(NUM_WARM, 120)
                 watch(run, share)
             finally:
-                run.end()
+                run.close()
 
 
 if __name__ == "__main__":

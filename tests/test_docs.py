@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.mpi.launch import QUIET, find_mpirun
 from tests.run_pages import blocks
-from tests.test_examples import QUICK, mpirun
-from tests.test_examples import ROOT as AS_ROOT
+from tests.test_examples import QUICK
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -65,10 +65,10 @@ def test_a_reader_who_follows_a_page_trains(page: str, tmp_path: Path) -> None:
 def run(line: str, folder: Path, fails: bool = False) -> str:
     """Runs a command as a shell would, on as many cores as there are."""
     binary = Path(sys.executable).parent
-    line = line.replace("mpirun", f"{mpirun()} --oversubscribe --bind-to none")
+    line = line.replace("mpirun", f"{find_mpirun()} --oversubscribe --bind-to none")
     path = {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **QUICK}
     done = subprocess.run(
-        line, shell=True, cwd=folder, env={**os.environ, **AS_ROOT, **path}, capture_output=True, text=True, timeout=300
+        line, shell=True, cwd=folder, env={**os.environ, **QUIET, **path}, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.mpi.launch import QUIET, ROOT, find_mpirun, mpirun_command, run_group
 from tests.products import WHOLE
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+EXAMPLES = ROOT / "examples"
 QUICK = {"AUTOVARUNA_PROFILE_ITERATIONS": "1"}
-ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def run(name: str, num_ranks: int, directory: Path) -> str:
     """Runs an example in a directory and returns what it printed."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
-    if num_ranks > 1:
-        command = [mpirun(), "-np", str(num_ranks), "--oversubscribe", "--bind-to", "none", *command]
-    return start(command, directory)
-
-
-def mpirun() -> str:
-    return MPIRUN or pytest.skip("mpirun is not there")
+    script = EXAMPLES / f"{name}.py"
+    return start([sys.executable, str(script)] if num_ranks == 1 else mpirun_command(num_ranks, script), directory)
 
 
 def start(command: list[str], directory: Path) -> str:
     """Runs a command in a directory and returns what it printed."""
-    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        command,
-        cwd=directory,
-        env={**os.environ, **ROOT, **QUICK, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, **QUIET, **QUICK, "PYTHONPATH": path}
+    done = run_group(command, 500, variables, directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 USUAL = [("train_digits", 2), ("finetune_hf", 1), ("varuna_bert", 1), ("tutorial", 1)]
@@ -65,7 +50,7 @@ def test_an_example_holds_its_own_assertions(name: str, num_ranks: int, tmp_path
 def test_an_example_in_varuna_s_style_runs_under_the_launcher(
     name: str, options: list[str], arguments: list[str], tmp_path: Path
 ) -> None:
-    mpirun()
+    find_mpirun()
     (tmp_path / "machines").write_text("localhost\n")
     launcher = [sys.executable, "-m", "autovaruna.run_varuna", "--machine_list", "machines", *options]
     assert "[0]" in start([*launcher, str(EXAMPLES / f"{name}.py"), *arguments], tmp_path)

@@ -12,7 +12,7 @@ import torch
 from autovaruna import AutoVaruna, CheckpointInfo
 from tests.catalogue import Batch, Case
 from tests.reference import MakeOptimizer, Record, adamw, sgd
-from tests.session.training import Setup, merge, on_ranks, pipeline, train_rank
+from tests.session.training import Setup, merge, on_ranks, pipeline, token_of, train_rank
 
 SETUPS = {
     "1x1": Setup(),
@@ -79,8 +79,3 @@ def uninterrupted(case: Case, setup: Setup, make: MakeOptimizer) -> Record:
 
     record = merge(on_ranks(setup, case.model(), run, make, token=token_of(case)))
     return replace(record, gradients=[], losses=record.losses[NUM_STEPS:])
-
-
-def token_of(case: Case) -> tuple[str, bool]:
-    """Returns what equal models share their graphs by."""
-    return case.name, case.has_dropout

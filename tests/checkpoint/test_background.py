@@ -15,7 +15,7 @@ from autovaruna.checkpoint import save
 from autovaruna.checkpoint.manifest import Bytes
 from autovaruna.checkpoint.tensor_file import Rows
 from tests.catalogue import CASES
-from tests.checkpoint.test_damage import is_same, optimizer_of, snapshot, step, trained
+from tests.checkpoint.test_damage import is_same, snapshot, step, trained
 from tests.reference import adamw
 from tests.session.training import on_ranks, pipeline
 
@@ -46,7 +46,7 @@ def test_training_goes_on_meanwhile_whatever_changes(tmp_path: Path) -> None:
     """Steps, in-place changes, and changes that autograd does not see."""
     model = trained(width=WIDTH)
     for number in range(3):
-        expected, states = snapshot(model), optimizer_of(model).state
+        expected, states = snapshot(model), model.optimizer.state
         known = [{name: value.clone() for name, value in its.items()} for its in states.values()]
         model.save_checkpoint(tmp_path, step=number, background=True)
         step(model)
@@ -56,7 +56,7 @@ def test_training_goes_on_meanwhile_whatever_changes(tmp_path: Path) -> None:
         model.wait_checkpoint()
         assert is_saved(tmp_path, number, expected)
         model.load_checkpoint(tmp_path, step=number)
-        for then, now in zip(known, optimizer_of(model).state.values(), strict=True):
+        for then, now in zip(known, model.optimizer.state.values(), strict=True):
             assert all(torch.equal(value, now[name]) for name, value in then.items())
 
 

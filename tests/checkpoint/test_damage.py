@@ -30,6 +30,9 @@ from autovaruna.checkpoint.manifest import (
 )
 from autovaruna.checkpoint.save import write_file
 
+Two = tuple[Path, list[torch.Tensor]]
+"""A folder with the checkpoints of two steps, and the weights of the first."""
+
 
 def trained(seed: int = 0, width: int = 16) -> AutoVaruna:
     """Returns a small model after one step."""
@@ -44,11 +47,7 @@ def trained(seed: int = 0, width: int = 16) -> AutoVaruna:
 
 def step(model: AutoVaruna) -> None:
     model(torch.ones(2, 4)).sum().backward()
-    optimizer_of(model).step()
-
-
-def optimizer_of(model: Any) -> Any:
-    return model.optimizer
+    model.optimizer.step()
 
 
 def snapshot(model: AutoVaruna) -> list[torch.Tensor]:
@@ -67,8 +66,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
-    """Returns a folder with the checkpoints of two steps, and the weights of the first."""
+def two(tmp_path: Path) -> Two:
     model = trained()
     model.save_checkpoint(tmp_path, step=1, extra={"a": torch.ones(3)})
     first = snapshot(model)
@@ -77,9 +75,7 @@ def two(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
     return tmp_path, first
 
 
-def test_a_flipped_bit_in_any_file_is_found(
-    two: tuple[Path, list[torch.Tensor]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flipped_bit_in_any_file_is_found(two: Two, caplog: pytest.LogCaptureFixture) -> None:
     root, first = two
     draw = random.Random(0)
     for file in sorted((root / "step-00000002").iterdir()):
@@ -100,7 +96,7 @@ def test_a_flipped_bit_in_any_file_is_found(
 
 
 @pytest.mark.parametrize("how", ["cut off", "longer", "missing", "empty"])
-def test_a_file_of_another_size_is_found(how: str, two: tuple[Path, list[torch.Tensor]]) -> None:
+def test_a_file_of_another_size_is_found(how: str, two: Two) -> None:
     root, _ = two
     for file in sorted((root / "step-00000002").iterdir()):
         data = file.read_bytes()
@@ -112,9 +108,7 @@ def test_a_file_of_another_size_is_found(how: str, two: tuple[Path, list[torch.T
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "model-00001.safetensors"])
-def test_what_cannot_be_read_now_is_not_passed_over(
-    name: str, two: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_now_is_not_passed_over(name: str, two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier checkpoint would be taken silently, and the run would go on from there."""
     root, _ = two
     newest = root / "step-00000002"
@@ -129,22 +123,17 @@ def test_what_cannot_be_read_now_is_not_passed_over(
 
 def _forbid(patch: pytest.MonkeyPatch, path: Path, errno_of: int) -> None:
     """Has a file not be opened."""
+    for module in (os, io, builtins):
 
-    def refuse(opened: Any) -> None:
-        if os.fspath(opened) == os.fspath(path):
-            raise OSError(errno_of, os.strerror(errno_of), os.fspath(path))
-
-    for module, attribute in ((os, "open"), (io, "open"), (builtins, "open")):
-        real = getattr(module, attribute)
-
-        def instead(opened: Any, *args: Any, real: Any = real, **options: Any) -> Any:
-            refuse(opened)
+        def instead(opened: Any, *args: Any, real: Any = module.open, **options: Any) -> Any:
+            if os.fspath(opened) == os.fspath(path):
+                raise OSError(errno_of, os.strerror(errno_of), os.fspath(path))
             return real(opened, *args, **options)
 
-        patch.setattr(module, attribute, instead)
+        patch.setattr(module, "open", instead)
 
 
-def test_without_an_intact_one_every_damage_is_told(two: tuple[Path, list[torch.Tensor]]) -> None:
+def test_without_an_intact_one_every_damage_is_told(two: Two) -> None:
     root, _ = two
     for folder in root.glob("step-*"):
         flip(next(folder.glob("model-*.safetensors")), 4000)
@@ -152,7 +141,7 @@ def test_without_an_intact_one_every_damage_is_told(two: tuple[Path, list[torch.
         load_checkpoint(root, nn.Linear(2, 2))
 
 
-def test_what_is_not_there_is_said(two: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
+def test_what_is_not_there_is_said(two: Two, tmp_path: Path) -> None:
     root, _ = two
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*; complete ones are: 1, 2"):
         load_checkpoint(root, nn.Linear(2, 2), step=7)
@@ -164,14 +153,14 @@ def test_what_is_not_there_is_said(two: tuple[Path, list[torch.Tensor]], tmp_pat
         load_checkpoint(tmp_path / "x", nn.Linear(2, 2))
 
 
-def test_one_checkpoint_can_be_moved_and_loaded_by_its_own_folder(two: tuple[Path, list[torch.Tensor]]) -> None:
+def test_one_checkpoint_can_be_moved_and_loaded_by_its_own_folder(two: Two) -> None:
     root, first = two
     moved = (root / "step-00000001").rename(root / "kept")
     model = trained(seed=4)
     assert model.load_checkpoint(moved).step == 1 and is_same(model, first)
 
 
-def test_one_without_a_manifest_is_not_taken_for_weights_of_others(two: tuple[Path, list[torch.Tensor]]) -> None:
+def test_one_without_a_manifest_is_not_taken_for_weights_of_others(two: Two) -> None:
     """Once, its weights were loaded, unchecked, and the optimizer's state was left out."""
     folder = two[0] / "step-00000002"
     (folder / MANIFEST).unlink()
@@ -188,7 +177,7 @@ def forge(folder: Path, name: str, data: bytes) -> None:
     (folder / MANIFEST).write_text(Manifest(known.step, {**known.files, name: record}).to_json())
 
 
-def test_one_of_a_version_to_come_is_not_passed_over(two: tuple[Path, list[torch.Tensor]]) -> None:
+def test_one_of_a_version_to_come_is_not_passed_over(two: Two) -> None:
     """An earlier one would be gone on from, and keep= would then remove the intact one."""
     manifest = two[0] / "step-00000002" / MANIFEST
     content = json.loads(manifest.read_text()) | {"format_version": 2}
@@ -199,7 +188,7 @@ def test_one_of_a_version_to_come_is_not_passed_over(two: tuple[Path, list[torch
     assert trained().load_checkpoint(two[0], step=1).step == 1
 
 
-def test_an_index_leads_nowhere_else(two: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
+def test_an_index_leads_nowhere_else(two: Two, tmp_path: Path) -> None:
     """Once, weights were read from wherever it said, without a checksum."""
     folder, other = two[0] / "step-00000002", next((two[0] / "step-00000001").glob("model-*"))
     for name in (f"../step-00000001/{other.name}", str(other)):
@@ -218,12 +207,11 @@ def test_each_bit_of_a_chunk_counts_and_so_does_its_place() -> None:
     known = checksum(data)
     draw = random.Random(0)
     for _ in range(50):
-        place, bit = draw.randrange(len(data)), draw.randrange(8)
-        data[place] ^= 1 << bit
-        assert checksum(data) != known
-        data[place] ^= 1 << bit
+        changed, place = data.copy(), draw.randrange(len(data))
+        changed[place] ^= 1 << draw.randrange(8)
+        assert checksum(changed) != known
     for size in (8, 4096, 256 << 10):
-        data[:size], data[3 * size : 4 * size] = data[3 * size : 4 * size].copy(), data[:size].copy()
-        assert checksum(data) != known
-        data[:size], data[3 * size : 4 * size] = data[3 * size : 4 * size].copy(), data[:size].copy()
+        changed = data.copy()
+        changed[:size], changed[3 * size : 4 * size] = data[3 * size : 4 * size], data[:size]
+        assert checksum(changed) != known
     assert checksum(data) == known

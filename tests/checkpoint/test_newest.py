@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError
-from autovaruna.checkpoint import folder
+from autovaruna.checkpoint import folder, save
 from autovaruna.checkpoint.manifest import MANIFEST
 from autovaruna.checkpoint.source import choose
 from autovaruna.runtime.environment import single_world
 from tests.checkpoint.test_damage import trained
+from tests.hosts.emulation import wait_for
 
 
 def save_steps(root: Path, steps: str, keep: int | None = None) -> list[str]:
@@ -64,35 +67,28 @@ def test_a_step_is_that_of_the_last_branch_and_damage_leads_to_what_was_before(
     assert model.load_checkpoint(tmp_path).step == 7
 
 
-SAVE = """
-import sys, time, torch
-from pathlib import Path
-from autovaruna import AutoVaruna
-from autovaruna.checkpoint import save
-real = save.chunks_of
-def slow(rows):
-    while not Path(sys.argv[1], "go").exists():
-        time.sleep(0.01)
-    return real(rows)
-save.chunks_of = slow
-AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(Path(sys.argv[1], "saved"), step=1, background=True)
-"""
+def save_slowly(place: Path) -> None:
+    """Saves to the folder ``saved``, once there is a file ``go``."""
+    real = save.chunks_of
+    save.chunks_of = lambda rows: (wait_for((place / "go").exists, "go", 60.0), real(rows))[1]
+    model = AutoVaruna(nn.Linear(3, 3))
+    model.save_checkpoint(place / "saved", step=1, background=True)
+    model.wait_checkpoint()
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another job, which saves to the folder ``saved`` until there is a file ``go``."""
-    command = [sys.executable, "-c", SAVE, str(tmp_path)]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(tmp_path.glob("saved/.step*/.rank*")):
-        time.sleep(0.01)
+def other(tmp_path: Path) -> Iterator[BaseProcess]:
+    """Returns another job, which has begun to save."""
+    process = multiprocessing.get_context("fork").Process(target=save_slowly, args=(tmp_path,))
+    process.start()
+    wait_for(lambda: not process.is_alive() or any(tmp_path.glob("saved/.step*/.rank*")), "its save")
     yield process
     process.kill()
-    process.communicate()
+    process.join()
 
 
 def test_a_second_job_that_saves_to_a_folder_is_refused(
-    tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, other: BaseProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, the two took turns as the newest, and ``keep`` of each removed what the other had saved."""
     monkeypatch.setattr(folder, "_PATIENCE_SECONDS", 0.1)
@@ -103,7 +99,8 @@ def test_a_second_job_that_saves_to_a_folder_is_refused(
         model.load_checkpoint(root)
     assert f"another job saves to {root} (process {other.pid} on " in caplog.text
     (tmp_path / "go").touch()
-    assert other.wait(60) == 0, other.stderr and other.stderr.read()
+    other.join(60)
+    assert other.exitcode == 0
     assert [saved.step for saved in folder.saved_in(root)] == [1]
     model.save_checkpoint(root, step=2)
     assert [saved.step for saved in folder.saved_in(root)] == [2, 1]
@@ -124,9 +121,9 @@ def test_a_claim_ends_with_its_process_and_no_fork_of_it_has_it(tmp_path: Path) 
     assert [saved.step for saved in folder.saved_in(tmp_path)] == [2, 1]
 
 
-def test_what_a_killed_job_leaves_goes(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+def test_what_a_killed_job_leaves_goes(tmp_path: Path, other: BaseProcess) -> None:
     other.kill()
-    other.wait(60)
+    other.join(60)
     assert list(tmp_path.glob("saved/.step*"))
     trained().save_checkpoint(tmp_path / "saved", step=2)
     assert [each.name for each in (tmp_path / "saved").glob("*step-*")] == ["step-00000002"]

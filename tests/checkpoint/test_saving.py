@@ -32,10 +32,9 @@ ROOT = Path(__file__).parents[2]
 NUM_KILLS = 50 if WHOLE else 6
 
 
-def save_forever(root: Path, told: Any) -> None:
+def save_forever(net: nn.Module, root: Path, told: Any) -> None:
     """Saves one checkpoint after another, whose weights are the number of the step."""
     torch.set_num_threads(1)
-    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     model = AutoVaruna(net, torch.optim.Adam(net.parameters()))
     for step in range(1, 10**6):
         with torch.no_grad():
@@ -53,7 +52,7 @@ def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> N
     for kill in range(NUM_KILLS):
         told = context.Value("l", 0)
         root = tmp_path / str(kill)
-        process = context.Process(target=save_forever, args=(root, told))
+        process = context.Process(target=save_forever, args=(net, root, told))
         process.start()
         while told.value < 2:
             time.sleep(0.001)
@@ -66,12 +65,6 @@ def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> N
         assert all((parameter == info.step).all() for parameter in net.parameters())
         for each in root.glob("step-*"):
             model.load_checkpoint(each)
-
-
-def run_script(script: str, root: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a program that saves in a folder."""
-    command = [sys.executable, "-c", script, str(root)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -174,13 +167,10 @@ def test_the_end_of_the_program_waits_and_tells(is_full: bool, tmp_path: Path) -
         "save.write_file = slow\n"
         "AutoVaruna(torch.nn.Linear(3, 3)).save_checkpoint(sys.argv[1], step=1, background=True)\n"
     )
-    done = run_script(script, tmp_path)
-    if is_full:
-        assert done.returncode != 0 and "No space left on device" in done.stderr
-        assert not list(tmp_path.glob("*step-*"))
-    else:
-        assert done.returncode == 0, done.stderr
-        assert [each.name for each in tmp_path.glob("*step-*")] == ["step-00000001"]
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert bool(done.returncode) == ("No space left on device" in done.stderr) == is_full, done.stderr
+    assert [each.name for each in tmp_path.glob("*step-*")] == ["step-00000001"] * (not is_full)
 
 
 def test_between_a_load_and_the_first_call_there_is_nothing_to_save(tmp_path: Path) -> None:
@@ -215,34 +205,25 @@ def test_what_is_no_number_is_named(given: dict[str, Any], tmp_path: Path) -> No
     assert not list(tmp_path.glob("*step-*"))
 
 
-def test_ranks_that_save_or_load_other_steps_are_told(tmp_path: Path) -> None:
-    def be_rank(world: World) -> None:
-        model = AutoVaruna(nn.Linear(4, 1))
-        with pytest.raises(CheckpointError, match=r"step is 1 on rank 0, 2 on rank 1"):
-            model.save_checkpoint(tmp_path, step=1 + world.rank)
-        with pytest.raises(CheckpointError, match=r"background is False on rank 0, True on rank 1"):
-            model.save_checkpoint(tmp_path, step=1, background=bool(world.rank))
-        model.save_checkpoint(tmp_path, step=1)
-        with pytest.raises(CheckpointError, match=r"step is 'latest' on rank 0, 1 on rank 1"):
-            model.load_checkpoint(tmp_path, step=1 if world.rank else "latest")
-        assert model.load_checkpoint(tmp_path, step=1).step == 1
-
-    run_ranks(2, be_rank)
-
-
-def test_ranks_with_other_folders_and_numbers_to_keep_are_told(tmp_path: Path) -> None:
+def test_ranks_that_save_or_load_other_steps_or_folders_are_told(tmp_path: Path) -> None:
     """One folder may go by several names."""
     (tmp_path / "link").symlink_to(tmp_path / "0")
     (tmp_path / "0").mkdir()
 
     def be_rank(world: World) -> None:
-        model = AutoVaruna(nn.Linear(4, 1))
-        own, same = tmp_path / str(world.rank), tmp_path / ("link" if world.rank else "0")
-        with pytest.raises(CheckpointError, match=r"dir is \S+/0 on rank 0, \S+/1 on rank 1"):
-            model.save_checkpoint(own, step=1)
-        with pytest.raises(CheckpointError, match=r"keep is None on rank 0, 1 on rank 1"):
-            model.save_checkpoint(same, step=1, keep=world.rank or None)
+        model, rank = AutoVaruna(nn.Linear(4, 1)), world.rank
+        own, same = tmp_path / str(rank), tmp_path / ("link" if rank else "0")
+        for words, folder, given in (
+            (r"step is 1 on rank 0, 2 on rank 1", same, {"step": 1 + rank}),
+            (r"background is False on rank 0, True on rank 1", same, {"step": 1, "background": bool(rank)}),
+            (r"keep is None on rank 0, 1 on rank 1", same, {"step": 1, "keep": rank or None}),
+            (r"dir is \S+/0 on rank 0, \S+/1 on rank 1", own, {"step": 1}),
+        ):
+            with pytest.raises(CheckpointError, match=words):
+                model.save_checkpoint(folder, **given)
         model.save_checkpoint(same, step=1, keep=1)
+        with pytest.raises(CheckpointError, match=r"step is 'latest' on rank 0, 1 on rank 1"):
+            model.load_checkpoint(same, step=1 if rank else "latest")
         with pytest.raises(CheckpointError, match=r"dir is \S+/0 on rank 0, \S+/1 on rank 1"):
             model.load_checkpoint(own)
         assert model.load_checkpoint(same).step == 1

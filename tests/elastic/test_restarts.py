@@ -16,7 +16,7 @@ import pytest
 from autovaruna.elastic.host_processes import processes_with
 from autovaruna.elastic.manager import Restarts
 from autovaruna.elastic.run import Outcome
-from tests.mpi.launch import QUIET, ROOT, find_mpirun
+from tests.mpi.launch import QUIET, ROOT, find_mpirun, read_until
 from tests.products import WHOLE
 
 FAILED, NOBODY = Outcome("rank 1 ended with status 3", error=3), Outcome("mpirun ended with status 137")
@@ -82,17 +82,6 @@ def run(folder: Path, script: str, *options: str, num_ranks: int = 2) -> tuple[i
     with started(folder, script, *options, num_ranks=num_ranks) as job:
         said, _ = job.communicate(timeout=120)
         return job.returncode, said
-
-
-def read_until(job: subprocess.Popen[str], words: str) -> str:
-    """Returns what a job has said up to some words."""
-    assert job.stdout is not None
-    said = ""
-    while words not in said:
-        line = job.stdout.readline()
-        assert line, said
-        said += line
-    return said
 
 
 @pytest.mark.parametrize(
@@ -161,27 +150,27 @@ def test_a_rank_that_is_killed_at_the_same_step_again_and_again_ends_the_job(tmp
     assert said.count("has not called model.resume()") == 1 and said.count("step 4\n") == 3, said
 
 
-def test_status_75_is_said_only_of_what_can_be_loaded(tmp_path: Path) -> None:
-    """A first run saves; while another job has the folder, the next one cannot."""
+def test_a_job_goes_on_from_memory_and_says_75_only_of_what_can_be_loaded(tmp_path: Path) -> None:
+    """Its manager is killed; then a signal comes, and another one while another job has the folder of checkpoints.
+
+    Another script of the same name does not go on from memory: it is another job.
+    """
     saved = tmp_path / "saved"
+    options = ["--checkpoints", str(saved), "--keep_seconds", "60"]
+    with started(tmp_path, RESUMES, *options, num_ranks=1) as job:
+        read_until(job, "[0] step 9")
+    status, said = run(tmp_path, "print('up')", *options, num_ranks=1)
+    assert status == 0 and "goes on from step" not in said, said
     for is_taken in (False, True):
-        with started(tmp_path, RESUMES, "--checkpoints", str(saved), num_ranks=1) as job, ExitStack() as stack:
+        with started(tmp_path, RESUMES, *options, num_ranks=1) as job, ExitStack() as stack:
             said = read_until(job, "autovaruna: training")
             if is_taken:
                 fcntl.lockf(stack.enter_context(open(saved / ".claim", "r+b")), fcntl.LOCK_EX)
             job.send_signal(signal.SIGTERM)
             said += job.communicate(timeout=60)[0]
-        assert job.returncode == (1 if is_taken else 75), said
+        first = int(said.partition("[0] step ")[2].split()[0])
+        assert job.returncode == (1 if is_taken else 75) and first > 5, said
+        assert is_taken or "goes on from step" in said, said
     (before,) = saved.glob("step-*")
     assert "is gone with this job: Another job saves to" in said, said
-    assert f"The newest step that can be loaded is {int(before.name[5:])}: {before}" in said
-
-
-def test_a_manager_that_is_killed_and_started_again_goes_on_from_memory(tmp_path: Path) -> None:
-    """Another script of the same name does not: it is another job."""
-    begun: list[int] = []
-    for script in (RESUMES, RESUMES, f"{RESUMES}\n# changed"):
-        with started(tmp_path, script, "--keep_seconds", "20", num_ranks=1) as job:
-            begun.append(int(read_until(job, "[0] step 9" if not begun else "[0] step ").split()[-1]))
-            job.kill()
-    assert begun[1] > 5 and begun[2] == 0
+    assert first == int(before.name[5:]) and f"that can be loaded is {first}: {before}" in said

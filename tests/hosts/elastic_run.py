@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from glob import glob
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 from autovaruna.elastic.job_folder import Progress
 from tests.hosts.emulation import Command, Hosts, wait_for
+from tests.ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("elastic_train.py")
 _LOSS = re.compile(r"\[0\] loss (\d+) (\S+)")
@@ -23,21 +28,37 @@ _EVERY_STEP = re.compile(r"\[\d+\] (loss|took) ")
 _COMPILED = "/tmp/torchinductor_"
 
 
+def train_alone(*words: object) -> str:
+    """Returns what `SCRIPT` prints on one rank, which is a thread of this process."""
+    printed = io.StringIO()
+    with patch.object(sys, "argv", [str(SCRIPT), *map(str, words)]), redirect_stdout(printed):
+        run_ranks(1, lambda world: runpy.run_path(str(SCRIPT), run_name="__main__"))
+    return printed.getvalue()
+
+
+def differences(printed: str, *words: object) -> list[str]:
+    """Returns the lines of runs of `SCRIPT` that one rank, asked with some words, does not print, and the other way."""
+    own, alone = (re.findall(r"(?:loss \d+|weights) \S+$", text, re.M) for text in (printed, train_alone(*words)))
+    return [f"- {line}" for line in alone if line not in own] + [f"+ {line}" for line in own if line not in alone]
+
+
+def stop_after(folder: Path, step: int) -> None:
+    """Asks ranks that run `SCRIPT` in a folder to end after a step, which none of them has come to."""
+    (folder / "stop.new").write_text(str(step))
+    (folder / "stop.new").replace(folder / "stop")
+
+
 class ElasticRun:
-    """A job with a manager on the first host; `listed` are the hosts in the machine list at first, None: all."""
+    """A job with a manager on the first host; `listed` are the hosts in the machine list at first, none: all."""
 
     def __init__(
-        self,
-        hosts: Hosts,
-        script: Sequence[str | Path],
-        options: Sequence[str] = (),
-        listed: Sequence[str] | None = None,
+        self, hosts: Hosts, script: Sequence[str | Path], options: Sequence[str] = (), listed: Sequence[str] = ()
     ) -> None:
         self.hosts = hosts
         self.lines: list[tuple[float, str]] = []
         self._machines, self._events = hosts.shared / "machines", hosts.shared / "events.jsonl"
         self._events.unlink(missing_ok=True)
-        self.list_hosts(hosts.names if listed is None else listed)
+        self.list_hosts(listed or hosts.names)
         files = ["--machine_list", str(self._machines), "--events", str(self._events)]
         call = [sys.executable, "-m", "autovaruna", "run", *files, "--ranks_per_host", "1"]
         self._script = script
@@ -47,10 +68,8 @@ class ElasticRun:
     def start(self) -> None:
         """Starts the manager; another time, as whoever finds it killed does."""
         self.command: Command = self.hosts.start("h1", self._call, cwd=self.hosts.shared)
-        self._threads = [
-            threading.Thread(target=self._read, args=(stream,), daemon=True)
-            for stream in (self.command.stdout, self.command.stderr)
-        ]
+        streams = self.command.stdout, self.command.stderr
+        self._threads = [threading.Thread(target=self._read, args=(each,), daemon=True) for each in streams]
         for thread in self._threads:
             thread.start()
 
@@ -69,12 +88,10 @@ class ElasticRun:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What the events file has so far."""
-        found = []
         with suppress(FileNotFoundError):
-            for line in self._events.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    found.append(json.loads(line))
-        return found
+            lines = self._events.read_text().splitlines(keepends=True)
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        return []
 
     @property
     def steps(self) -> list[tuple[float, int, str]]:
@@ -135,34 +152,23 @@ class ElasticRun:
 
     def stop_soon(self) -> None:
         """Lets the script of `SCRIPT` end after some more steps."""
-        (self.hosts.shared / "stop").write_text(str(self.steps[-1][1] + 20))
-
-    def matches_one_process(self) -> bool:
-        """Says whether losses and weights of a finished run of `SCRIPT` are those of one process, to the last bit."""
-        return not self.differences()
+        stop_after(self.hosts.shared, self.steps[-1][1] + 20)
 
     def differences(self) -> list[str]:
         """Returns the lines of a finished run of `SCRIPT` that one process does not print, and the other way round."""
-        call = [sys.executable, SCRIPT, str(self.steps[-1][1] + 1), "0", "nowhere", *map(str, self._script[4:])]
-        alone = self.hosts.run("h1", call, timeout=300).stdout.splitlines()[1:]
-        weights = [line.partition("] ")[2] for _, line in self.lines if "] weights" in line]
-        own = [f"loss {step} {loss}" for step, loss in self.losses()] + weights
-        return [f"- {line}" for line in alone if line not in own] + [f"+ {line}" for line in own if line not in alone]
+        text = "\n".join(line for _, line in self.lines)
+        return differences(text, self.steps[-1][1] + 1, 0, "nowhere", *self._script[4:])
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kills it, if it still runs."""
         self.command.end()
-
-    # who is where
 
     def ranks(self) -> dict[int, tuple[str, int]]:
         """Returns the host of each rank of the newest attempt, and its process as this machine knows it."""
         found: dict[int, tuple[int, str, int]] = {}
-        for host in self.hosts.names:
-            if not self.hosts.is_up(host):
-                continue
+        for host in filter(self.hosts.is_up, self.hosts.names):
             known: dict[int, int] | None = None
-            for folder in _found(self.hosts.path(host, "/dev/shm"), "autovaruna-", "attempt-", "rank-"):
+            for folder in map(Path, glob(f"{self.hosts.path(host, '/dev/shm')}/autovaruna-*/attempt-*/rank-*")):
                 attempt, rank = (int(name.rpartition("-")[2]) for name in (folder.parent.name, folder.name))
                 progress = Progress.read(folder)
                 known = known or {_inner(pid): pid for pid, _ in self.hosts.processes(host)}
@@ -199,14 +205,6 @@ def leftovers(hosts: Hosts, seconds: float) -> list[str]:
     while (left := found()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
-
-
-def _found(folder: Path, first: str, *more: str) -> list[Path]:
-    """Returns files by the beginnings of their names in each folder, where others come and go meanwhile."""
-    with suppress(OSError):
-        paths = [folder / name for name in os.listdir(folder) if name.startswith(first)]
-        return [each for path in paths for each in _found(path, *more)] if more else paths
-    return []
 
 
 def _inner(pid: int) -> int:

@@ -24,19 +24,15 @@ num_steps, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] i
 width = int(sys.argv[4]) if len(sys.argv) > 4 else 32
 num_layers = int(sys.argv[5]) if len(sys.argv) > 5 else 4
 stop, die, pause = Path("stop"), Path("die"), Path("pause")
+torch.set_num_threads(1)  # as ranks have it, also where this is the process of the tests
 torch.manual_seed(0)
 layers = ((nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(num_layers))
 net = nn.Sequential(*(module for layer in layers for module in layer))
 optimizer = torch.optim.AdamW(net.parameters())
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-model = AutoVaruna(
-    net,
-    optimizer,
-    num_stages=get_world_size(),
-    micro_batch_size=4 if num_layers <= 4 else 16,  # of many stages each does little: they share few cores
-    inputs="replicated",
-    progress=False,
-)
+size = 4 if num_layers <= 4 else 16  # of many stages each does little: they share few cores
+settings = {"num_stages": get_world_size(), "micro_batch_size": size, "inputs": "replicated", "progress": False}
+model = AutoVaruna(net, optimizer, **settings)
 first = model.resume(folder, lr_scheduler=scheduler).step
 if get_rank() == 0:
     print(f"begin {first}", flush=True)

@@ -1,7 +1,7 @@
 """Emulates hosts on one machine, out of namespaces: each has a network, a name, processes, and files of its own.
 
     with Hosts(2) as hosts:
-        hosts.run("h1", "ssh h2 hostname")  # a real sshd runs on each; root needs no password
+        hosts.run("h1", ["ssh", "h2", "hostname"])  # a real sshd runs on each; root needs no password
         hosts.kill("h2", power_loss=True)
 
 The hosts are h1, h2, ... at 10.77.0.1, 10.77.0.2, ... on a switch of their own; the machine's own network stays as it
@@ -24,7 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from subprocess import DEVNULL, PIPE, STDOUT
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = "10.77.0"
@@ -45,6 +47,11 @@ TOOLS = {
 }
 """What is needed, and the Debian package that has it."""
 PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ENVIRONMENT = {
+    **{"PATH": PATH, "HOME": HOME, "USER": "root", "LANG": "C.UTF-8", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    **{"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
+}
+"""The variables that a command on a host starts with: few, and none of this process's own."""
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 _UNSHARE = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
 _MARK = "EMULATED_COMMAND"
@@ -121,7 +128,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -145,13 +152,9 @@ class Hosts:
         place, log = self._place(host), self.folder / f"{host}.log"
         words = [str(self.folder), host, self.address(host), f"02:77:00:00:00:{place:02x}", *self._seen_in_tmp]
         with log.open("wb") as file:
+            call = ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, str(Path(__file__).with_name("host.sh")), *words]
             machine = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, str(Path(__file__).with_name("host.sh")), *words],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={"PATH": PATH},
-                start_new_session=True,
+                call, stdin=DEVNULL, stdout=file, stderr=file, env={"PATH": PATH}, start_new_session=True
             )
         self._machines[host] = machine
         wait_for(lambda: machine.poll() is not None or bool(_children(machine.pid)), f"the first process of {host}")
@@ -185,66 +188,42 @@ class Hosts:
 
     def cut(self, host: str) -> None:
         """Pulls a host's cable out; nobody is told."""
-        self._switch.cut(self._place(host))
+        self._switch.set_port(self._place(host), "down")
         self._cut.add(host)
 
     def mend(self, host: str) -> None:
         """Puts a host's cable in again."""
-        self._switch.mend(self._place(host))
+        self._switch.set_port(self._place(host), "up")
         self._cut.discard(host)
 
     def start(
-        self,
-        host: str,
-        command: str | Sequence[str | Path],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path = HOME,
+        self, host: str, words: Sequence[str | Path], cwd: str | Path = HOME, env: Mapping[str, str] | None = None
     ) -> Command:
-        """Starts a command, words or a line for sh, in a session of its own; its output is piped.
-
-        `env` is added to `environment`.
-        """
-        words = ["sh", "-c", command] if isinstance(command, str) else list(map(str, command))
+        """Starts a command in a session of its own; its output is piped. `env` is added to `ENVIRONMENT`."""
         mark = uuid.uuid4().hex
-        variables = {**environment(), **(env or {}), _MARK: mark}
-        started = Command(
-            [*self._entering(host), *_CLEAN, f"--chdir={cwd}", *_assignments(variables), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        variables = {**ENVIRONMENT, **(env or {}), _MARK: mark}
+        assignments = [f"{name}={value}" for name, value in variables.items()]
+        call = [*self._entering(host), *_CLEAN, f"--chdir={cwd}", *assignments, *map(str, words)]
+        started = Command(call, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
         started.mark = mark
         return started
 
     def run(
-        self,
-        host: str,
-        command: str | Sequence[str | Path],
-        *,
-        timeout: float = 60.0,
-        check: bool = True,
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path = HOME,
+        self, host: str, words: Sequence[str | Path], cwd: str | Path = HOME, timeout: float = 60.0, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end, as `start`; what takes longer is killed with all that it started on its host.
 
         Raises:
             AssertionError: It took longer, or, if `check`, its status is not zero; with all that it printed.
         """
-        process = self.start(host, command, env=env, cwd=cwd)
+        process = self.start(host, words, cwd)
         try:
             out, err = process.communicate(timeout=timeout)
-        except BaseException as error:
+        except subprocess.TimeoutExpired as error:
             process.end()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
             out, err = process.communicate(timeout=WAIT_SECONDS)
-            raise AssertionError(f"{command} on {host} took longer than {timeout} s\n{out}\n{err}") from error
-        if check and process.returncode:
-            raise AssertionError(f"{command} on {host} ended with status {process.returncode}\n{out}\n{err}")
+            raise AssertionError(f"{words} on {host} took longer than {timeout} s\n{out}\n{err}") from error
+        assert not (check and process.returncode), f"{words} on {host}: status {process.returncode}\n{out}\n{err}"
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def processes(self, host: str, containing: str = "") -> list[tuple[int, str]]:
@@ -255,7 +234,9 @@ class Hosts:
         if not self.is_up(host):
             return []
         first = self._first_pids[host]
-        found = [(pid, _command_line(pid)) for pid in _pids_in_namespace(first) if pid != first]
+        own = _namespace(first)
+        inside = [each for each in psutil.process_iter() if own and _namespace(each.pid) == own and each.pid != first]
+        found = [(each.pid, _command_line(each)) for each in inside]
         return [(pid, line) for pid, line in found if line and containing in line and not line.startswith(_STARTING)]
 
     def path(self, host: str, path: str) -> Path:
@@ -275,23 +256,19 @@ class Hosts:
             if name in self._cut:
                 self.mend(name)
             self.continue_sshd(name)
-            self.end_processes(name)
+            wait_for(lambda name=name: self._is_empty(name), f"the end of all processes of {name}")
         for name in self.names:
             for file in reversed(self.leftovers(name)):
                 _remove(self.path(name, file))
         for path in self.shared.iterdir():
             _remove(path)
 
-    def end_processes(self, host: str) -> None:
-        """Kills all processes of a host but its first, sshd."""
-
-        def is_empty() -> bool:
-            left = self.processes(host)
-            for pid, _ in left:
-                _signal(pid, signal.SIGKILL)
-            return not left
-
-        wait_for(is_empty, f"the end of all processes of {host}")
+    def _is_empty(self, host: str) -> bool:
+        """Kills all processes of a host but its first, sshd; says whether there were none."""
+        left = self.processes(host)
+        for pid, _ in left:
+            _signal(pid, signal.SIGKILL)
+        return not left
 
     def _place(self, host: str) -> int:
         return self.names.index(host) + 1
@@ -317,7 +294,7 @@ class Switch:
 
     def start(self) -> None:
         """Makes the network."""
-        self._process = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(["unshare", "--net", "cat"], stdin=PIPE, start_new_session=True)
         own = os.readlink("/proc/self/ns/net")
         wait_for(lambda: os.readlink(f"/proc/{self._process.pid}/ns/net") != own, "the switch's network")
         self._ip("link", "add", "dev", "bridge", "type", "bridge")
@@ -331,13 +308,9 @@ class Switch:
         self._ip("link", "add", "dev", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._ip("link", "set", "dev", port, "master", "bridge", "up")
 
-    def cut(self, place: int) -> None:
-        """Pulls a cable out."""
-        self._ip("link", "set", "dev", f"port{place}", "down")
-
-    def mend(self, place: int) -> None:
-        """Puts a cable in."""
-        self._ip("link", "set", "dev", f"port{place}", "up")
+    def set_port(self, place: int, state: str) -> None:
+        """Pulls a cable out (``down``), or puts it in (``up``)."""
+        self._ip("link", "set", "dev", f"port{place}", state)
 
     def close(self) -> None:
         """Ends the network."""
@@ -350,21 +323,6 @@ class Switch:
 
     def _entering(self) -> list[str]:
         return ["nsenter", "--target", str(self._process.pid), "--net", "--"]
-
-
-def environment() -> dict[str, str]:
-    """Returns the variables that a command on a host starts with: few, and none of this process's own."""
-    return {
-        "PATH": PATH,
-        "HOME": HOME,
-        "USER": "root",
-        "LANG": "C.UTF-8",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-    }
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
@@ -384,19 +342,8 @@ def _checked(command: Sequence[str]) -> None:
 
 def _output(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=WAIT_SECONDS,
-        env={"PATH": PATH},
-        check=False,
+        command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, timeout=WAIT_SECONDS, env={"PATH": PATH}
     )
-
-
-def _assignments(variables: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in variables.items()]
 
 
 def _signal(pid: int, number: int) -> None:
@@ -404,24 +351,10 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
 def _children(pid: int) -> list[int]:
-    return [child for child in _pids() if _parent(child) == pid]
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return -1
-
-
-def _pids_in_namespace(first: int) -> list[int]:
-    own = _namespace(first)
-    return [pid for pid in _pids() if own and _namespace(pid) == own]
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 def _namespace(pid: int) -> str:
@@ -431,24 +364,17 @@ def _namespace(pid: int) -> str:
         return ""
 
 
-def _command_line(pid: int) -> str:
+def _command_line(process: psutil.Process) -> str:
     """Returns a process's words, empty if it has ended and waits to be told of."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie is one, too
         return ""
 
 
 def _marked(mark: str) -> list[int]:
     """Returns the processes that have a mark in their environment."""
-    return [pid for pid in _pids() if f"{_MARK}={mark}".encode() in _environment(pid)]
-
-
-def _environment(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
+    return [each.pid for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(_MARK) == mark]
 
 
 def _device(path: Path) -> int:

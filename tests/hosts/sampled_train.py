@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autovaruna import AutoVaruna, ElasticSampler, get_rank, get_world_size
 
+QUIET = {"load_deployment": False, "save_deployment": False, "progress": False}
+
 
 class Loss(nn.Module):
     """Returns the mean squared error of a small network on samples that are named by their numbers."""
@@ -35,22 +37,12 @@ def dataset(num_samples: int) -> TensorDataset:
     return TensorDataset(torch.arange(num_samples), features)
 
 
-def main() -> None:
-    """Trains."""
+if __name__ == "__main__":
     num_samples, batch_size, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     torch.manual_seed(0)
     net = Loss()
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
-    model = AutoVaruna(
-        net,
-        optimizer,
-        num_stages=1,
-        num_replicas=get_world_size(),
-        micro_batch_size=4,
-        load_deployment=False,
-        save_deployment=False,
-        progress=False,
-    )
+    model = AutoVaruna(net, optimizer, num_stages=1, num_replicas=get_world_size(), micro_batch_size=4, **QUIET)
     data = dataset(num_samples)
     sampler = ElasticSampler(data, batch_size, seed=5)
     step = model.resume(sampler=sampler).step
@@ -64,7 +56,3 @@ def main() -> None:
             print(f"loss {step} {loss.item()}", flush=True)
         step += 1
         time.sleep(20 * seconds if os.path.exists("slow") else seconds)
-
-
-if __name__ == "__main__":
-    main()

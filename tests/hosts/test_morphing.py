@@ -7,8 +7,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from autovaruna import ElasticSampler
 from tests.hosts.elastic_run import SCRIPT, ElasticRun, leftovers
-from tests.hosts.emulation import Hosts
+from tests.hosts.emulation import Hosts, reason_to_skip
 from tests.hosts.sampled_train import Loss, dataset
 from tests.products import WHOLE, some
 
@@ -26,18 +26,11 @@ NOTICED_SECONDS = CLEAN_SECONDS = 10.0
 STEP_SECONDS = 0.05
 MOST_STEPS = 100_000
 MOST_LOST = 40
-START_SECONDS = 240.0
+START_SECONDS = 300.0
 FILLING = "/dev/shm/filling"
+NUM_HOSTS = 16
+PATIENT = ["--start_seconds", "200", "--state_wait_seconds", "5", "--slow_factor", "100", "--checkpoint_seconds", "2"]
 SAMPLED = Path(__file__).with_name("sampled_train.py")
-
-
-@contextmanager
-def job(run: ElasticRun) -> Iterator[ElasticRun]:
-    """Kills a job at the end of the context that does not end by itself."""
-    try:
-        yield run
-    finally:
-        run.end()
 
 
 def blamed(run: ElasticRun, strike: Callable[[], object]) -> dict[str, Any]:
@@ -104,7 +97,7 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
     """
     saved = str(hosts.shared / "saved")
     options, script = ["--checkpoints", saved], [SCRIPT, str(MOST_STEPS), str(STEP_SECONDS), saved]
-    with job(ElasticRun(hosts, script, [*options, "--start_seconds", "20"])) as run:
+    with closing(ElasticRun(hosts, script, [*options, "--start_seconds", "20"])) as run:
         run.wait_for_steps(5, START_SECONDS)
         for rank in some((1, 0), 1):
             ended = blamed(run, lambda rank=rank: run.strike(run.ranks()[rank][1]))
@@ -144,7 +137,7 @@ def test_a_job_survives_what_happens_to_ranks_and_hosts(hosts: Hosts):
         assert run.finish() == 75, run.text
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
     first = run.steps[-1][1] + 1
-    with job(ElasticRun(hosts, script, [*options, "--keep_seconds", "1"], listed=["h1", "h2"])) as other:
+    with closing(ElasticRun(hosts, script, [*options, "--keep_seconds", "1"], listed=["h1", "h2"])) as other:
         other.wait_for_steps(5, START_SECONDS)
         assert [line for _, line in other.lines if "] begin " in line] == [f"[0] begin {first}"], other.text
         other.command.send_signal(signal.SIGKILL)
@@ -169,19 +162,19 @@ def plain_losses(num_samples: int, batch_size: int) -> list[float]:
 
 
 def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
-    """Three hosts, one, and three again within one epoch, by the machine list and by a notice; cold in test-whole."""
-    num_samples, batch_size = 2400, 12
+    """Three hosts, one, and more again within one epoch, by the machine list and by a notice; cold in test-whole."""
+    num_samples, batch_size, back = 1800, 12, ["h1", "h2", "h3"][: 3 if WHOLE else 2]
     script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), "0.02"]
     slow = hosts.shared / "slow"
-    with job(ElasticRun(hosts, script, ["--no_standby"] if WHOLE else [])) as run:
+    with closing(ElasticRun(hosts, script, ["--no_standby"] if WHOLE else [])) as run:
         run.wait_for_steps(5, START_SECONDS)
         slow.touch()
         run.list_hosts(["h1", "h2"])
         told = hosts.run("h1", [sys.executable, "-m", "autovaruna", "notify", "h2", "--seconds", "60"])
         run.wait_until_training_on(["h1"])
         run.wait_for_steps(5)
-        run.list_hosts(hosts.names)
-        run.wait_until_training_on(hosts.names)
+        run.list_hosts(back)
+        run.wait_until_training_on(back)
         slow.unlink()
         assert run.finish(120) == 0, f"{told.stdout}{run.text}"
         assert not leftovers(hosts, CLEAN_SECONDS), run.text
@@ -193,3 +186,47 @@ def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
     order = list(ElasticSampler(range(num_samples), batch_size, seed=5))
     assert [sorted(numbers) for _, numbers in sorted(steps.items())] == [sorted(batch) for batch in order]
     assert [float(loss) for _, loss in run.losses()] == pytest.approx(plain_losses(num_samples, batch_size), rel=1e-5)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not WHOLE, reason="sixteen starts take minutes of two cores: make test-whole")
+@pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+def test_half_of_sixteen_hosts_are_lost_four_come_one_hangs_and_all_but_two_are_lost():
+    """What half of them held is in memory of the others; what only those had that are lost at last is on disk."""
+    with Hosts(NUM_HOSTS) as hosts:
+        last = str(hosts.shared / "last")
+        script = [SCRIPT, "100000", "0.05", last, "32", str(NUM_HOSTS)]
+        with closing(ElasticRun(hosts, script, [*PATIENT, "--checkpoints", last])) as run:
+            run.wait_until_training_on(hosts.names, START_SECONDS)
+            run.wait_for_steps(60, START_SECONDS)
+            half, newest = hosts.names[1::2], run.steps[-1][1]
+            for host in half:
+                hosts.kill(host)
+            left = [host for host in hosts.names if host not in half]
+            run.wait_until_training_on(left, START_SECONDS)
+            starts = [event for event in run.events if event["event"] == "start"]
+            assert starts[-1]["step"] > newest - MOST_LOST and set(starts[-1]["from"]) <= set(left), run.text
+            lost = [host for event in run.events if event["event"] == "ended" for host in event["lost"]]
+            assert lost and set(lost) <= set(half), run.text  # the rest die while the job ends for the first of them
+
+            for host in half[:4]:
+                hosts.boot(host)
+            twelve = [host for host in hosts.names if host not in half[4:]]
+            run.wait_until_training_on(twelve, START_SECONDS)
+            run.wait_for_steps(20, START_SECONDS)
+
+            since = len(run.events)
+            run.strike(run.ranks()[5][1], signal.SIGSTOP)
+            ended = run.wait_for_event("ended", since, START_SECONDS)
+            assert "rank 5" in ended["text"] and "is stopped" in ended["text"] and not ended["lost"], run.text
+            run.wait_until_training_on(twelve, START_SECONDS)
+            run.wait_for_steps(60, START_SECONDS)
+
+            for host in twelve[2:]:
+                hosts.cut(host)
+            for host in twelve[2:]:
+                hosts.kill(host)
+            run.wait_until_training_on(twelve[:2], START_SECONDS)
+            run.stop_soon()
+            assert run.finish(START_SECONDS) == 0 and not run.differences(), run.text
+            assert not leftovers(hosts, 20.0), run.text

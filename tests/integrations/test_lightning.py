@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integrations import same_weights
 from tests.mpi.launch import run_on_forks
 
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
@@ -29,13 +30,8 @@ def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None
         assert len(logged) == 4  # steps of the optimizer, of two batches each
         assert all(float(each["autovaruna/learning_rate"]) == 0.01 for each in logged)
         assert all(float(each["autovaruna/samples_per_second"]) > 0 for each in logged)
-        own, other = (
-            torch.load(folder / str(one) / "last.ckpt", weights_only=False)["state_dict"]
-            for folder in (tmp_path, tmp_path / "plain")
-        )
-        assert {name: pytest.approx(each.numpy(), abs=1e-5) for name, each in other.items()} == {
-            name: each.numpy() for name, each in own.items()
-        }
+        files = (folder / str(one) / "last.ckpt" for folder in (tmp_path, tmp_path / "plain"))
+        assert same_weights(*(torch.load(file, weights_only=False)["state_dict"] for file in files))
     resumed = run_on_forks(3, f"{TARGET}:train_on_ranks", str(tmp_path), 3, True)[0]
     for row, plain in zip(resumed, expected, strict=True):
         assert row["losses"] == pytest.approx(plain["losses"][-len(row["losses"]) :], rel=1e-5)

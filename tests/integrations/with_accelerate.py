@@ -9,21 +9,26 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.catalogue import CASES
 from tests.integrations import SETTINGS
 
 BATCH, STEPS, SAVED = 6, 6, 3
 
 
-def train(folder: Path, num_ranks: int, resume: bool = False) -> dict[str, Any]:
-    """Returns losses and norms by step, and predictions of all samples; 0 ranks are those of plain accelerate."""
+def accelerator_of(num_ranks: int, **options: Any) -> Any:
+    """Returns ours, or, for 0 ranks, that of plain accelerate."""
     if num_ranks:
         from autovaruna.integrations.accelerate import Accelerator
 
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, autovaruna=SETTINGS)
-    else:
-        from accelerate import Accelerator as Plain
+        return Accelerator(cpu=True, autovaruna=SETTINGS, **options)
+    import accelerate
 
-        accelerator = Plain(cpu=True, gradient_accumulation_steps=2)
+    return accelerate.Accelerator(cpu=True, **options)
+
+
+def train(folder: Path, num_ranks: int, resume: bool = False) -> dict[str, Any]:
+    """Returns losses and norms by step, and predictions of all samples; 0 ranks are those of plain accelerate."""
+    accelerator = accelerator_of(num_ranks, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
@@ -60,19 +65,11 @@ def train_on_ranks(folder: str, num_ranks: int, resume: bool = False) -> dict[st
 
 def train_gpt2(folder: str, num_ranks: int) -> list[float]:
     """Returns bf16 losses of a GPT-2, which ties weights and returns a key-value cache, and one after loading."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    if num_ranks:
-        from autovaruna.integrations.accelerate import Accelerator
-    else:
-        from accelerate import Accelerator  # type: ignore[assignment]
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **({"autovaruna": SETTINGS} if num_ranks else {}))
-    torch.manual_seed(0)
-    size = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0}
-    config = GPT2Config(**size, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
-    model: Any = GPT2LMHeadModel(config)
+    accelerator = accelerator_of(num_ranks, mixed_precision="bf16")
+    case = CASES["gpt2"].without_dropout()
+    model: Any = case.model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
-    tokens = torch.randint(16, (16, 8), generator=torch.Generator().manual_seed(1))
+    tokens = case.batch(16, 1)[1]["input_ids"]
     loader: Any = DataLoader(TensorDataset(tokens), batch_size=4 // (num_ranks or 1))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
@@ -121,20 +118,17 @@ def refusals() -> list[str]:
     import autovaruna
     from autovaruna.integrations.accelerate import Accelerator
 
+    alone = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     texts = []
     for act in (
         autovaruna.init_process_group,
         lambda: autovaruna.init_process_group("mpi"),
-        lambda: (dist.destroy_process_group(), Accelerator(cpu=True).prepare(lonely_optimizer())),
+        lambda: (dist.destroy_process_group(), Accelerator(cpu=True).prepare(alone)),
     ):
         try:
             act()
         except autovaruna.AutoVarunaError as error:
             texts.append(str(error))
     return texts
-
-
-def lonely_optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)

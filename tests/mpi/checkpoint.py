@@ -6,22 +6,19 @@ import threading
 
 import psutil
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna import AutoVaruna
+from tests.catalogue.hugging_face import GPT, make
+from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
+from tests.session.training import descend
 
 QUIET = {"load_deployment": False, "save_deployment": False, "profile_iterations": 1, "seed": 1}
 
 
 def gpt2(num_layers: int, width: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=num_layers, n_embd=width, n_head=4, vocab_size=512, n_positions=32, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0, use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    sizes = {"n_layer": num_layers, "n_embd": width, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    return make("GPT2LMHeadModel", "GPT2Config", {**GPT, **sizes})
 
 
 def two_stages(net: nn.Module) -> AutoVaruna:
@@ -68,23 +65,14 @@ def load_on_meta(folder: str, num_layers: int, width: int) -> tuple[float, int, 
     return loss, peak[0] - before, whole
 
 
-class Net(nn.Module):
-    """Has enough layers for three stages, dropout, and a buffer that changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.ReLU()) for _ in range(4)))
-        self.norm = nn.BatchNorm1d(16)
-        self.last = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.last(self.norm(self.body(x))), y)
-
-
 def train(root: str, num_stages: int, loads: bool, num_steps: int) -> list[float]:
-    """Trains, from a checkpoint or from the start, saves in the background after three steps; returns the losses."""
+    """Trains, from a checkpoint or from the start, saves in the background after three steps; returns the losses.
+
+    There are enough layers for three stages, dropout, and a buffer that changes.
+    """
     torch.manual_seed(3)
-    net = Net()
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.ReLU()) for _ in range(3))
+    net = Classifier(hidden(*layers, nn.BatchNorm1d(WIDTH)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     model = AutoVaruna(net, optimizer, num_stages=num_stages, num_micro_batches=2, inputs="replicated", **QUIET)
     first = 0
@@ -94,13 +82,11 @@ def train(root: str, num_stages: int, loads: bool, num_steps: int) -> list[float
         first = info.step
     losses = []
     for step in range(first, first + num_steps):
-        generator = torch.Generator().manual_seed(step)
-        loss = model(torch.randn(8, 16, generator=generator), torch.arange(8) % 4)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = model(**labelled(8, step)[1])
+        descend(loss, optimizer)
         losses.append(loss.item())
         if step == 2:
             note = "from rank 0" if model.world.rank == 0 else "from another"
             model.save_checkpoint(root, step=3, extra={"note": note}, background=True)
+    model.wait_checkpoint()
     return losses

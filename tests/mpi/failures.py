@@ -100,9 +100,9 @@ def wrap(model: nn.Module | None = None, **settings: Any) -> tuple[AutoVaruna, t
 
 
 def train(
-    model: AutoVaruna, optimizer: torch.optim.Optimizer, between: Callable[[int], object], steps: int = 3
+    model: AutoVaruna, optimizer: torch.optim.Optimizer, between: Callable[[int], object] = id, steps: int = 3
 ) -> None:
-    """Trains, and calls `between(step)` before each step."""
+    """Trains, and calls `between(step)` before each step; `id` does nothing."""
     for step in range(steps):
         between(step)
         loss = model(*batch())
@@ -120,23 +120,11 @@ def set_trap(direction: str) -> Callable[[], None]:
     return lambda: FAILING.add(direction)
 
 
-def nothing_fails() -> None:
-    train(*wrap(load_deployment="auto", save_deployment=True), lambda step: None)
-
-
-def forward_fails() -> None:
-    train(*wrap(), on_rank_1(set_trap("forward")))
-
-
-def backward_from_outputs_fails() -> None:
-    train(*wrap(OutputNet()), on_rank_1(set_trap("backward")))
-
-
 def hook_fails() -> None:
     model, optimizer = wrap()
     for parameter in model.module.parameters():
         parameter.register_hook(lambda gradient: fail() if get_rank() == 1 else gradient)
-    train(model, optimizer, lambda step: None)
+    train(model, optimizer)
 
 
 def script_fails() -> None:
@@ -163,10 +151,6 @@ def thread_fails() -> None:
     barrier()
 
 
-def every_rank_fails() -> None:
-    barrier_fails((0, 1))
-
-
 def barrier_fails(ranks: tuple[int, ...]) -> None:
     """Fails on some ranks while the others wait for them."""
     if get_rank() in ranks:
@@ -185,10 +169,6 @@ def script_raises_system_exit() -> None:
 def script_is_interrupted() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     train(*wrap(), on_rank_1(lambda: (fault(), os.kill(os.getpid(), signal.SIGINT))))
-
-
-def process_vanishes_well() -> None:
-    train(*wrap(), on_rank_1(lambda: (fault(), os._exit(0))))
 
 
 def process_dies_while_others_compute() -> None:
@@ -214,7 +194,7 @@ def script_never_calls() -> None:
         fault()
         return
     time.sleep(1)
-    train(model, optimizer, lambda step: None)
+    train(model, optimizer)
 
 
 def process_is_gone_before_others_begin() -> None:
@@ -227,12 +207,12 @@ def process_is_gone_before_others_begin() -> None:
     ):
         time.sleep(0.05)
     fault()
-    train(model, optimizer, lambda step: None)
+    train(model, optimizer)
 
 
 def setting_is_unknown_to_one() -> None:
     fault()
-    wrap(num_stage=2) if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else train(*wrap(), lambda step: None)
+    wrap(num_stage=2) if os.environ["OMPI_COMM_WORLD_RANK"] == "1" else train(*wrap())
 
 
 def tracing_fails_at_once() -> None:
@@ -245,7 +225,7 @@ def tracing_fails_at_once() -> None:
         return trace(*args, **kwargs)
 
     traces.trace = slow  # type: ignore[assignment]
-    train(*wrap(), lambda step: None)
+    train(*wrap())
 
 
 def error_is_swallowed() -> None:
@@ -254,9 +234,19 @@ def error_is_swallowed() -> None:
     for step in range(4):
         with suppress(Exception):
             on_rank_1(set_trap("forward"))(step)
-            train(model, optimizer, lambda _: None, steps=1)
+            train(model, optimizer, steps=1)
+
+
+STORIES: dict[str, Callable[[], object]] = {
+    "nothing_fails": lambda: train(*wrap(load_deployment="auto", save_deployment=True)),
+    "forward_fails": lambda: train(*wrap(), on_rank_1(set_trap("forward"))),
+    "backward_from_outputs_fails": lambda: train(*wrap(OutputNet()), on_rank_1(set_trap("backward"))),
+    "every_rank_fails": lambda: barrier_fails((0, 1)),
+    "process_vanishes_well": lambda: train(*wrap(), on_rank_1(lambda: (fault(), os._exit(0)))),
+}
+"""The stories of one line each; others are functions of their names."""
 
 
 if __name__ == "__main__":
     OWN.touch()
-    globals()[sys.argv[1]]()
+    STORIES.get(sys.argv[1], globals().get(sys.argv[1]))()

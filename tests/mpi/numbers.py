@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, DEVICE, Case
+from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
 from tests.reference import OPTIMIZERS, Record
-from tests.session.training import QUIET, Setup, share_of, trace_shared, train, train_rank, work_shared
+from tests.session.training import QUIET, Setup, descend, share_of, trace_shared, train, train_rank, work_shared
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4
@@ -114,41 +114,22 @@ def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
     return quietly(lambda: {"stages": by_partition(names), "replicas": by_replica(replicated)})
 
 
-class Net(nn.Module):
-    """Has weights, buffers and a normalisation, each with an initialiser of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.last = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.last(self.norm(torch.relu(self.first(x)))), y)
-
-
 def train_on_meta(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]:
-    """Returns the losses of three steps, the whole state, and the parameters that this rank holds."""
+    """Returns the losses of three steps, the whole state, and the parameters that this rank holds.
+
+    Weights, buffers and a normalisation have an initialiser of their own each.
+    """
     with torch.device("meta"):
-        net = Net()
+        net = Classifier(hidden(nn.ReLU(), nn.BatchNorm1d(WIDTH)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    model = AutoVaruna(
-        net,
-        optimizer,
-        cuts=("last",)[: num_stages - 1],  # whatever a busy machine measures
-        num_micro_batches=2,
-        inputs="replicated",
-        device=DEVICE.type,
-        **FAST,
-    )
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(8, 8, generator=generator).to(DEVICE), torch.arange(8, device=DEVICE) % 4
+    cuts = ("body.3",)[: num_stages - 1]  # whatever a busy machine measures
+    settings = {"cuts": cuts, "num_micro_batches": 2, "inputs": "replicated", "device": DEVICE.type, **FAST}
+    model = AutoVaruna(net, optimizer, **settings)
+    batch = {name: each.to(DEVICE) for name, each in labelled(8, 0)[1].items()}
     losses = []
     for _ in range(3):
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = model(**batch)
+        descend(loss, optimizer)
         losses.append(loss.item())
     held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
     return losses, {name: each.cpu() for name, each in model.state_dict().items()}, held

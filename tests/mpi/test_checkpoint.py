@@ -14,7 +14,7 @@ MODULE = "tests.mpi.checkpoint"
 
 
 def test_other_numbers_of_ranks_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    whole = run_on_ranks(2, f"{MODULE}:train", str(tmp_path), 2, False, 5, env={})
+    whole = run_on_ranks(2, f"{MODULE}:train", str(tmp_path), 2, False, 5)
     assert (tmp_path / "step-00000003").is_dir()
     for losses in run_on_ranks(3, f"{MODULE}:train", str(tmp_path), 3, True, 2):
         assert losses == whole[0][3:]

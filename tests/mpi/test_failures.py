@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 
+import psutil
 import pytest
 import torch
 
@@ -80,14 +81,11 @@ class Watch:
 
     def is_any_alive(self, patience_seconds: float = 0.0) -> bool:
         deadline = time.monotonic() + patience_seconds
-        while any(map(is_running, self._processes())):
+        while any(is_running(int(path.name.split("-")[1])) for path in self.folder.glob("process-*")):
             if time.monotonic() >= deadline:
                 return True
             time.sleep(0.01)
         return False
-
-    def _processes(self) -> Iterator[int]:
-        yield from (int(path.name.split("-")[1]) for path in self.folder.glob("process-*"))
 
     def _look(self) -> None:
         while not self._stop.wait(0.05):
@@ -97,11 +95,9 @@ class Watch:
 
 def is_running(process: int) -> bool:
     """Whether a process is there and has not ended; one that ended stays for a moment, as a zombie."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 @pytest.mark.parametrize("story", ENDINGS)

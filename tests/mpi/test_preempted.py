@@ -12,9 +12,9 @@ from tests.mpi.launch import mpirun
 from tests.products import some
 
 SCRIPT = "tests.mpi.preempted"
+pytestmark = pytest.mark.parametrize("num_ranks", some([3, 1], 1))
 
 
-@pytest.mark.parametrize("num_ranks", some([3, 1], 1))
 def test_all_ranks_stop_at_one_step(num_ranks: int, tmp_path: Path) -> None:
     """Signals come to two of three ranks, at two moments."""
     done = mpirun(num_ranks, SCRIPT, tmp_path, "flag", is_warm=True)
@@ -23,7 +23,6 @@ def test_all_ranks_stop_at_one_step(num_ranks: int, tmp_path: Path) -> None:
     assert (tmp_path / f"step-{int(said[0]):08d}").is_dir()
 
 
-@pytest.mark.parametrize("num_ranks", some([3, 1], 1))
 def test_a_setting_saves_and_ends_with_a_status_of_its_own(num_ranks: int, tmp_path: Path) -> None:
     done = mpirun(num_ranks, SCRIPT, tmp_path, "setting", check=False, is_warm=True)
     assert done.returncode == SAVED, done.stderr

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
 
 import pytest
 
@@ -25,19 +26,38 @@ from autovaruna.runtime.environment import (
 from tests.mpi.launch import QUIET, ROOT, mpirun, run_group, warm
 
 MODULE = "tests.mpi.torch_ranks"
+Rank = tuple[str, str, int]
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
 ENV = {**PLAIN, **QUIET, "AUTOVARUNA_SAVE_DEPLOYMENT": "0", "AUTOVARUNA_LOAD_DEPLOYMENT": "0"}
 
 
-def torchrun(num_ranks: int, module: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def torchrun(num_ranks: int, module: str, *words: str | Path) -> CompletedProcess[str]:
     """Runs a module on ranks of torchrun, which are forked; `test_launcher` has others."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port"]
-    return run_group([*command, str(free_port()), "--no-python", *warm().words(module), *map(str, words)], 200, ENV)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return run_group([*command, "--no-python", *warm().words(module), *map(str, words)], 200, ENV)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def without_launcher(num_ranks: int, story: str, folder: Path, name: str = "RANK", **variables: str) -> list[Rank]:
+    """Returns the ends of ranks that no launcher looks after, as tasks of srun: output, errors, status."""
+    ranks = [
+        Popen([*warm().words(MODULE), story, str(folder)], cwd=ROOT, env={**ENV, **variables, name: str(rank)},
+              stdout=PIPE, stderr=PIPE, text=True)
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    try:
+        return [(*rank.communicate(timeout=100), rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.fixture
+def address() -> Iterator[dict[str, str]]:
+    """Returns where ranks meet. The port is held meanwhile: nobody else gets it, and the ranks may listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
 
 
 @pytest.fixture(scope="module")
@@ -68,35 +88,20 @@ def test_losses_are_those_of_mpirun(folder: Path, tmp_path: Path) -> None:
 
 
 ENDS = {
-    "vanish": ("rank 1 has ended without a word",),
-    "ends_early": ("rank 1 ended its script while rank 0 waits in 'barrier'",),
+    "vanish": "rank 1 has ended without a word",
+    "ends_early": "rank 1 ended its script while rank 0 waits in 'barrier'",
 }
 
 
 @pytest.mark.parametrize("story", ENDS)
-def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_all(story: str, tmp_path: Path, address: dict[str, str]) -> None:
     """Ranks are started without torchrun, as others do who end no rank when another has ended."""
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [*warm().words(MODULE), story, str(tmp_path)],
-            cwd=ROOT,
-            env={**ENV, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        texts = [rank.communicate(timeout=100)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    _, texts, statuses = zip(*without_launcher(3, story, tmp_path, WORLD_SIZE="3", **address), strict=True)
     fault = max(float((tmp_path / f"fault{rank}").read_text()) for rank in range(3))
     assert time.time() - fault < 30  # the launcher's own wait is longer
-    assert all(rank.returncode for rank in ranks)
+    assert all(statuses)
     text = "".join(texts)
-    assert all(words in text for words in ENDS[story]), text
+    assert ENDS[story] in text, text
     assert text.count("Traceback") == (story != "vanish"), text
 
 
@@ -109,8 +114,8 @@ def test_the_last_words_of_torchrun_are_of_the_rank_that_failed(tmp_path: Path) 
 
 def test_torchrun_passes_on_the_signals_that_its_option_names(tmp_path: Path) -> None:
     """Without it, torchrun ends from SIGUSR1, and nothing is saved. Its own status is 1, whatever that of its ranks."""
-    options = ["--nproc-per-node=2", f"--master-port={free_port()}", "--signals-to-handle=SIGTERM,SIGUSR1"]
-    words = ["-m", "torch.distributed.run", *options, "-m", MODULE, "signalled", str(tmp_path)]
+    options = ["--nproc-per-node=2", "--standalone", "--signals-to-handle=SIGTERM,SIGUSR1"]
+    words = ["-m", "torch.distributed.run", *options, "-m", "tests.mpi.preempted", str(tmp_path), "launcher"]
     done = run_group([sys.executable, *words], 200, ENV)
     (saved,) = tmp_path.glob("step-*")
     assert f"got SIGUSR1: saved step {int(saved.name[5:])}, and end with status 75" in done.stderr, done.stderr
@@ -148,21 +153,13 @@ def test_tasks_of_srun_that_mpi_does_not_know_are_refused(monkeypatch: pytest.Mo
 SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
 
 
-def test_tasks_of_srun_without_mpi_join_by_the_variables_of_torch_or_of_slurm(tmp_path: Path) -> None:
+def test_tasks_of_srun_without_mpi_join_by_the_variables_of_torch_or_of_slurm(
+    tmp_path: Path, address: dict[str, str]
+) -> None:
     """As ``srun -N2 -n2 python train.py`` starts them; once, each was refused, for MPI knows of one process alone."""
-    of_torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    for variables, name in ((SLURM, "SLURM_PROCID"), (SLURM | of_torch, "RANK")):
-        ranks = [
-            subprocess.Popen(
-                [*warm().words(MODULE), "rank", str(tmp_path)],
-                cwd=ROOT,
-                env={**ENV, **variables, name: str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        assert [rank.communicate(timeout=100)[0].split() for rank in ranks] == [["0", "2"], ["1", "2"]]
+    for variables, name in ((SLURM, "SLURM_PROCID"), (SLURM | address | {"WORLD_SIZE": "2"}, "RANK")):
+        ends = without_launcher(2, "rank", tmp_path, name, **variables)
+        assert [out.split() for out, _, _ in ends] == [["0", "2"], ["1", "2"]], ends
 
 
 def test_what_says_which_rank_this_is_beside_mpi() -> None:

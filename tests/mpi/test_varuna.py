@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.launch import QUIET, ROOT, find_mpirun, run_group
+from tests.mpi.launch import QUIET, ROOT, find_mpirun, read_until, run_group
 
 GPT = str(ROOT / "examples" / "varuna_gpt.py")
 TIMEOUT = 500
@@ -41,9 +41,9 @@ def launch(folder: Path, *words: str, machine: str = "localhost") -> subprocess.
     return run_group(command(folder, *words, machine=machine), TIMEOUT, environment(folder))
 
 
-def losses(text: str) -> dict[int, float]:
-    """Returns the losses that a run printed, by step."""
-    return {int(step): float(loss) for step, loss in re.findall(r"^\[0\] step (\d+): loss ([\d.]+)$", text, re.M)}
+def steps(text: str) -> list[int]:
+    """Returns the steps whose losses a run printed."""
+    return list(map(int, re.findall(r"^\[0\] step (\d+): loss [\d.]+$", text, re.M)))
 
 
 @contextmanager
@@ -61,18 +61,6 @@ def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
             process.wait(TIMEOUT)
 
 
-def read_until(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
-    """Returns what a job printed up to the line with some words, for the count-th time."""
-    text = ""
-    assert process.stdout is not None
-    for line in process.stdout:
-        text += line
-        count -= words in line
-        if not count:
-            return text
-    raise AssertionError(f"{words!r} did not come:\n{text}")
-
-
 def test_a_run_that_sigusr1_stops_goes_on_on_other_ranks(tmp_path: Path) -> None:
     """The script holds each of its losses to plain PyTorch, also those after it has gone on."""
     with running(tmp_path, "--gpus_per_node", "2", "--batch_size", "10", "--nstages", "2", GPT) as process:
@@ -80,12 +68,11 @@ def test_a_run_that_sigusr1_stops_goes_on_on_other_ranks(tmp_path: Path) -> None
         process.send_signal(signal.SIGUSR1)
         rest, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, text + rest
-    begun = losses(text + rest)
-    last = max(begun) + 1
-    words = ("--gpus_per_node", "1", "--batch_size", "10", "--nstages", "1", "--resume_step", str(last), GPT)
-    done = launch(tmp_path, *words)
+    begun = steps(text + rest)
+    words = ("--gpus_per_node", "1", "--batch_size", "10", "--nstages", "1", "--resume_step", str(max(begun) + 1))
+    done = launch(tmp_path, *words, GPT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted([*begun, *losses(done.stdout)]) == list(range(12))
+    assert sorted(begun + steps(done.stdout)) == list(range(12))
 
 
 SCRIPT = """

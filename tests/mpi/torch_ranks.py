@@ -89,18 +89,5 @@ def ends_early(folder: Path) -> None:
         barrier()
 
 
-def signalled(folder: Path) -> None:
-    """Trains until SIGUSR1, which rank 0 sends to torchrun itself, has the model saved."""
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = AutoVaruna(net, optimizer, num_stages=2, save_on_signal=str(folder))
-    for step in range(100_000):
-        model(torch.randn(4, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 2 and get_rank() == 0:
-            os.kill(os.getppid(), signal.SIGUSR1)
-
-
 if __name__ == "__main__":
     globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -11,13 +11,14 @@ import importlib
 import json
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,83 +65,48 @@ class Warm:
         self._place.cleanup()
 
 
-class Server:
-    """Forks a rank for each stand-in that asks for one; prepares what further ranks are to have."""
-
-    def __init__(self, address: str) -> None:
-        self._selector = selectors.PollSelector()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(f"{address}.new")
-        self._socket.listen(64)
+def serve(address: str) -> Job:
+    """Prepares what ranks are to have, and forks one for each stand-in that asks; returns in the process of a rank."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{address}.new")
+        listener.listen(64)
         os.rename(f"{address}.new", address)
-        self._stand_ins: dict[int, tuple[int, socket.socket]] = {}  # by rank's process: a file of it, its stand-in
-
-    def serve(self) -> Job:
-        self._selector.register(self._socket, selectors.EVENT_READ, self._answer)
-        self._selector.register(sys.stdin, selectors.EVENT_READ, self._end)
-        while True:
-            for key, _ in self._selector.select():
-                job: Job | None = key.data()
-                if job is not None:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            asker = listener.accept()[0]
+            words, files, _, _ = socket.recv_fds(asker, MOST_BYTES, 3)
+            job: Job = json.loads(words)
+            with asker:
+                if "prepare" in job:
+                    module, _, function = job["prepare"].partition(":")
+                    getattr(importlib.import_module(module), function)(*job["args"])
+                    spare_collector()
+                    asker.send(b"1")
+                elif is_rank(asker, files):
                     return job
-
-    def _answer(self) -> Job | None:
-        asker, _ = self._socket.accept()
-        words, files, _, _ = socket.recv_fds(asker, MOST_BYTES, 3)
-        job: Job = json.loads(words)
-        try:
-            return self._prepare(asker, job) if "prepare" in job else self._fork(asker, job, files)
-        finally:
             for file in files:
                 os.close(file)
+    os._exit(0)
 
-    def _prepare(self, asker: socket.socket, job: Job) -> None:
-        with asker:
-            module, _, function = job["prepare"].partition(":")
-            getattr(importlib.import_module(module), function)(*job["args"])
-            spare_collector()
-            asker.send(b"1")
 
-    def _fork(self, stand_in: socket.socket, job: Job, files: list[int]) -> Job | None:
-        process = os.fork()
-        if process == 0:
-            return self._be_rank(stand_in, job, files)
-        rank = os.pidfd_open(process)
-        self._stand_ins[process] = rank, stand_in
-        self._selector.register(rank, selectors.EVENT_READ, lambda: self._rank_has_ended(process))
-        self._selector.register(stand_in, selectors.EVENT_READ, lambda: self._kill(process))
-        return None
-
-    def _be_rank(self, stand_in: socket.socket, job: Job, files: list[int]) -> Job:
-        for rank, other in self._stand_ins.values():
-            os.close(rank)
-            other.close()
-        stand_in.close()
-        self._socket.close()
+def is_rank(stand_in: socket.socket, files: list[int]) -> bool:
+    """Forks a rank, and a process between that ends it with its stand-in, or with the server; says who this is."""
+    if os.fork():
+        return False
+    rank = os.fork()
+    if rank == 0:
         for place, file in enumerate(files):
             os.dup2(file, place)
-        return job
-
-    def _rank_has_ended(self, process: int) -> None:
-        rank, stand_in = self._stand_ins.pop(process)
-        self._selector.unregister(rank)
-        self._selector.unregister(stand_in)
-        os.close(rank)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        with stand_in:
-            try:
-                stand_in.send(str(status).encode())
-            except OSError:  # it has ended
-                return
-
-    def _kill(self, process: int) -> None:
-        if process in self._stand_ins:  # both may have ended at once
-            os.kill(process, signal.SIGKILL)
-
-    def _end(self) -> None:
-        for process in self._stand_ins:
-            self._kill(process)
-        os._exit(0)
+            os.close(file)
+        return True
+    for file in files:
+        os.close(file)
+    end = os.pidfd_open(rank)
+    if end not in select.select([end, stand_in, sys.stdin], [], [])[0]:
+        os.kill(rank, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    with suppress(OSError):  # the stand-in has ended
+        stand_in.send(str(status).encode())
+    os._exit(0)
 
 
 def import_what_comes_later() -> None:
@@ -154,7 +120,7 @@ if __name__ == "__main__":
     import_what_comes_later()
     look_for_a_moment()
     spare_collector()  # else each rank goes over all of it as it ends, for more than a second
-    job = Server(sys.argv[1]).serve()
+    job = serve(sys.argv[1])
     os.environ.clear()
     os.environ.update(job["variables"])
     os.chdir(job["folder"])

@@ -28,7 +28,7 @@ def traced(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trace of a run on two stages."""
+    """Returns the trace of a run on two stages."""
     path = tmp_path_factory.mktemp("trace") / "events.json"
     batches = [CASE.batch(4, step) for step in range(NUM_STEPS)]
     train(CASE, Setup(((0,), (1,)), 4, settings=traced(path)), batches, sgd, [[2, 2]] * NUM_STEPS)

@@ -77,13 +77,6 @@ def test_strangers_who_stay_keep_nobody_out() -> None:
         stranger.close()
 
 
-def test_another_token_opens_nothing() -> None:
-    server = Server(TOKEN, echo)
-    with pytest.raises(OSError, match="127"):
-        connect("127.0.0.1", server.port, b"u" * 64)
-    assert ask(server.port, {}) == {}
-
-
 @pytest.mark.parametrize("request_", [b"no json", b"[]", b"\xff"])
 def test_a_wrong_request_ends_its_connection_alone(request_: bytes) -> None:
     def strict(connection: Connection, request: Mapping[str, Any]) -> None:

@@ -90,38 +90,26 @@ def wait_for_each_other(world: World) -> None:
 
 
 HOPELESS: dict[str, tuple[int, Callable[[World], object], str]] = {
-    "a message of its own": (1, lambda world: receive(world, 0), "rank 0 waits for a message of rank 0"),
-    "an ended rank in a collective": (
-        2,
-        lambda world: world.rank or world.barrier("step 3"),
-        "rank 1 ended its script while rank 0 waits in 'step 3'",
-    ),
-    "a message of an ended rank": (
-        3,
-        lambda world: world.rank or receive(world, 1, 4),
-        r"rank 1 ended its script while rank 0 waits for a message of rank 1 \(tag 4",
-    ),
-    "each other": (
-        3,
-        wait_for_each_other,
-        r"wait for each other .*: rank 0 waits for a message of rank 1 .*; rank 1 waits .*; rank 2 waits in 'step 1'",
-    ),
-    "a message, from within a collective": (
-        2,
-        lambda world: receive(world, 0) if world.rank else world.gather_objects(None, "state_dict"),
-        "rank 0 waits in 'state_dict'; rank 1 waits for a message of rank 0",
-    ),
-    "a sum that a rank never starts": (
-        3,
-        lambda world: world.rank == 2 or world.all_reduce(torch.ones(10), (0, 1, 2)),
-        "rank 2 ended its script while rank . waits for a sum or a copy among ranks",
-    ),
-    "a rank away from a disagreement": (
-        3,
-        is_away_from_a_disagreement,
-        "rank 1 is in 'call of 1', rank 2 is not in a collective call",
-    ),
-}
+    "a message of its own":
+        (1, lambda world: receive(world, 0), "rank 0 waits for a message of rank 0"),
+    "an ended rank in a collective":
+        (2, lambda world: world.rank or world.barrier("step 3"),
+         "rank 1 ended its script while rank 0 waits in 'step 3'"),
+    "a message of an ended rank":
+        (3, lambda world: world.rank or receive(world, 1, 4),
+         r"rank 1 ended its script while rank 0 waits for a message of rank 1 \(tag 4"),
+    "each other":
+        (3, wait_for_each_other, "wait for each other .*: rank 0 waits for a message of rank 1 .*; "
+         "rank 1 waits .*; rank 2 waits in 'step 1'"),
+    "a message, from within a collective":
+        (2, lambda world: receive(world, 0) if world.rank else world.gather_objects(None, "state_dict"),
+         "rank 0 waits in 'state_dict'; rank 1 waits for a message of rank 0"),
+    "a sum that a rank never starts":
+        (3, lambda world: world.rank == 2 or world.all_reduce(torch.ones(10), (0, 1, 2)),
+         "rank 2 ended its script while rank . waits for a sum or a copy among ranks"),
+    "a rank away from a disagreement":
+        (3, is_away_from_a_disagreement, "rank 1 is in 'call of 1', rank 2 is not in a collective call"),
+}  # fmt: skip
 """What is waited for in vain: the number of ranks, what they do, and the words of the error."""
 
 
