@@ -21,7 +21,7 @@ class Wrap(Protocol):
 
 Share: TypeAlias = Callable[[Tensor], Tensor]
 """Takes the samples of a global batch that this rank's data loader would give; in plain PyTorch all of them."""
-Train: TypeAlias = Callable[[Wrap, Share], State]
+Train: TypeAlias = Callable[[Wrap, Share], State | None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Script:
     """A script.
 
     Attributes:
-        train: trains for some steps and returns the model's ``state_dict()``.
+        train: trains for some steps; returns what is to be compared beside the wrapped models, if anything.
         change: what is written beside the line ``model = AutoVaruna(model, optimizer)``; empty: nothing.
         refusal: part of the error's text, a regular expression, where it is refused; empty: it has the numbers of
             plain PyTorch.

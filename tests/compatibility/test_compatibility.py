@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import AutoVarunaError
 from autovaruna.runtime.world import World
 from tests.compatibility import language, others, techniques, vision
-from tests.compatibility.script import SCRIPTS, Script, State
+from tests.compatibility.script import SCRIPTS, Script, Share, State, Wrap
 from tests.ranks import run_ranks
+from tests.session.training import work_shared
 
 RANKS = 2
 QUIET: dict[str, Any] = {
@@ -38,13 +39,22 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 assert language and vision and others and techniques  # their scripts are in the list when they are imported
 
 
-def plain(script: Script) -> State:
+def run(script: Script, wrap: Wrap, share: Share) -> State:
+    """Returns what the models that a script wraps, and what else it names, hold in the end."""
+    models: list[Any] = []
+
+    def keep(model: nn.Module, optimizer: Optimizer | None = None, **settings: Any) -> Any:
+        models.append(wrap(model, optimizer, **settings))
+        return models[-1]
+
     torch.manual_seed(0)
-    return script.train(lambda model, optimizer=None, **settings: model, lambda tensor: tensor)
+    more = script.train(keep, share) or {}
+    states = [model.state_dict() for model in models]
+    return dict(more) | {f"model {k}: {name}": value for k, state in enumerate(states) for name, value in state.items()}
 
 
 def on_ranks(script: Script) -> list[State]:
-    """Runs a script on every rank, a thread each, and returns what each has in the end.
+    """Runs a script on every rank, a thread each, which trace the model once for all; returns what each has in the end.
 
     Threads share torch's generator, so that one after the other builds its model: until the first wrap.
     """
@@ -61,14 +71,11 @@ def on_ranks(script: Script) -> list[State]:
             inputs = "replicated" if script.is_replicated else "per_rank"
             return AutoVaruna(model, optimizer, **{**QUIET, "inputs": inputs, **settings})
 
-        def share(tensor: Tensor) -> Tensor:
-            return tensor if script.is_replicated else tensor.chunk(RANKS)[world.rank]
-
         building.acquire()
-        torch.manual_seed(0)
-        return script.train(wrap, share)
+        return run(script, wrap, lambda tensor: tensor if script.is_replicated else tensor.chunk(RANKS)[world.rank])
 
-    return run_ranks(RANKS, be_rank, timeout_seconds=200)
+    with work_shared(script):
+        return run_ranks(RANKS, be_rank, timeout_seconds=200)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
@@ -77,7 +84,7 @@ def test_a_script(script: Script) -> None:
         with pytest.raises(AutoVarunaError, match=script.refusal):
             on_ranks(script)
         return
-    expected = plain(script)
+    expected = run(script, lambda model, optimizer=None, **settings: model, lambda tensor: tensor)
     for state in on_ranks(script):
         assert state.keys() == expected.keys()
         for name, value in expected.items():
