@@ -18,25 +18,8 @@ from autovaruna._torch import FakeTensor, FakeTensorMode
 
 PACKAGE = Path(__file__).parents[1] / "autovaruna"
 ROOMS = [
-    "errors",
-    "config",
-    "log",
-    "_torch",
-    "interception",
-    "graph",
-    "profiler",
-    "schedule",
-    "planner",
-    "stage",
-    "runtime",
-    "checkpoint",
-    "elastic",
-    "session",
-    "api",
-    "varuna",
-    "integrations",
-    "commands",
-    "__main__",
+    *("errors", "config", "log", "_torch", "interception", "graph", "profiler", "schedule", "planner", "stage"),
+    *("runtime", "checkpoint", "elastic", "session", "api", "varuna", "integrations", "commands", "__main__"),
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
 LEVELS = {
@@ -70,13 +53,7 @@ LEVELS = {
         "step",
         "engine",
     ),
-    "checkpoint": (
-        "manifest remote_file",
-        "folder tensor_file",
-        "encoding",
-        "state source",
-        "load save",
-    ),
+    "checkpoint": ("manifest remote_file", "folder tensor_file", "encoding", "state source", "load save"),
     "elastic": (
         "host_list options host_processes job_folder rank_script sampler stub",
         "ahead snapshot standby",
@@ -132,11 +109,8 @@ def own_imports(file: str) -> list[list[str]]:
     return [name[1:] for name in imports(file) if name[0] == "autovaruna" and len(name) > 1]
 
 
-def test_every_folder_is_a_package_that_is_installed():
+def test_every_folder_is_a_package_that_is_installed_and_every_file_is_in_a_room():
     assert {path.parent for path in PACKAGE.rglob("*.py")} == {path.parent for path in PACKAGE.rglob("__init__.py")}
-
-
-def test_every_file_is_in_a_room():
     assert {room_of(Path(file).with_suffix("").parts[0]) for file in ROOM_FILES} <= set(ROOMS)
 
 
@@ -188,14 +162,9 @@ def private_attributes() -> set[str]:
         *(parameter, parameter.untyped_storage(), torch.Generator(), FakeTensor, FakeTensorMode, torch.distributed),
         *(optimizer, scheduler, torch.amp.GradScaler("cpu"), torch.distributions.Distribution),
         *(torch.autograd.Function, torch.autograd.Variable, torch.autograd.graph.Node, parametrize),
-        *(
-            graph,
-            graph.placeholder("x"),
-            fx.GraphModule(nn.Module(), fx.Graph()),
-            fx.Interpreter,
-            torch.ops.aten.mul.Tensor,
-        ),
-        *(torch.SymInt, SymNode, ShapeEnv(), torch.export.ExportedProgram, DataLoader([0]), iter(DataLoader([0]))),
+        *(graph, graph.placeholder("x"), fx.GraphModule(nn.Module(), fx.Graph()), fx.Interpreter),
+        *(torch.ops.aten.mul.Tensor, torch.SymInt, SymNode, ShapeEnv(), torch.export.ExportedProgram),
+        *(DataLoader([0]), iter(DataLoader([0]))),
     )
     return {name for sample in samples for name in dir(sample) if re.fullmatch(r"_[a-zA-Z]\w*", name)}
 
@@ -237,11 +206,8 @@ def test_constants_come_first():
     assert {file: late for file in FILES if (late := late_constants(file))} == {}
 
 
-def test_no_file_is_a_drawer_for_everything():
+def test_no_file_is_a_drawer_for_everything_and_no_class_name_stands_twice():
     assert not {Path(file).stem for file in FILES} & {"utils", "common", "helpers", "misc"}
-
-
-def test_no_class_name_stands_twice():
     places = {}
     for file in FILES:
         for node in nodes_of(file):
