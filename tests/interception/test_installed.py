@@ -72,7 +72,7 @@ def test_a_model_may_be_collected_while_another_one_is_wrapped() -> None:
 
 def run_alone(code: str) -> str:
     """Runs code in a process in which no other test has left a model."""
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
