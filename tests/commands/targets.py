@@ -13,7 +13,6 @@ Target = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
 def mlp() -> Target:
-    """A small model that holds numbers."""
     return Mlp(6), (torch.zeros(4, WIDTH),), {}
 
 

@@ -70,9 +70,7 @@ def test_a_plan_without_a_rank_is_shown_and_saved(tmp_path: Path, capsys: Any, d
     assert "nothing was measured" in capsys.readouterr().out
 
 
-def test_plan_and_measure_print_json_and_a_profile_takes_the_place_of_the_prediction(
-    tmp_path: Path, capsys: Any, device: str
-) -> None:
+def test_json_and_a_profile_that_takes_the_place_of_the_prediction(tmp_path: Path, capsys: Any, device: str) -> None:
     file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
     sizes = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1"]
     assert main(["measure", f"{HERE}:mlp", "-o", file, *sizes, "--json"]) == 0

@@ -47,7 +47,6 @@ def train(folder: Path | None, num_steps: int = NUM_STEPS, **settings: Any) -> t
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A run on two stages."""
     folder = tmp_path_factory.mktemp("runs") / "first"
 
     def be_rank(world: World) -> tuple[float, Any]:
@@ -104,9 +103,7 @@ def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: Tra
     assert "num_micro_batches" in text and "<polyline" in text
 
 
-def test_the_trace_ends_after_the_first_steps_and_without_the_setting_nothing_is_written(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trace_ends_after_the_first_steps_if_asked_for(trained: Trained, tmp_path: Path, monkeypatch: Any) -> None:
     text = (trained[0] / "events.trace.json").read_text()
     assert max(map(int, re.findall(r'"step": (\d+)', text))) == 16 < NUM_STEPS
     monkeypatch.chdir(tmp_path)
@@ -165,9 +162,7 @@ def test_steps_that_an_attempt_did_again_count_once(trained: Trained, tmp_path: 
     assert "host h2 is lost" in page(run)
 
 
-def test_a_folder_that_is_none_of_a_run_is_refused(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_none_of_a_run_is_refused(trained: Trained, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(tmp_path)]) == 1
     assert "expected the folder of a run with report_dir" in capsys.readouterr().err
     run = changed(trained, tmp_path)
@@ -179,7 +174,7 @@ def test_a_folder_that_is_none_of_a_run_is_refused(
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_without_errors_or_scrolling_to_the_side(
+def test_a_browser_shows_it_without_errors_or_scrolling(
     scheme: str, width: int, trained: Trained, tmp_path: Path
 ) -> None:
     look = "[document.documentElement.scrollWidth, innerWidth, matchMedia('(prefers-color-scheme: dark)').matches]"
