@@ -37,8 +37,6 @@ class CausalBlock(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Is a decoder with tied embeddings that returns logits and, with targets, the loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
@@ -90,8 +88,6 @@ def gpt_pretraining(wrap: Wrap, share: Share) -> None:
 
 
 class LoRALinear(nn.Module):
-    """Adds a product of two narrow matrices to a layer that stays as it is."""
-
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.base = base
@@ -250,9 +246,8 @@ def mixture_of_experts(wrap: Wrap, share: Share) -> None:
 @script()
 def bag_of_words(wrap: Wrap, share: Share) -> None:
     """EmbeddingBag with mean over bags of one size, Adagrad."""
-    model: Any = nn.Sequential(
-        nn.EmbeddingBag(WORDS, WIDTH, mode="mean"), nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3)
-    )
+    bag = nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
+    model: Any = nn.Sequential(bag, nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     model = wrap(model, optimizer)
     for step in range(STEPS):
@@ -278,8 +273,6 @@ def distillation(wrap: Wrap, share: Share) -> None:
 
 
 class WordModel(nn.Module):
-    """Is the model of PyTorch's word language model: time first, one row for each word, hidden state in and out."""
-
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.layers = layers

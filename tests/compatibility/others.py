@@ -158,8 +158,6 @@ def tables(wrap: Wrap, share: Share) -> None:
 
 
 class Equation(nn.Module):
-    """Integrates an ordinary differential equation whose right side is a network (Runge-Kutta, fixed steps)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.right = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3))

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 from autovaruna import keep_whole
+from tests.catalogue.structure import StraightThrough
 from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
@@ -19,9 +20,8 @@ BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
 
 def layers(*more: nn.Module) -> nn.Sequential:
     """Returns a small network."""
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Tanh(), *more, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
-    )
+    first, second = ((nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+    return nn.Sequential(*first, *more, *second, nn.Linear(WIDTH, CLASSES))
 
 
 def labelled(share: Share, seed: int) -> tuple[Tensor, Tensor]:
@@ -160,23 +160,9 @@ def closure(wrap: Wrap, share: Share) -> None:
         optimizer.step(loss)
 
 
-class Rounded(torch.autograd.Function):
-    """Rounds forward, and is the identity backward where numbers are small."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.sign(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * (x.abs() <= 1)
-
-
 class Binary(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, Rounded.apply(self.weight), self.bias)
+        return F.linear(x, StraightThrough.apply(self.weight, 1.0), self.bias)
 
 
 @script()
@@ -342,8 +328,6 @@ def normalizing_flow(wrap: Wrap, share: Share) -> None:
 
 
 class Margin(nn.Module):
-    """Is a face network: embeds, and adds a margin to the angle of the right class."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.PReLU(), nn.Linear(16, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,8 +27,7 @@ QUIET: dict[str, Any] = {
     **{"num_stages": RANKS, "profile_iterations": 1},
 }
 HEAD = (
-    "# Scripts that run",
-    "",
+    *("# Scripts that run", ""),
     "Each of these is a short script of `tests/compatibility`, written as people write such scripts. A test trains it",
     "as plain PyTorch on whole batches, and with the line `model = AutoVaruna(model, optimizer)` on two ranks that",
     "have half of each batch, the model in two stages; then it compares all weights. The test writes this page.",
@@ -88,18 +88,15 @@ def test_a_script(script: Script) -> None:
     for state in on_ranks(script):
         assert state.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(
-                state[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            say = partial("{}: {}".format, name)
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=say)
 
 
 def test_the_page_lists_them() -> None:
     """With ``WRITE_PAGE=1`` the page is written anew."""
     if os.environ.get("WRITE_PAGE"):
         PAGE.write_text(page(), encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page(), (
-        "WRITE_PAGE=1 python -m pytest tests/compatibility writes it anew"
-    )
+    assert PAGE.read_text(encoding="utf-8") == page(), "WRITE_PAGE=1 pytest tests/compatibility writes it anew"
 
 
 def page() -> str:

@@ -259,18 +259,14 @@ def super_resolution(wrap: Wrap, share: Share) -> None:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         small, large = share(normal(step, BATCH, 1, 5, 5).double()), share(normal(step, BATCH, 1, 15, 15).double())
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(small), large)
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, F.mse_loss(model(small), large))
 
 
 @script()
 def adversarial_examples(wrap: Wrap, share: Share) -> None:
     """Each batch is moved along the sign of its own gradient (FGSM) and trained on."""
-    model: Any = nn.Sequential(
-        nn.Linear(10, 16), nn.Softplus(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, CLASSES)
-    )
+    layers = (nn.Linear(10, 16), nn.Softplus(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, CLASSES))
+    model: Any = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = wrap(model, optimizer)
     for step in range(STEPS):
