@@ -35,18 +35,12 @@ def make_worlds(num_ranks: int) -> list[World]:
 
 
 def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_seconds: float = 500.0) -> list[Result]:
-    """Runs `function(world)` on each rank, a thread each; returns the results by rank.
-
-    Raises:
-        BaseException: the first error of any rank, once all have ended.
-        TimeoutError: ranks had not ended in time.
-    """
+    """Runs `function(world)` on each rank, a thread each; returns the results by rank, or raises the first error."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
     worlds = make_worlds(num_ranks)
-    threads = [
-        threading.Thread(target=_run_rank, args=(world, function, results, errors), daemon=True) for world in worlds
-    ]
+    given = function, results, errors
+    threads = [threading.Thread(target=_run_rank, args=(world, *given), daemon=True) for world in worlds]
     deadline = time.monotonic() + timeout_seconds
     for thread in threads:
         thread.start()
@@ -62,9 +56,7 @@ def run_ranks(num_ranks: int, function: Callable[[World], Result], timeout_secon
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _run_rank(
-    world: World, function: Callable[[World], Any], results: dict[int, Any], errors: list[BaseException]
-) -> None:
+def _run_rank(world: World, function: Callable[[World], Any], results: Any, errors: list[BaseException]) -> None:
     """Runs one rank to its end, and keeps its result or its error."""
     of_this_thread.world = world  # what asks for the world from here on gets this one
     try:

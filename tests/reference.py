@@ -20,18 +20,11 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 @dataclass
 class Record:
-    """What some steps of training gave.
-
-    Attributes:
-        losses: loss of each step, shape ().
-        gradients: by parameter name, of each step; a parameter without a gradient is not in it.
-        weights: by parameter name, after the last step; a tied one under each of its names.
-        buffers: by buffer name, after the last step.
-    """
+    """What some steps of training gave: the loss and the gradients of each, and what the last one has left, by name."""
 
     losses: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensors] = field(default_factory=list)
-    weights: Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)  # a parameter without a gradient is not in it
+    weights: Tensors = field(default_factory=dict)  # a tied one under each of its names
     buffers: Tensors = field(default_factory=dict)
 
     def groups(self) -> list[Tensors]:
@@ -95,15 +88,9 @@ def plain_steps(
     num_accumulated: int = 1,
     model: nn.Module | None = None,
 ) -> Record:
-    """Trains on whole global batches.
+    """Trains on whole global batches, one a call: a case, built with seed 0, or `model`, in place.
 
-    Args:
-        case: The model, built with seed 0 unless `model` is given.
-        batches: The global batch of each call.
-        make_optimizer: Takes the parameters.
-        max_norm: Clips the gradients before the optimizer's step.
-        num_accumulated: Calls for one step of the optimizer, whose gradients are added.
-        model: Trains this one, in place.
+    Gradients of `num_accumulated` calls are added for one step of the optimizer, before which `max_norm` clips them.
     """
     return plain_micro_batched(case, [[batch] for batch in batches], make_optimizer, max_norm, num_accumulated, model)
 
@@ -149,7 +136,6 @@ def _backward(case: Case, model: nn.Module, micro_batches: Sequence[Batch]) -> T
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Returns a copy on the CPU, wherever the tensor is."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -169,13 +155,10 @@ def buffers_of(model: nn.Module) -> Tensors:
 
 
 def compare(got: Record, expected: Record, rtol: float = 1e-5) -> None:
-    """Asserts that two records agree: each tensor within `rtol` of its scale.
+    """Asserts that two records agree, each tensor within `rtol` of its scale; the error names the worst first.
 
     The scale of a tensor is its largest number, or a hundredth of the largest in the same group (the gradients of one
     step, the weights, ...) if that is more: the gradient of a key's bias, say, is zero but for rounding.
-
-    Raises:
-        AssertionError: naming every tensor that is off, the worst first.
     """
     pairs = _pairs(got, expected)
     errors = {name: relative_error(first, second, scale) for name, (first, second, scale) in pairs.items()}
@@ -185,11 +168,7 @@ def compare(got: Record, expected: Record, rtol: float = 1e-5) -> None:
 
 
 def bit_equal(got: Record, expected: Record) -> None:
-    """Asserts that two records hold the same bits.
-
-    Raises:
-        AssertionError: naming every tensor that differs.
-    """
+    """Asserts that two records hold the same bits; the error names every tensor that differs."""
     pairs = _pairs(got, expected)
     wrong = [name for name, (first, second, _) in pairs.items() if not torch.equal(first, second)]
     lines = [f"{name}: differs by {relative_error(*pairs[name]):.2e}, allowed nothing" for name in wrong]

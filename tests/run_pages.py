@@ -21,45 +21,32 @@ import autovaruna
 import autovaruna.varuna
 from autovaruna import AutoVaruna, ElasticSampler
 from autovaruna.runtime.environment import get_world
+from tests.catalogue.small import Classifier
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(?P<info>[^\n`]+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-BARE = {"README.md", "docs/index.md", "docs/migration.md", "docs/morphing.md"} | {
-    "docs/how-to/slurm.md",
-    "docs/how-to/morphing.md",
-    "docs/how-to/start-and-end.md",
-}
+BARE = {"README.md", "docs/index.md", "docs/migration.md", "docs/morphing.md"}
+BARE |= {f"docs/how-to/{name}.md" for name in ("slurm", "morphing", "start-and-end")}
 """Pages whose `model` is not wrapped yet when they begin."""
 LIBRARIES, NAMES = "docs/integrations.md", "docs/migration.md"
 """Pages each of whose blocks stands for itself; of the first, each has a model and data as a library takes them."""
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.layers(x), y)
-
-
 def blocks(page: str) -> list[tuple[str, str, int]]:
     """Returns what stands after each fence of a page, the text with its snippets, and its line."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    fill = [
-        (each["info"].strip(), each["text"], text.count("\n", 0, each.start()) + 1) for each in FENCE.finditer(text)
-    ]
-    return [
-        (info, SNIPPET.sub(lambda match: (ROOT / match[1]).read_text(encoding="utf-8"), body), line)
-        for info, body, line in fill
-    ]
+    found = []
+    for each in FENCE.finditer(text):
+        body = SNIPPET.sub(lambda match: (ROOT / match[1]).read_text(encoding="utf-8"), each["text"])
+        found.append((each["info"].strip(), body, text.count("\n", 0, each.start()) + 1))
+    return found
 
 
 def names(page: str) -> dict[str, Any]:
     """Returns what the blocks of a page find when they begin."""
     torch.manual_seed(0)
-    net = Net()
+    net = Classifier(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)))
     dataset = TensorDataset(torch.randn(32, 8), torch.randint(4, (32,)))
     loader = DataLoader(dataset, batch_size=8)
     x, y = next(iter(loader))
@@ -99,9 +86,8 @@ def in_libraries() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     loader = DataLoader(dataset, batch_size=4)  # type: ignore[arg-type]
-    return {"model": model, "dataset": dataset, "optimizer": optimizer, "scheduler": scheduler, "loader": loader} | {
-        "module": Module()
-    }
+    given = {"model": model, "dataset": dataset, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    return given | {"module": Module()}
 
 
 def run(page: str) -> str:

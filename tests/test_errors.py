@@ -25,11 +25,6 @@ def test_the_drawing_has_every_error():
 @pytest.mark.parametrize("name", sorted(drawn()))
 def test_an_error_has_the_bases_it_is_drawn_with(name):
     bases = [base.__name__ for base in classes()[name].__bases__]
-    assert bases[0] == "AutoVarunaError"
-    assert set(bases[1:]) == drawn()[name]
-
-
-@pytest.mark.parametrize("error", classes().values())
-def test_one_except_clause_catches_all(error):
+    assert bases[0] == "AutoVarunaError" and set(bases[1:]) == drawn()[name]
     with pytest.raises(errors.AutoVarunaError, match="why"):
-        raise error("why")
+        raise classes()[name]("why")

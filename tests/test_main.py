@@ -34,6 +34,10 @@ def test_config_prints_each_value_and_where_it_came_from(capsys, monkeypatch):
     assert "variable AUTOVARUNA_NSTAGES" in row_of(printed, "num_stages")
     assert "default" in row_of(printed, "num_replicas")
     assert all(row_of(printed, each.name) for each in declarations())
+    assert main(["config", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert list(record) == [each.name for each in declarations()]
+    assert record["num_stages"] | {"meaning": ""} == {"value": 3, "from": "variable AUTOVARUNA_NSTAGES", "meaning": ""}
 
 
 def test_a_wrong_conf_file_ends_with_its_message(capsys, conf):
@@ -45,18 +49,22 @@ def test_a_wrong_conf_file_ends_with_its_message(capsys, conf):
 
 
 def test_show_prints_each_stage_of_a_deployment(capsys, tmp_path):
-    problem = make_problem(8, 3, 12, num_stages=3)
+    problem, file = make_problem(8, 3, 12, num_stages=3), tmp_path / "deployment.json"
     deployment = deployment_of(make_plan(problem), problem.graph, Fingerprint("abc", num_ranks=3, device="cpu"))
-    save(tmp_path / "deployment.json", deployment)
-    assert main(["show", str(tmp_path / "deployment.json")]) == 0
+    save(file, deployment)
+    assert main(["show", str(file)]) == 0
     printed = capsys.readouterr().out
     assert all(cut in printed for cut in deployment.cuts)
     assert f"{deployment.plan.num_micro_batches} micro-batches" in printed
     assert "3 ranks, cpu" in printed
+    assert main(["show", "--json", str(file)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [each["starts_at"] for each in record["stages"]] == ["", *deployment.cuts]
+    assert record["predicted_seconds"] == deployment.plan.predicted_seconds and record["valid_for"]["num_ranks"] == 3
 
 
 def test_a_command_that_needs_no_torch_does_not_import_it():
-    parsers = "; ".join(f"it.parser_of(['{command}'])" for command in ("run", "notify", "show"))
+    parsers = "; ".join(f"it.parser_of(['{command}'])" for command in ("run", "notify", "show", "--help"))
     code = f"import autovaruna.__main__ as it, sys; {parsers}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
@@ -66,15 +74,10 @@ def test_the_installed_command_is_the_same_program(tmp_path, conf):
     entry = re.search(r'"autovaruna = (.+):(.+)"', (Path(__file__).parents[1] / "setup.py").read_text())
     script = f"import sys; from {entry[1]} import {entry[2]}; sys.exit({entry[2]}())"
     for arguments in (["show", str(tmp_path / "nothing.json")], ["--help"]):
-        installed, module = (
-            subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, timeout=60)
-            for start in (["-c", script], ["-m", "autovaruna"])
-        )
-        assert (installed.returncode, installed.stdout, installed.stderr) == (
-            module.returncode,
-            module.stdout,
-            module.stderr,
-        )
+        starts = [sys.executable, "-c", script], [sys.executable, "-m", "autovaruna"]
+        runs = [subprocess.run([*start, *arguments], capture_output=True, text=True, timeout=60) for start in starts]
+        installed, module = ((each.returncode, each.stdout, each.stderr) for each in runs)
+        assert installed == module
 
 
 COMMANDS = ("run", "notify", "config", "show", "measure", "plan", "simulate", "trace", "doctor", "completion")
@@ -88,14 +91,10 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_help_names_each_command_and_needs_no_torch(capsys):
-    assert all(
-        f"    {name} " in printed(capsys, "--help") + " " or f"    {name}\n" in printed(capsys, "--help")
-        for name in COMMANDS
-    )
+def test_help_names_each_command(capsys):
+    text = printed(capsys, "--help")
+    assert all(re.search(rf"^    {name}\b", text, re.MULTILINE) for name in COMMANDS)
     assert printed(capsys, "--version") == f"autovaruna {autovaruna.__version__}\n"
-    code = "import sys, autovaruna.__main__ as it; it.parser_of(['--help']); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -106,21 +105,6 @@ def test_help_of_a_command_says_what_it_does_with_one_example_that_parses(capsys
     words = shlex.split(example.partition(">")[0])
     words = words[words.index("autovaruna") + 1 :]
     assert parser_of(words).parse_args(words).command == command
-
-
-def test_config_and_show_print_json(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTOVARUNA_NSTAGES", "3")
-    assert main(["config", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert list(record) == [each.name for each in declarations()]
-    assert record["num_stages"] | {"meaning": ""} == {"value": 3, "from": "variable AUTOVARUNA_NSTAGES", "meaning": ""}
-    problem = make_problem(8, 3, 12, num_stages=3)
-    deployment = deployment_of(make_plan(problem), problem.graph, Fingerprint("abc", num_ranks=3, device="cpu"))
-    save(tmp_path / "deployment.json", deployment)
-    assert main(["show", "--json", str(tmp_path / "deployment.json")]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert [each["starts_at"] for each in record["stages"]] == ["", *deployment.cuts]
-    assert record["predicted_seconds"] == deployment.plan.predicted_seconds and record["valid_for"]["num_ranks"] == 3
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -3,34 +3,26 @@
 import ast
 import importlib
 import inspect
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 import autovaruna
+from tests.test_layers import FILES, PACKAGE
+from tests.test_layers import nodes_of as all_nodes_of
 
-PACKAGE = Path(autovaruna.__file__).parent
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
-LAZY = {"varuna"}
-"""The rooms that export names, each with its first use; of others one imports files."""
+LAZY = {"varuna"}  # rooms that export names, each with its first use; of others one imports files
 NOT_OURS = {"_apply", "_buffers", "_exit", "_is_param", "_is_view", "_make", "_parameters", "_replace"}
 """Names that torch, the system and named tuples have, and classes of ours as well."""
-FILES = list(PACKAGE.rglob("*.py"))
-tree_of = cache(lambda file: ast.parse(file.read_text()))
 
 
-def test_public_names_are_there():
+def test_public_names_are_there_errors_among_them_and_nothing_else_is_public():
     assert all(hasattr(autovaruna, name) for name in autovaruna.__all__)
-
-
-def test_nothing_else_is_public():
     public = {name for name, value in vars(autovaruna).items() if not (name.startswith("_") or inspect.ismodule(value))}
     assert public - {"annotations"} <= set(autovaruna.__all__)
-
-
-def test_every_error_is_public():
     assert {name for name, each in vars(autovaruna.errors).items() if inspect.isclass(each)} <= set(autovaruna.__all__)
+    assert (PACKAGE / "py.typed").exists()
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -45,7 +37,7 @@ def test_a_room_exports_its_public_names_alone(room):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_uses_no_private_name_of_another(room):
-    files = [file for file in FILES if file.relative_to(PACKAGE).parts[0] == room]
+    files = [file for file in FILES if file.startswith(f"{room}/")]
     others = [file for file in FILES if file not in files]
     used = {each.attr for each in nodes_of(files, ast.Attribute) if not is_of_self(each)}
     imported = {alias.name for each in nodes_of(files, ast.ImportFrom) for alias in each.names}
@@ -53,12 +45,7 @@ def test_a_room_uses_no_private_name_of_another(room):
 
 
 def nodes_of(files, kind):
-    return [node for file in files for node in nodes_in(file, kind)]
-
-
-@cache
-def nodes_in(file, kind):
-    return [node for node in ast.walk(tree_of(file)) if isinstance(node, kind)]
+    return [node for file in files for node in all_nodes_of(file) if isinstance(node, kind)]
 
 
 def private_names(files):
@@ -71,7 +58,3 @@ def private_names(files):
 
 def is_of_self(node):
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-
-
-def test_the_package_is_typed():
-    assert (PACKAGE / "py.typed").exists()

@@ -9,7 +9,6 @@ from tests.reference import Record, bit_equal, compare
 
 
 def record(loss: float, *weights: float) -> Record:
-    """Returns a record of one loss and one weight."""
     return Record([torch.tensor(loss)], [], {"w": torch.tensor(weights)}, {})
 
 

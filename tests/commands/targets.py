@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from tests.profiler.models import WIDTH, Mlp
 
+Target = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
-def mlp() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
-    """A small model that holds numbers."""
+
+def mlp() -> Target:
     return Mlp(6), (torch.zeros(4, WIDTH),), {}
 
 
-def mlp_on_meta() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+def mlp_on_meta() -> Target:
     with torch.device("meta"):
         return Mlp(12, 512), (torch.zeros(4, 512),), {}
 
@@ -32,7 +33,7 @@ def returns_other_things() -> tuple[int, int, int]:
     return 1, 2, 3
 
 
-def returns_no_samples() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+def returns_no_samples() -> Target:
     return Mlp(2), (torch.zeros(0, WIDTH),), {}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autovaruna.__main__ import main
 from autovaruna.commands import doctor
@@ -34,12 +35,13 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> Any:
     return run
 
 
-def test_ten_lines_say_what_there_is(found: Any) -> None:
-    import torch
-
+def test_ten_lines_say_what_there_is(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     status, lines = found()
     assert status == 0 and not any(FAULT in line for line in lines.values())
     assert torch.__version__ in lines["torch"] and f"{len(os.sched_getaffinity(0))} of" in lines["cores"]
+    assert lines["scheduler"] == "Slurm, n[1-2]"
 
 
 def test_what_is_wrong_says_what_to_do(found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -49,21 +51,11 @@ def test_what_is_wrong_says_what_to_do(found: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "SUPPORTED_TORCH", "torch>=1.0,<1.1")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     status, lines = found()
-    cures = {
-        "settings": "num_stages?",
-        "shared memory": "--shm-size",
-        "descriptors": "ulimit -n",
-        "torch": "pip install 'torch>=1.0,<1.1'",
-    }
+    cures = {"settings": "num_stages?", "torch": "pip install 'torch>=1.0,<1.1'"}
+    cures |= {"shared memory": "--shm-size", "descriptors": "ulimit -n"}
     assert status == 1
     assert {name for name, line in lines.items() if FAULT in line} == cures.keys()
     assert all(cure in lines[name] for name, cure in cures.items())
-
-
-def test_the_scheduler_is_named(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    assert found()[1]["scheduler"] == "Slurm, n[1-2]"
 
 
 def test_hosts_that_cannot_be_used_are_named(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:

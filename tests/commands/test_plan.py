@@ -70,10 +70,10 @@ def test_a_plan_without_a_rank_is_shown_and_saved(tmp_path: Path, capsys: Any, d
     assert "nothing was measured" in capsys.readouterr().out
 
 
-def test_plan_and_measure_print_json(tmp_path: Path, capsys: Any, device: str) -> None:
+def test_json_and_a_profile_that_takes_the_place_of_the_prediction(tmp_path: Path, capsys: Any, device: str) -> None:
     file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
-    more = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1", "--json"]
-    assert main(["measure", f"{HERE}:mlp", "-o", file, *more]) == 0
+    sizes = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1"]
+    assert main(["measure", f"{HERE}:mlp", "-o", file, *sizes, "--json"]) == 0
     record, profile = json.loads(capsys.readouterr().out), load_measured(file, Profile)
     assert record["micro_batch_sizes"] == [1, 2] and record["file"] == file
     assert record["costs"][1][0]["forward_seconds"] == profile.costs[1][0].forward_seconds
@@ -81,13 +81,9 @@ def test_plan_and_measure_print_json(tmp_path: Path, capsys: Any, device: str) -
     record = json.loads(capsys.readouterr().out)
     assert record["num_micro_batches"] == load(output).plan.num_micro_batches and record["stages"][0]["blocks"]
     assert record["choices"] and "nothing was measured" in record["notes"][0]
-
-
-def test_a_profile_takes_the_place_of_the_prediction(tmp_path: Path, capsys: Any, device: str) -> None:
-    file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
-    sizes = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1"]
     assert main(["measure", f"{HERE}:mlp", "-o", file, *sizes]) == 0
-    assert load_measured(file, Profile).is_measured and load_measured(file, Profile).micro_batch_sizes == (1, 2)
+    profile = load_measured(file, Profile)
+    assert profile.is_measured and profile.micro_batch_sizes == (1, 2) and capsys.readouterr().out
     assert plan(f"{HERE}:mlp", "--ranks", "2", "--device", device, "--profile", file, "-o", str(output)) == 0
     assert "roofline" not in capsys.readouterr().out
     assert load(output).plan.is_measured
@@ -107,15 +103,9 @@ def test_a_run_loads_the_plan_that_was_made_without_it(tmp_path: Path, device: s
     more = ["--memory", "1GiB", "--optimizer", "sgd", "--num-micro-batches", "2", "--recompute", "all"]
     assert plan(f"{HERE}:mlp", "--ranks", "1", "--device", device, *more, "-o", str(output)) == 0
     model, args, kwargs = targets.mlp()
-    wrapped = AutoVaruna(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        deployment_file=str(output),
-        load_deployment=True,
-        memory_limit_bytes="1GiB",
-        num_micro_batches=2,
-        recompute="all",
-    )
+    settings: dict[str, Any] = {"deployment_file": str(output), "load_deployment": True, "memory_limit_bytes": "1GiB"}
+    settings |= {"num_micro_batches": 2, "recompute": "all"}
+    wrapped = AutoVaruna(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
     with caplog.at_level("INFO"):
         wrapped(*args, **kwargs).backward()
     assert f"using the saved deployment {output}" in caplog.text

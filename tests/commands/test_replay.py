@@ -17,21 +17,21 @@ def result_of(*rows: tuple[float, int] | tuple[float, int, str], **costs: float)
     return replay([Change(*row) for row in rows], STEPS, FaultCosts(**costs))
 
 
-def test_without_a_fault_all_is_done():
-    result = result_of((0, 2), (100, 2), (200, 0))
-    assert result.done_steps == result.ideal_steps == 400 and result.num_restarts == 0
-
-
-def test_a_killed_rank_costs_the_restart_and_the_step_under_way():
-    result = result_of((0, 1), (50.4, 1, "kill"), (100, 0))
-    assert result.lost_steps == pytest.approx(0.4) and result.restart_steps == pytest.approx(3.0)
-    assert result.done_steps == pytest.approx(96.6)
-
-
-def test_a_lost_host_costs_the_steps_since_the_last_copy():
-    result = result_of((0, 2), (8.75, 1), (108.75, 0), copy_steps=4)
-    assert result.lost_steps == pytest.approx(1.5) and result.restart_steps == pytest.approx(6.0)
-    assert result.done_steps == pytest.approx(16 + 94)
+@pytest.mark.parametrize(
+    ("rows", "copy_steps", "lost", "restart", "done"),
+    [
+        ([(0, 2), (100, 2), (200, 0)], 10, 0.0, 0.0, 400),
+        ([(0, 1), (50.4, 1, "kill"), (100, 0)], 10, 0.4, 3.0, 96.6),
+        ([(0, 2), (8.75, 1), (108.75, 0)], 4, 1.5, 6.0, 16 + 94),
+        ([(0, 2), (10.25, 1, "notice"), (110, 0)], 10, 0.0, 0.5 + 1.0, 20 + 98.75),
+    ],
+    ids=["no fault", "a killed rank: the step under way", "a lost host: steps since the last copy", "a notice: none"],
+)
+def test_what_a_fault_costs_beside_the_restart(rows, copy_steps: int, lost: float, restart: float, done: float):
+    result = result_of(*rows, copy_steps=copy_steps)
+    found = (result.lost_steps, result.restart_steps, result.done_steps)
+    assert result.ideal_steps >= result.done_steps and result.num_restarts == (restart > 0)
+    assert found == (pytest.approx(lost), pytest.approx(restart), pytest.approx(done))
 
 
 @pytest.mark.parametrize("rows", [[(0, 3), (78, 1)], [(0, 3), (78, 2), (80, 1)], [(0, 1), (195, 0), (200, 1)]])
@@ -48,16 +48,9 @@ def test_a_host_that_comes_stops_the_job_for_a_moment_at_the_end_of_a_step():
     assert result.restart_steps == pytest.approx(2.0) and result.smaller_steps == pytest.approx(3.5)
 
 
-def test_a_notice_costs_no_step_that_was_done():
-    result = result_of((0, 2), (10.25, 1, "notice"), (110, 0))
-    assert result.lost_steps == 0 and result.restart_steps == pytest.approx(0.5 + 1.0)
-    assert result.done_steps == pytest.approx(20 + 98.75)
-
-
 def test_hosts_that_no_plan_uses_are_lost_to_smaller_plans():
-    result = replay(
-        [Change(0, 3), Change(10, 1), Change(20, 0)], {2: 0.5}, FaultCosts(copy_steps=1, checkpoint_steps=1)
-    )
+    rows, costs = [Change(0, 3), Change(10, 1), Change(20, 0)], FaultCosts(copy_steps=1, checkpoint_steps=1)
+    result = replay(rows, {2: 0.5}, costs)
     assert result.done_steps == pytest.approx(20) and result.ideal_steps == pytest.approx(30 + 10)
     assert result.smaller_steps == pytest.approx(20) and result.restart_steps == 0
 
@@ -83,11 +76,8 @@ def test_a_failure_every_ten_minutes_leaves_97_percent(fault: str):
     """Oobleck (Jang et al., SOSP 2023) keeps 95.5 %."""
     rows = [Change(0, 3)]
     for start in range(600, 86_400, 600):
-        rows += {
-            "kill": [Change(start, 3, "kill")],
-            "loss": [Change(start, 2), Change(start + 60, 3)],
-            "two losses": [Change(start, 2 if start % 1200 else 3)],
-        }[fault]
+        faults = {"kill": [Change(start, 3, "kill")], "loss": [Change(start, 2), Change(start + 60, 3)]}
+        rows += faults.get(fault, [Change(start, 2 if start % 1200 else 3)])
     result = replay([*rows, Change(86_400, 0)], STEPS, FaultCosts(kill_seconds=6.0, loss_seconds=6.0))
     assert 0.97 <= result.of_ideal(result.done_steps) < 0.995
 

@@ -13,34 +13,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autovaruna import AutoVaruna
 from autovaruna.__main__ import main
 from autovaruna.commands.report import RunFolder, advice, page
 from autovaruna.planner.table import seconds
 from autovaruna.runtime.world import World
+from tests.catalogue.small import Written
 from tests.ranks import run_ranks
 from tests.session.training import QUIET
 
 NUM_STEPS, NUM_MICRO_BATCHES = 17, 4
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "link", "br", "img", "rect", "line"}
+Trained = tuple[Path, float, Any]
+"""The folder of a run, its last loss and its plan."""
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
-
-
-def train(folder: Path, num_steps: int = NUM_STEPS, **settings: Any) -> tuple[AutoVaruna, float]:
-    net = Net()
+def train(folder: Path | None, num_steps: int = NUM_STEPS, **settings: Any) -> tuple[AutoVaruna, float]:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    net = Written(lambda self, x: self.layers(x).square().mean(), layers=layers)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = AutoVaruna(net, optimizer, report_dir=str(folder), **QUIET, **settings)
+    settings |= {"report_dir": str(folder)} if folder else {}
+    model = AutoVaruna(net, optimizer, **QUIET, **settings)
     for step in range(num_steps):
         loss = model(torch.full((8, 4), float(step % 3)))
         loss.backward()
@@ -50,8 +46,7 @@ def train(folder: Path, num_steps: int = NUM_STEPS, **settings: Any) -> tuple[Au
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, Any]:
-    """The folder of a run on two stages, its last loss and its plan."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("runs") / "first"
 
     def be_rank(world: World) -> tuple[float, Any]:
@@ -87,7 +82,7 @@ class Reader(HTMLParser):
         self.texts[self._name] = self.texts.get(self._name, "") + data
 
 
-def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: tuple[Path, float, Any]) -> None:
+def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: Trained) -> None:
     folder, loss, plan = trained
     assert main(["report", str(folder)]) == 0
     text = (folder / "report.html").read_text()
@@ -108,16 +103,11 @@ def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: tup
     assert "num_micro_batches" in text and "<polyline" in text
 
 
-def test_the_trace_ends_after_the_first_steps_and_without_the_setting_nothing_is_written(
-    trained: tuple[Path, float, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trace_ends_after_the_first_steps_if_asked_for(trained: Trained, tmp_path: Path, monkeypatch: Any) -> None:
     text = (trained[0] / "events.trace.json").read_text()
     assert max(map(int, re.findall(r'"step": (\d+)', text))) == 16 < NUM_STEPS
     monkeypatch.chdir(tmp_path)
-    net = Net()
-    AutoVaruna(net, torch.optim.SGD(net.parameters(), lr=0.1), num_micro_batches=2, **QUIET)(
-        torch.ones(4, 4)
-    ).backward()
+    train(None, 1, num_micro_batches=2)
     assert {each.name for each in tmp_path.iterdir()} <= {"profiles"}
 
 
@@ -128,7 +118,7 @@ def test_one_process_without_a_plan_has_a_page_as_well(tmp_path: Path) -> None:
     assert "there is no plan" in text and 'id="advice"' in text and "<polyline" in text
 
 
-def changed(trained: tuple[Path, float, Any], tmp_path: Path, *events: dict[str, Any]) -> RunFolder:
+def changed(trained: Trained, tmp_path: Path, *events: dict[str, Any]) -> RunFolder:
     """Returns a copy of a run in which more has happened."""
     folder = Path(shutil.copytree(trained[0], tmp_path / "copy"))
     with (folder / "events.jsonl").open("a") as file:
@@ -137,12 +127,12 @@ def changed(trained: tuple[Path, float, Any], tmp_path: Path, *events: dict[str,
 
 
 def account(**parts: float) -> dict[str, Any]:
-    row = {"work": 1.0, "bubble": 0.0, "imbalance": 0.0, "messages": 0.0, "all-reduce": 0.0, "overhead": 0.0}
+    row = {"work": 1.0, **dict.fromkeys(("bubble", "imbalance", "messages", "all-reduce", "overhead"), 0.0)}
     rows = [{**row, **parts}, row]
     return {"event": "account", "call": 20, "seconds": 1.0, "predicted_seconds": 1.0, "ranks": rows}
 
 
-START = {"event": "start", "model": "Net", "num_ranks": 2, "hosts": ["a", "b"], "num_cores": 4, "num_threads": 1}
+START = {"event": "start", "model": "Written", "num_ranks": 2, "hosts": ["a", "b"], "num_cores": 4, "num_threads": 1}
 START |= {"stages": ["layers.0 .. 1", "layers.2 .. 3"], "settings": {}}
 
 
@@ -156,19 +146,14 @@ START |= {"stages": ["layers.0 .. 1", "layers.2 .. 3"], "settings": {}}
         ([START, account(**{"all-reduce": 0.4})], "Sums of gradients over replicas take 20%"),
         ([START, {"event": "step", "step": 18, "loss": float("nan")}], "not a number from step 18 on"),
         ([START, {"event": "step", "step": 18, "memory_bytes/rank_1": 1e15}], "Rank 1 uses"),
-        (
-            [START, *({"event": "step", "step": 18 + k, "seconds/step": 1e3} for k in range(50))],
-            "times what was predicted",
-        ),
+        ([START, *[{"event": "step", "step": 18, "seconds/step": 1e3}] * 50], "times what was predicted"),
     ],
 )
-def test_what_to_try_next(
-    events: list[dict[str, Any]], words: str, trained: tuple[Path, float, Any], tmp_path: Path
-) -> None:
+def test_what_to_try_next(events: list[dict[str, Any]], words: str, trained: Trained, tmp_path: Path) -> None:
     assert any(words in each for each in advice(changed(trained, tmp_path, *events)))
 
 
-def test_steps_that_an_attempt_did_again_count_once(trained: tuple[Path, float, Any], tmp_path: Path) -> None:
+def test_steps_that_an_attempt_did_again_count_once(trained: Trained, tmp_path: Path) -> None:
     lost = {"event": "lost", "text": "host h2 is lost"}
     again = [{"event": "step", "step": step, "loss": 7.0} for step in (15, 16)]
     run = changed(trained, tmp_path, lost, START, *again)
@@ -177,9 +162,7 @@ def test_steps_that_an_attempt_did_again_count_once(trained: tuple[Path, float, 
     assert "host h2 is lost" in page(run)
 
 
-def test_a_folder_that_is_none_of_a_run_is_refused(
-    trained: tuple[Path, float, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_none_of_a_run_is_refused(trained: Trained, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(tmp_path)]) == 1
     assert "expected the folder of a run with report_dir" in capsys.readouterr().err
     run = changed(trained, tmp_path)
@@ -191,8 +174,8 @@ def test_a_folder_that_is_none_of_a_run_is_refused(
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_without_errors_or_scrolling_to_the_side(
-    scheme: str, width: int, trained: tuple[Path, float, Any], tmp_path: Path
+def test_a_browser_shows_it_without_errors_or_scrolling(
+    scheme: str, width: int, trained: Trained, tmp_path: Path
 ) -> None:
     look = "[document.documentElement.scrollWidth, innerWidth, matchMedia('(prefers-color-scheme: dark)').matches]"
     script = f"<script>parent.document.documentElement.dataset.found = JSON.stringify({look})</script></body>"

@@ -40,15 +40,12 @@ def deployment(folder: Path, hosts: int) -> str:
     return str(file)
 
 
-def test_the_losses_are_shown(trace: str, capsys: Any) -> None:
+def test_the_losses_are_shown_and_add_up(trace: str, capsys: Any) -> None:
     assert main(["simulate", "--trace", trace, "--step-seconds", "1=1,2=0.5"]) == 0
     printed = capsys.readouterr().out
     assert "0.3333 h, 1 to 2 hosts, 1 host losses, 1 additions" in printed
     assert all(f"lost to {what}" in printed for what in ("restarts", "lost steps", "smaller plans"))
     assert "1: 1 s, 2: 500 ms" in printed and "no plan" not in printed
-
-
-def test_the_shares_add_up(trace: str, capsys: Any) -> None:
     found = simulated(capsys, "--trace", trace, "--step_seconds", "1=1,2=0.5", "--loss_seconds", "9")
     shares = [found[f"lost_to_{what}"] for what in ("restarts", "lost_steps", "smaller_plans")]
     assert found["share_of_ideal"] + sum(shares) == pytest.approx(1.0)
@@ -61,6 +58,8 @@ def test_deployments_say_the_seconds_of_a_step(trace: str, tmp_path: Path, capsy
     assert found["step_seconds"]["1"] > found["step_seconds"]["2"] > 0
     assert main(["simulate", "--trace", trace, "--plan", files[1]]) == 0
     assert "no plan for 1" in capsys.readouterr().out
+    assert main(["simulate", "--trace", trace, "--plan", files[0], files[0]]) == 1
+    assert "another one is for 1 hosts, too; expected one deployment for each" in capsys.readouterr().err
 
 
 def test_a_model_is_planned_for_each_number_of_hosts(trace: str, tmp_path: Path, capsys: Any) -> None:
@@ -106,9 +105,3 @@ def test_a_profile_folder_says_what_each_number_of_hosts_can_do(trace: str, tmp_
 def test_what_cannot_be_simulated_says_why(trace: str, arguments: list[str], told: str, capsys: Any) -> None:
     assert main(["simulate", "--trace", trace, *arguments]) == 1
     assert told in capsys.readouterr().err
-
-
-def test_two_deployments_for_as_many_hosts_are_refused(trace: str, tmp_path: Path, capsys: Any) -> None:
-    file = deployment(tmp_path, 1)
-    assert main(["simulate", "--trace", trace, "--plan", file, file]) == 1
-    assert "another one is for 1 hosts, too; expected one deployment for each" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
+from tests.compatibility.script import Share, Wrap, descend, normal, script, whole
 
 WORDS, WIDTH, BATCH, STEPS = 40, 16, 6, 3
 
@@ -37,8 +37,6 @@ class CausalBlock(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Is a decoder with tied embeddings that returns logits and, with targets, the loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
@@ -63,7 +61,7 @@ def next_words(seed: int, length: int = 9) -> Tensor:
 
 
 @script()
-def gpt_pretraining(wrap: Wrap, share: Share) -> State:
+def gpt_pretraining(wrap: Wrap, share: Share) -> None:
     """GPT with tied embeddings, decay groups, warm-up, accumulation of two batches, clipping, evaluation."""
     model: Any = TinyGPT()
     decay = [p for p in model.parameters() if p.dim() >= 2]
@@ -87,12 +85,9 @@ def gpt_pretraining(wrap: Wrap, share: Share) -> State:
         _, loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         assert math.isfinite(loss.item())
     model.train()
-    return model.state_dict()
 
 
 class LoRALinear(nn.Module):
-    """Adds a product of two narrow matrices to a layer that stays as it is."""
-
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.base = base
@@ -104,7 +99,7 @@ class LoRALinear(nn.Module):
 
 
 @script()
-def low_rank_adaptation(wrap: Wrap, share: Share) -> State:
+def low_rank_adaptation(wrap: Wrap, share: Share) -> None:
     """LoRA: all weights frozen, linear layers replaced by hand, an optimizer of the trainable ones alone."""
     model: Any = TinyGPT()
     model.requires_grad_(False)
@@ -115,14 +110,10 @@ def low_rank_adaptation(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         tokens = share(next_words(step))
         logits, _ = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.reshape(-1, WORDS), tokens[:, 1:].reshape(-1))
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, F.cross_entropy(logits.reshape(-1, WORDS), tokens[:, 1:].reshape(-1)))
 
 
 class PackedLSTM(nn.Module):
-    """Is a bidirectional LSTM over packed sequences."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
@@ -133,8 +124,6 @@ class PackedLSTM(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Tags words."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=0)
@@ -145,7 +134,7 @@ class Tagger(nn.Module):
 
 
 @script("the packing, the LSTM and the padding are a submodule, which is kept whole")
-def tagging(wrap: Wrap, share: Share) -> State:
+def tagging(wrap: Wrap, share: Share) -> None:
     """Bidirectional LSTM over packed sequences, Adam with AMSGrad, loss of words that are there outside of it."""
     model: Any = Tagger()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True, eps=1e-4)
@@ -153,14 +142,10 @@ def tagging(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         words, lengths = share(whole(step, WORDS - 1, BATCH, 7) + 1), share(torch.tensor([7, 4, 6, 2, 5, 7]))
         tags = share(whole(step + 50, 5, BATCH, 7))
-        loss = F.cross_entropy(model(words, lengths).transpose(1, 2), tags)
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, F.cross_entropy(model(words, lengths).transpose(1, 2), tags))
 
 
 class Translator(nn.Module):
-    """Is nn.Transformer with embeddings, batch first."""
-
     def __init__(self) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
@@ -180,7 +165,7 @@ class Translator(nn.Module):
 
 
 @script()
-def translation(wrap: Wrap, share: Share) -> State:
+def translation(wrap: Wrap, share: Share) -> None:
     """nn.Transformer with causal and padding masks, label smoothing, a schedule by hand in the optimizer's groups."""
     model: Any = Translator()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-4)
@@ -193,14 +178,10 @@ def translation(wrap: Wrap, share: Share) -> State:
         source[:, -1] = 0
         target = share(whole(step + 30, WORDS - 1, BATCH, 7) + 1)
         logits = model(source, target[:, :-1])
-        loss = criterion(logits.reshape(-1, WORDS), target[:, 1:].reshape(-1))
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, criterion(logits.reshape(-1, WORDS), target[:, 1:].reshape(-1)))
 
 
 class SequenceToSequence(nn.Module):
-    """Translates with recurrent cells, step by step, with attention and teacher forcing."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.encoder = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
@@ -219,7 +200,7 @@ class SequenceToSequence(nn.Module):
 
 
 @script()
-def attention_by_steps(wrap: Wrap, share: Share) -> State:
+def attention_by_steps(wrap: Wrap, share: Share) -> None:
     """A GRU with attention, unrolled in Python, clipped by value, with RMSprop."""
     model: Any = SequenceToSequence()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, eps=1e-4)
@@ -232,12 +213,9 @@ def attention_by_steps(wrap: Wrap, share: Share) -> State:
         loss.backward()
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
         optimizer.step()
-    return model.state_dict()
 
 
 class Experts(nn.Module):
-    """Sends each word to its best expert, weighted by the router's probability."""
-
     def __init__(self, num_experts: int = 3) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, num_experts)
@@ -254,7 +232,7 @@ class Experts(nn.Module):
 
 
 @script()
-def mixture_of_experts(wrap: Wrap, share: Share) -> State:
+def mixture_of_experts(wrap: Wrap, share: Share) -> None:
     """Words routed to one of three experts by index_add, in a classifier of texts."""
     embed = nn.Embedding(WORDS, WIDTH)
     model: Any = nn.Sequential(embed, Experts(), nn.LayerNorm(WIDTH), Experts(), nn.Flatten(), nn.Linear(WIDTH * 6, 4))
@@ -263,25 +241,22 @@ def mixture_of_experts(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         loss = F.cross_entropy(model(share(whole(step, WORDS, BATCH, 6))), share(whole(step + 9, 4, BATCH)))
         descend(optimizer, loss)
-    return model.state_dict()
 
 
 @script()
-def bag_of_words(wrap: Wrap, share: Share) -> State:
+def bag_of_words(wrap: Wrap, share: Share) -> None:
     """EmbeddingBag with mean over bags of one size, Adagrad."""
-    model: Any = nn.Sequential(
-        nn.EmbeddingBag(WORDS, WIDTH, mode="mean"), nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3)
-    )
+    bag = nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
+    model: Any = nn.Sequential(bag, nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     model = wrap(model, optimizer)
     for step in range(STEPS):
         loss = F.cross_entropy(model(share(whole(step, WORDS, BATCH, 5))), share(whole(step + 9, 3, BATCH)))
         descend(optimizer, loss)
-    return model.state_dict()
 
 
 @script()
-def distillation(wrap: Wrap, share: Share) -> State:
+def distillation(wrap: Wrap, share: Share) -> None:
     """A small model learns from a teacher that stays plain PyTorch, by KL divergence and labels."""
     torch.manual_seed(3)
     teacher = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 5)).eval()
@@ -295,12 +270,9 @@ def distillation(wrap: Wrap, share: Share) -> State:
         logits = model(x)
         loss = F.kl_div(F.log_softmax(logits / 2, -1), soft, reduction="batchmean") * 4 + F.cross_entropy(logits, y)
         descend(optimizer, loss)
-    return model.state_dict()
 
 
 class WordModel(nn.Module):
-    """Is the model of PyTorch's word language model: time first, one row for each word, hidden state in and out."""
-
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.layers = layers
@@ -321,7 +293,7 @@ class WordModel(nn.Module):
 
 
 @script(change='`batch_dims={"words": 1, "hidden": 1}`')
-def word_language_model(wrap: Wrap, share: Share) -> State:
+def word_language_model(wrap: Wrap, share: Share) -> None:
     """PyTorch's own example: LSTM of (time, batch) with tied weights, its state from call to call, clipping, SGD."""
     model: Any = WordModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -336,4 +308,3 @@ def word_language_model(wrap: Wrap, share: Share) -> State:
         F.nll_loss(output, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
-    return model.state_dict()

@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
+from tests.compatibility.script import Share, Wrap, descend, normal, script, whole
 
 BATCH, STEPS = 6, 3
 
 
 class Speech(nn.Module):
-    """Hears with a convolution over time and a GRU, and gives log probabilities of letters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv1d(8, 16, 3, 2, 1), nn.LayerNorm(16)
@@ -29,7 +27,7 @@ class Speech(nn.Module):
 
 
 @script()
-def speech_recognition(wrap: Wrap, share: Share) -> State:
+def speech_recognition(wrap: Wrap, share: Share) -> None:
     """Convolution, GRU and CTC outside of the model, after a transpose to time first."""
     model: Any = Speech()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
@@ -38,14 +36,10 @@ def speech_recognition(wrap: Wrap, share: Share) -> State:
         sound, letters = share(normal(step, BATCH, 8, 24)), share(whole(step, 9, BATCH, 4) + 1)
         chances = model(sound).transpose(0, 1)
         sizes = torch.full((len(sound),), 12), torch.full((len(sound),), 4)
-        loss = F.ctc_loss(chances, letters, *sizes)
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, F.ctc_loss(chances, letters, *sizes))
 
 
 class GraphNetwork(nn.Module):
-    """Multiplies by a normalised adjacency matrix between layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(7, 16), nn.Linear(16, 4)
@@ -59,7 +53,7 @@ class GraphNetwork(nn.Module):
     change='`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph',
     is_replicated=True,
 )
-def graph_convolution(wrap: Wrap, share: Share) -> State:
+def graph_convolution(wrap: Wrap, share: Share) -> None:
     """One whole graph in each call, a loss over some of its nodes."""
     model: Any = GraphNetwork()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4, eps=1e-4)
@@ -69,11 +63,10 @@ def graph_convolution(wrap: Wrap, share: Share) -> State:
     adjacency = adjacency / adjacency.sum(1, keepdim=True)
     for _ in range(STEPS):
         descend(optimizer, F.nll_loss(model(nodes, adjacency)[known], labels[known]))
-    return model.state_dict()
 
 
 @script()
-def deep_q_learning(wrap: Wrap, share: Share) -> State:
+def deep_q_learning(wrap: Wrap, share: Share) -> None:
     """A network and a target network, copied now and then; Huber loss of the chosen actions."""
     model: Any = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True, eps=1e-4)
@@ -84,14 +77,12 @@ def deep_q_learning(wrap: Wrap, share: Share) -> State:
         action, reward = share(whole(step, 2, BATCH, 1)), share(normal(step + 99, BATCH))
         with torch.no_grad():
             value = reward + 0.9 * target(after).max(1).values
-        loss = F.smooth_l1_loss(model(state).gather(1, action).squeeze(1), value)
-        descend(optimizer, loss)
+        descend(optimizer, F.smooth_l1_loss(model(state).gather(1, action).squeeze(1), value))
         target.load_state_dict(model.state_dict())
-    return model.state_dict()
 
 
 @script(change='`inputs="replicated", num_micro_batches=1`: all ranks play the same episode', is_replicated=True)
-def policy_gradient(wrap: Wrap, share: Share) -> State:
+def policy_gradient(wrap: Wrap, share: Share) -> None:
     """One observation a call, an episode of calls, one backward of the sum of their losses."""
     model: Any = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2), nn.Softmax(-1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
@@ -103,12 +94,9 @@ def policy_gradient(wrap: Wrap, share: Share) -> State:
             chances = Categorical(model(seen))
             losses.append(-chances.log_prob(torch.tensor([move % 2])) * (1.0 + move))
         descend(optimizer, torch.cat(losses).sum())
-    return model.state_dict()
 
 
 class Recommender(nn.Module):
-    """Multiplies factors of users and of items, with biases and a deep part beside them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.users, self.items = nn.Embedding(20, 8), nn.Embedding(30, 8)
@@ -122,7 +110,7 @@ class Recommender(nn.Module):
 
 
 @script()
-def recommendation(wrap: Wrap, share: Share) -> State:
+def recommendation(wrap: Wrap, share: Share) -> None:
     """Factors of users and items and a deep part, with a positive weight, two groups with rates of their own."""
     model: Any = Recommender()
     tables = [*model.users.parameters(), *model.items.parameters()]
@@ -132,13 +120,11 @@ def recommendation(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         user, item = share(whole(step, 20, BATCH)), share(whole(step + 9, 30, BATCH))
-        loss = criterion(model(user, item), share(whole(step + 99, 2, BATCH).float()))
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, criterion(model(user, item), share(whole(step + 99, 2, BATCH).float())))
 
 
 @script()
-def tables(wrap: Wrap, share: Share) -> State:
+def tables(wrap: Wrap, share: Share) -> None:
     """Categories and numbers in one row, early stopping on a validation loss that the ranks share by the model."""
 
     class Rows(nn.Module):
@@ -161,8 +147,7 @@ def tables(wrap: Wrap, share: Share) -> State:
             share(normal(step % 2, BATCH, 3)),
             share(normal(step % 2 + 5, BATCH)),
         )
-        loss = model(*rows)
-        descend(optimizer, loss)
+        descend(optimizer, model(*rows))
         model.eval()
         with torch.no_grad():
             checked = model(share(whole(7, 5, BATCH, 2)), share(normal(7, BATCH, 3)), share(normal(8, BATCH))).item()
@@ -170,12 +155,9 @@ def tables(wrap: Wrap, share: Share) -> State:
         best, patience = (checked, 0) if checked < best else (best, patience + 1)
         if patience > 2:
             break
-    return model.state_dict()
 
 
 class Equation(nn.Module):
-    """Integrates an ordinary differential equation whose right side is a network (Runge-Kutta, fixed steps)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.right = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -193,21 +175,19 @@ class Equation(nn.Module):
 
 
 @script()
-def differential_equation(wrap: Wrap, share: Share) -> State:
+def differential_equation(wrap: Wrap, share: Share) -> None:
     """One network used twelve times in a call, with a learning rate by cyclic schedule."""
     model: Any = Equation()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8)
     schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.05, 2)
     model = wrap(model, optimizer)
     for step in range(STEPS):
-        loss = F.mse_loss(model(share(normal(step, BATCH, 3))), share(normal(step + 9, BATCH, 2)))
-        descend(optimizer, loss)
+        descend(optimizer, F.mse_loss(model(share(normal(step, BATCH, 3))), share(normal(step + 9, BATCH, 2))))
         schedule.step()
-    return model.state_dict()
 
 
 @script(refusal=r"(?s)second derivative|create_graph")
-def physics_informed(wrap: Wrap, share: Share) -> State:
+def physics_informed(wrap: Wrap, share: Share) -> None:
     """A derivative of the output by the input, with a graph of its own, in the loss outside of the model."""
     model: Any = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -216,11 +196,10 @@ def physics_informed(wrap: Wrap, share: Share) -> State:
     u = model(x)
     (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
     descend(optimizer, (slope + u).square().mean())
-    return model.state_dict()
 
 
 @script()
-def forecasting(wrap: Wrap, share: Share) -> State:
+def forecasting(wrap: Wrap, share: Share) -> None:
     """Dilated causal convolutions with weight normalisation, quantile loss, several horizons."""
     norm = torch.nn.utils.parametrizations.weight_norm
 
@@ -241,6 +220,4 @@ def forecasting(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         x, y = share(normal(step, BATCH, 1, 12)), share(normal(step + 9, BATCH, 1))
         error, levels = y - model(x), torch.tensor([0.1, 0.5, 0.9])
-        loss = torch.max(levels * error, (levels - 1) * error).mean()
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, torch.max(levels * error, (levels - 1) * error).mean())

@@ -21,25 +21,15 @@ class Wrap(Protocol):
 
 Share: TypeAlias = Callable[[Tensor], Tensor]
 """Takes the samples of a global batch that this rank's data loader would give; in plain PyTorch all of them."""
-Train: TypeAlias = Callable[[Wrap, Share], State]
+Train: TypeAlias = Callable[[Wrap, Share], State | None]
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script.
-
-    Attributes:
-        train: trains for some steps and returns the model's ``state_dict()``.
-        change: what is written beside the line ``model = AutoVaruna(model, optimizer)``; empty: nothing.
-        refusal: part of the error's text, a regular expression, where it is refused; empty: it has the numbers of
-            plain PyTorch.
-        is_replicated: whether all ranks pass the whole batch.
-    """
-
-    train: Train
-    change: str = ""
-    refusal: str = ""
-    is_replicated: bool = False
+    train: Train  # trains for some steps; returns what is to be compared beside the wrapped models, if anything
+    change: str = ""  # what is written beside the line ``model = AutoVaruna(model, optimizer)``
+    refusal: str = ""  # part of the error's text, a regular expression; empty: it has the numbers of plain PyTorch
+    is_replicated: bool = False  # whether all ranks pass the whole batch
 
     @property
     def name(self) -> str:
@@ -75,16 +65,11 @@ def descend(optimizer: Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-def numbers(seed: int) -> torch.Generator:
-    """Returns a generator of a batch's numbers."""
-    return torch.Generator().manual_seed(seed)
-
-
 def normal(seed: int, *shape: int) -> Tensor:
     """Returns normal random numbers of a shape."""
-    return torch.randn(*shape, generator=numbers(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def whole(seed: int, high: int, *shape: int) -> Tensor:
     """Returns random integers below `high`."""
-    return torch.randint(high, shape, generator=numbers(seed))
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 from autovaruna import keep_whole
+from tests.catalogue.structure import StraightThrough
 from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
@@ -19,9 +20,8 @@ BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
 
 def layers(*more: nn.Module) -> nn.Sequential:
     """Returns a small network."""
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Tanh(), *more, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
-    )
+    first, second = ((nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+    return nn.Sequential(*first, *more, *second, nn.Linear(WIDTH, CLASSES))
 
 
 def labelled(share: Share, seed: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def labelled(share: Share, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @script()
-def thawing(wrap: Wrap, share: Share) -> State:
+def thawing(wrap: Wrap, share: Share) -> None:
     """The body is frozen for some steps, then trained at a smaller rate in a group that is added to the optimizer."""
     model: Any = layers()
     model[:2].requires_grad_(False)
@@ -44,7 +44,6 @@ def thawing(wrap: Wrap, share: Share) -> State:
             optimizer.add_param_group({"params": body, "lr": 1e-3})
         x, y = labelled(share, step)
         descend(optimizer, F.cross_entropy(model(x), y))
-    return model.state_dict()
 
 
 @torch.jit.script
@@ -66,7 +65,7 @@ def by_length(hidden: Tensor, words: Tensor) -> Tensor:
 
 
 @script(change="`@keep_whole` on the function that goes by numbers; that of torch.jit.script stays as it is")
-def functions_by_numbers(wrap: Wrap, share: Share) -> State:
+def functions_by_numbers(wrap: Wrap, share: Share) -> None:
     """Functions whose Python goes by the numbers in tensors: one of torch.jit.script, one plain."""
 
     class Words(nn.Module):
@@ -85,12 +84,9 @@ def functions_by_numbers(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         words, y = share(whole(step, 20, BATCH, 6)), share(whole(step, CLASSES, BATCH))
         descend(optimizer, F.cross_entropy(model(words), y))
-    return model.state_dict()
 
 
 class TwoHeads(nn.Module):
-    """Has one body and two heads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
@@ -103,7 +99,7 @@ class TwoHeads(nn.Module):
 
 
 @script()
-def two_tasks(wrap: Wrap, share: Share) -> State:
+def two_tasks(wrap: Wrap, share: Share) -> None:
     """Two losses weighted by learned uncertainties, whose parameter comes out of the model as an output."""
     model: Any = TwoHeads()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
@@ -113,11 +109,10 @@ def two_tasks(wrap: Wrap, share: Share) -> State:
         out = model(x)
         losses = torch.stack([F.cross_entropy(out["classes"], y), out["depth"].square().mean()])
         descend(optimizer, (losses * torch.exp(-out["spread"]) + out["spread"]).sum())
-    return model.state_dict()
 
 
 @script()
-def two_backwards(wrap: Wrap, share: Share) -> State:
+def two_backwards(wrap: Wrap, share: Share) -> None:
     """Two losses, each with a backward of its own over one graph."""
     model: Any = TwoHeads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,11 +124,10 @@ def two_backwards(wrap: Wrap, share: Share) -> State:
         F.cross_entropy(out["classes"], y).backward(retain_graph=True)
         (out["depth"].square().mean() + 0 * out["spread"].sum()).backward()
         optimizer.step()
-    return model.state_dict()
 
 
 @script()
-def loop_by_hand(wrap: Wrap, share: Share) -> State:
+def loop_by_hand(wrap: Wrap, share: Share) -> None:
     """No optimizer: weights are changed in place by the loop, as tutorials do."""
     model: Any = layers()
     model = wrap(model)
@@ -146,11 +140,10 @@ def loop_by_hand(wrap: Wrap, share: Share) -> State:
             for weight in model.parameters():
                 if weight.grad is not None:
                     weight -= 0.1 * weight.grad
-    return model.state_dict()
 
 
 @script()
-def closure(wrap: Wrap, share: Share) -> State:
+def closure(wrap: Wrap, share: Share) -> None:
     """The optimizer calls the loss itself."""
     model: Any = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -165,32 +158,15 @@ def closure(wrap: Wrap, share: Share) -> State:
             return value
 
         optimizer.step(loss)
-    return model.state_dict()
-
-
-class Rounded(torch.autograd.Function):
-    """Rounds forward, and is the identity backward where numbers are small."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.sign(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * (x.abs() <= 1)
 
 
 class Binary(nn.Linear):
-    """Is a layer with weights of one bit."""
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, Rounded.apply(self.weight), self.bias)
+        return F.linear(x, StraightThrough.apply(self.weight, 1.0), self.bias)
 
 
 @script()
-def binary_weights(wrap: Wrap, share: Share) -> State:
+def binary_weights(wrap: Wrap, share: Share) -> None:
     """Straight-through gradients by an autograd.Function of weights, which are clamped after each step."""
     model: Any = layers(Binary(WIDTH, WIDTH), nn.Hardtanh())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
@@ -200,12 +176,9 @@ def binary_weights(wrap: Wrap, share: Share) -> State:
         descend(optimizer, F.cross_entropy(model(x), y))
         for weight in model.parameters():
             weight.data.clamp_(-1, 1)
-    return model.state_dict()
 
 
 class Frugal(nn.Module):
-    """Computes its blocks again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))
@@ -218,7 +191,7 @@ class Frugal(nn.Module):
 
 
 @script()
-def gradient_checkpointing(wrap: Wrap, share: Share) -> State:
+def gradient_checkpointing(wrap: Wrap, share: Share) -> None:
     """torch.utils.checkpoint in forward, and Lion as people write it."""
 
     class Lion(torch.optim.Optimizer):
@@ -245,7 +218,6 @@ def gradient_checkpointing(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         x, y = labelled(share, step)
         descend(optimizer, F.cross_entropy(model(x), y))
-    return model.state_dict()
 
 
 @script()
@@ -259,12 +231,11 @@ def own_target(wrap: Wrap, share: Share) -> State:
         first, second = share(normal(step, BATCH, WIDTH)), share(normal(step + 9, BATCH, WIDTH))
         with torch.no_grad():
             goal = F.normalize(slow(second), dim=-1)
-        loss = 2 - 2 * (F.normalize(online(first), dim=-1) * goal).sum(-1).mean()
-        descend(optimizer, loss)
+        descend(optimizer, 2 - 2 * (F.normalize(online(first), dim=-1) * goal).sum(-1).mean())
         with torch.no_grad():
             for weight, average in zip(online.parameters(), slow.parameters(), strict=True):
                 average.data = average.data * 0.9 + weight.data * 0.1
-    return {**online.state_dict(), **{f"slow.{name}": value for name, value in slow.state_dict().items()}}
+    return slow.state_dict()
 
 
 @script(
@@ -285,10 +256,9 @@ def momentum_contrast(wrap: Wrap, share: Share) -> State:
             keys = F.normalize(key(normal(step + 9, BATCH, WIDTH)), dim=1)
         queries = F.normalize(query(normal(step, BATCH, WIDTH)), dim=1)
         alike, others = (queries * keys).sum(1, keepdim=True), queries @ queue.clone()
-        loss = F.cross_entropy(torch.cat([alike, others], 1) / 0.2, torch.zeros(BATCH, dtype=torch.long))
-        descend(optimizer, loss)
+        descend(optimizer, F.cross_entropy(torch.cat([alike, others], 1) / 0.2, torch.zeros(BATCH, dtype=torch.long)))
         queue[:, step * BATCH : (step + 1) * BATCH] = keys.t()
-    return {**query.state_dict(), **{f"key.{name}": value for name, value in key.state_dict().items()}}
+    return key.state_dict()
 
 
 @script()
@@ -308,7 +278,7 @@ def averaged_weights(wrap: Wrap, share: Share) -> State:
 
 
 @script(refusal=r"create_graph|second derivative")
-def gradient_penalty(wrap: Wrap, share: Share) -> State:
+def gradient_penalty(wrap: Wrap, share: Share) -> None:
     """The norm of a critic's gradient by its input is part of the loss (WGAN-GP)."""
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
@@ -317,11 +287,10 @@ def gradient_penalty(wrap: Wrap, share: Share) -> State:
     out = model(x)
     (slope,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
     descend(optimizer, out.mean() + 10 * (slope.norm(2, 1) - 1).square().mean())
-    return model.state_dict()
 
 
 @script(refusal=r"norm|weight_decay|penalt")
-def penalty_outside(wrap: Wrap, share: Share) -> State:
+def penalty_outside(wrap: Wrap, share: Share) -> None:
     """The squares of all weights are added to the loss outside of the model."""
     model: Any = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -329,12 +298,9 @@ def penalty_outside(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         x, y = labelled(share, step)
         descend(optimizer, F.cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters()))
-    return model.state_dict()
 
 
 class Flow(nn.Module):
-    """Is a chain of affine couplings that returns its log likelihood."""
-
     def __init__(self) -> None:
         super().__init__()
         self.nets = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12)) for _ in range(3))
@@ -352,20 +318,16 @@ class Flow(nn.Module):
 
 
 @script()
-def normalizing_flow(wrap: Wrap, share: Share) -> State:
+def normalizing_flow(wrap: Wrap, share: Share) -> None:
     """Affine couplings that return the mean negative log likelihood, a prior of torch.distributions, Adamax."""
     model: Any = Flow()
     optimizer = torch.optim.Adamax(model.parameters(), lr=1e-2, eps=1e-4)
     model = wrap(model, optimizer)
     for step in range(STEPS):
-        loss = model(share(normal(step, BATCH, WIDTH)))
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, model(share(normal(step, BATCH, WIDTH))))
 
 
 class Margin(nn.Module):
-    """Is a face network: embeds, and adds a margin to the angle of the right class."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.PReLU(), nn.Linear(16, 8))
@@ -381,20 +343,16 @@ class Margin(nn.Module):
 
 
 @script()
-def angular_margin(wrap: Wrap, share: Share) -> State:
+def angular_margin(wrap: Wrap, share: Share) -> None:
     """A margin on the angle of the right class, made by scatter_ into zeros of the batch's size (ArcFace)."""
     model: Any = Margin()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     model = wrap(model, optimizer)
     for step in range(STEPS):
-        loss = model(*labelled(share, step))
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, model(*labelled(share, step)))
 
 
 class Points(nn.Module):
-    """Classifies clouds of points: a transformation of its own, shared layers, a maximum over points."""
-
     def __init__(self) -> None:
         super().__init__()
         self.turn = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(8, 9))
@@ -408,7 +366,7 @@ class Points(nn.Module):
 
 
 @script()
-def point_clouds(wrap: Wrap, share: Share) -> State:
+def point_clouds(wrap: Wrap, share: Share) -> None:
     """A PointNet whose transformation is kept near orthogonal by a term outside of the model."""
     model: Any = Points()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-4)
@@ -418,12 +376,9 @@ def point_clouds(wrap: Wrap, share: Share) -> State:
         loss = F.nll_loss(chances, share(whole(step, CLASSES, BATCH)))
         near = torch.mean(torch.norm(torch.bmm(turn, turn.transpose(2, 1)) - torch.eye(3), dim=(1, 2)))
         descend(optimizer, loss + 0.01 * near)
-    return model.state_dict()
 
 
 class Captions(nn.Module):
-    """Sees a picture and writes about it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.see = nn.Sequential(nn.Conv2d(1, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8))
@@ -435,7 +390,7 @@ class Captions(nn.Module):
 
 
 @script()
-def captions(wrap: Wrap, share: Share) -> State:
+def captions(wrap: Wrap, share: Share) -> None:
     """A convolutional encoder and an LSTM decoder, an optimizer of the decoder and one layer of the encoder."""
     model: Any = Captions()
     chosen = [*model.lstm.parameters(), *model.embed.parameters(), *model.out.parameters(), *model.see[3].parameters()]
@@ -447,14 +402,13 @@ def captions(wrap: Wrap, share: Share) -> State:
         model.zero_grad()
         loss.backward()
         optimizer.step()
-    return model.state_dict()
 
 
 @script(
     change='`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph',
     is_replicated=True,
 )
-def message_passing(wrap: Wrap, share: Share) -> State:
+def message_passing(wrap: Wrap, share: Share) -> None:
     """Messages along a list of edges, gathered and added up at their targets (index_add), several graphs in one."""
 
     class Messages(nn.Module):
@@ -475,4 +429,3 @@ def message_passing(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         nodes, edges, graph = normal(step, 9, 5), whole(step, 9, 2, 14), torch.arange(9) // 3
         descend(optimizer, F.cross_entropy(model(nodes, edges, graph, 3), whole(step, 3, 3)))
-    return model.state_dict()

@@ -15,8 +15,6 @@ BATCH, STEPS, CLASSES = 4, 3, 5
 
 
 class Basic(nn.Module):
-    """Is a residual block of two convolutions."""
-
     def __init__(self, planes: int, out: int, stride: int = 1) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(planes, out, 3, stride, 1, bias=False)
@@ -33,7 +31,7 @@ class Basic(nn.Module):
 
 
 @script()
-def residual_network(wrap: Wrap, share: Share) -> State:
+def residual_network(wrap: Wrap, share: Share) -> None:
     """A residual network in channels_last, Nesterov, one-cycle schedule, label smoothing, mixed samples (mixup)."""
     body = (nn.Conv2d(3, 8, 3, 1, 1), Basic(8, 8), Basic(8, 16, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     model: Any = nn.Sequential(*body, nn.Linear(16, CLASSES)).to(memory_format=torch.channels_last)
@@ -47,12 +45,9 @@ def residual_network(wrap: Wrap, share: Share) -> State:
         loss = part * F.cross_entropy(out, y, label_smoothing=0.1) + (1 - part) * F.cross_entropy(out, other)
         descend(optimizer, loss)
         schedule.step()
-    return model.state_dict()
 
 
 class VisionTransformer(nn.Module):
-    """Is a transformer over patches with a class token."""
-
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
@@ -68,7 +63,7 @@ class VisionTransformer(nn.Module):
 
 
 @script()
-def vision_transformer(wrap: Wrap, share: Share) -> State:
+def vision_transformer(wrap: Wrap, share: Share) -> None:
     """A vision transformer with a class token, cosine schedule, accuracy counted by the script."""
     model: Any = VisionTransformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
@@ -77,11 +72,9 @@ def vision_transformer(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         x, y = share(normal(step, BATCH, 3, 12, 12)), share(whole(step, CLASSES, BATCH))
         out = model(x)
-        loss = F.cross_entropy(out, y)
-        descend(optimizer, loss)
+        descend(optimizer, F.cross_entropy(out, y))
         schedule.step()
         assert 0 <= (out.argmax(1) == y).float().mean().item() <= 1
-    return model.state_dict()
 
 
 class UNet(nn.Module):
@@ -111,7 +104,7 @@ class UNet(nn.Module):
 
 
 @script()
-def segmentation(wrap: Wrap, share: Share) -> State:
+def segmentation(wrap: Wrap, share: Share) -> None:
     """A U-Net with skips, cross entropy by pixel and a Dice term by sample, with ReduceLROnPlateau."""
     model: Any = UNet(2)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9, eps=1e-4)
@@ -122,10 +115,8 @@ def segmentation(wrap: Wrap, share: Share) -> State:
         logits = model(x)
         chosen = logits.softmax(1)[:, 1]
         dice = 1 - (2 * (chosen * y).sum((1, 2)) + 1) / (chosen.sum((1, 2)) + y.sum((1, 2)) + 1)
-        loss = F.cross_entropy(logits, y) + dice.mean()
-        descend(optimizer, loss)
+        descend(optimizer, F.cross_entropy(logits, y) + dice.mean())
         schedule.step(step / STEPS)
-    return model.state_dict()
 
 
 @script()
@@ -140,8 +131,7 @@ def diffusion(wrap: Wrap, share: Share) -> State:
         clean, noise = share(normal(step, BATCH, 1, 8, 8)), share(normal(step + 50, BATCH, 1, 8, 8))
         t = share(whole(step, 50, BATCH))
         noisy = alphas[t].sqrt()[:, None, None, None] * clean + (1 - alphas[t]).sqrt()[:, None, None, None] * noise
-        loss = F.mse_loss(model(noisy, t), noise)
-        descend(optimizer, loss)
+        descend(optimizer, F.mse_loss(model(noisy, t), noise))
         average.update_parameters(model)
     return average.module.state_dict()
 
@@ -161,7 +151,7 @@ class Autoencoder(nn.Module):
 
 
 @script(change="sums divided by the number of samples, as DistributedDataParallel wants them too")
-def variational_autoencoder(wrap: Wrap, share: Share) -> State:
+def variational_autoencoder(wrap: Wrap, share: Share) -> None:
     """Reconstruction and KL divergence from three outputs, both outside of the model."""
     model: Any = Autoencoder()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4)
@@ -170,13 +160,11 @@ def variational_autoencoder(wrap: Wrap, share: Share) -> State:
         x = share(normal(step, BATCH, 16).sigmoid())
         got, mean, spread = model(x, share(normal(step + 50, BATCH, 3)))
         loss = F.binary_cross_entropy(got, x, reduction="sum")
-        loss = (loss - 0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())) / len(x)
-        descend(optimizer, loss)
-    return model.state_dict()
+        descend(optimizer, (loss - 0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())) / len(x))
 
 
 @script()
-def adversarial_networks(wrap: Wrap, share: Share) -> State:
+def adversarial_networks(wrap: Wrap, share: Share) -> None:
     """A generator and a discriminator, each wrapped, trained in turns, one through the other."""
     generator: Any = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 8), nn.Tanh())
     critic: Any = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
@@ -196,12 +184,9 @@ def adversarial_networks(wrap: Wrap, share: Share) -> State:
         first.zero_grad()
         criterion(critic(fake).squeeze(1), torch.ones(len(real))).backward()
         first.step()
-    return {**generator.state_dict(), **{f"critic.{name}": value for name, value in critic.state_dict().items()}}
 
 
 class Twin(nn.Module):
-    """Puts two pictures through one network and compares them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(100, 8))
@@ -215,7 +200,7 @@ class Twin(nn.Module):
 
 
 @script()
-def siamese_network(wrap: Wrap, share: Share) -> State:
+def siamese_network(wrap: Wrap, share: Share) -> None:
     """One network used twice in a call, binary cross entropy of its squeezed output, Adadelta, StepLR."""
     model: Any = Twin()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
@@ -224,15 +209,11 @@ def siamese_network(wrap: Wrap, share: Share) -> State:
     for step in range(STEPS):
         x, y = share(normal(step, BATCH, 1, 12, 12)), share(normal(step + 9, BATCH, 1, 12, 12))
         target = share(whole(step, 2, BATCH).float())
-        loss = F.binary_cross_entropy(model(x, y).squeeze(), target)
-        descend(optimizer, loss)
+        descend(optimizer, F.binary_cross_entropy(model(x, y).squeeze(), target))
         schedule.step()
-    return model.state_dict()
 
 
 class Detector(nn.Module):
-    """Gives scores and boxes for every place of two feature maps."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.lower = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
@@ -248,7 +229,7 @@ class Detector(nn.Module):
 
 
 @script()
-def detection(wrap: Wrap, share: Share) -> State:
+def detection(wrap: Wrap, share: Share) -> None:
     """A one-stage detector with a dict of outputs, focal loss and smooth L1 on the places that hold an object."""
     model: Any = Detector()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
@@ -265,11 +246,10 @@ def detection(wrap: Wrap, share: Share) -> State:
         held = labels[..., 0]
         regression = (F.smooth_l1_loss(out["boxes"], target, reduction="none").sum(-1) * held).mean()
         descend(optimizer, focal + regression)
-    return model.state_dict()
 
 
 @script()
-def super_resolution(wrap: Wrap, share: Share) -> State:
+def super_resolution(wrap: Wrap, share: Share) -> None:
     """Sub-pixel convolution, orthogonal initialisation, mean squared error, in double precision."""
     layers = (nn.Conv2d(1, 8, 5, 1, 2), nn.ReLU(), nn.Conv2d(8, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 9, 3, 1, 1))
     model: Any = nn.Sequential(*layers, nn.PixelShuffle(3)).double()
@@ -279,19 +259,14 @@ def super_resolution(wrap: Wrap, share: Share) -> State:
     model = wrap(model, optimizer)
     for step in range(STEPS):
         small, large = share(normal(step, BATCH, 1, 5, 5).double()), share(normal(step, BATCH, 1, 15, 15).double())
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(small), large)
-        loss.backward()
-        optimizer.step()
-    return model.state_dict()
+        descend(optimizer, F.mse_loss(model(small), large))
 
 
 @script()
-def adversarial_examples(wrap: Wrap, share: Share) -> State:
+def adversarial_examples(wrap: Wrap, share: Share) -> None:
     """Each batch is moved along the sign of its own gradient (FGSM) and trained on."""
-    model: Any = nn.Sequential(
-        nn.Linear(10, 16), nn.Softplus(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, CLASSES)
-    )
+    layers = (nn.Linear(10, 16), nn.Softplus(), nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, CLASSES))
+    model: Any = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = wrap(model, optimizer)
     for step in range(STEPS):
@@ -300,4 +275,3 @@ def adversarial_examples(wrap: Wrap, share: Share) -> State:
         F.cross_entropy(model(x), y).backward()
         moved = (x + 0.1 * x.grad.sign()).detach()
         descend(optimizer, F.cross_entropy(model(moved), y))
-    return model.state_dict()

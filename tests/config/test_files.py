@@ -43,12 +43,9 @@ def test_who_may_read_a_file_is_as_the_umask_or_the_old_file_says(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(0o600), str(0o664)]
 
 
-def test_to_look_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_places_that_cannot_be_written_are_named_and_to_look_leaves_nothing_behind(tmp_path: Path) -> None:
     check_writable("--output", tmp_path / "new" / "folder" / "file")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for path in (tmp_path, file / "below", Path("/proc/none.json")):

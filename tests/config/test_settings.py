@@ -86,15 +86,10 @@ def test_seed_names_are_aliases(alias, given, name, value):
     assert getattr(resolve({alias: given}, {"HOME": "/"}), name) == value
 
 
-@pytest.mark.parametrize(
-    ("given", "value"), [(1000, 1000), ("2GiB", 2**31), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("64", 64)]
-)
-def test_bytes(conf, given, value):
-    assert resolve({"memory_limit_bytes": given}, conf()).memory_limit_bytes == value
-    assert resolve({}, conf("", AUTOVARUNA_MEMORY_LIMIT_BYTES=str(given))).memory_limit_bytes == value
-
-
-def test_lists_in_every_source(conf):
+def test_bytes_and_lists_in_every_source(conf):
+    for given, value in {1000: 1000, "2GiB": 2**31, "500MB": 5 * 10**8, "1.5 kib": 1536, "64": 64}.items():
+        assert resolve({"memory_limit_bytes": given}, conf()).memory_limit_bytes == value
+        assert resolve({}, conf("", AUTOVARUNA_MEMORY_LIMIT_BYTES=str(given))).memory_limit_bytes == value
     text = 'cuts = ["a", "b"]\nstage_ranks = [[0, 1], [2], [3]]'
     variables = {"AUTOVARUNA_CUTS": "a,b", "AUTOVARUNA_STAGE_RANKS": "[[0, 1], [2], [3]]"}
     for settings in (resolve({}, conf(text)), resolve({}, conf("", **variables)), resolve(tomli.loads(text), conf())):
@@ -102,18 +97,14 @@ def test_lists_in_every_source(conf):
         assert settings.stage_ranks == ((0, 1), (2,), (3,))
 
 
-def test_a_path_may_be_a_path(conf):
+def test_a_path_may_be_a_path_and_a_function_comes_as_a_keyword_alone(conf):
     assert resolve({"deployment_file": Path("a") / "b.json"}, conf()).deployment_file == "a/b.json"
-
-
-def test_a_function_comes_as_a_keyword_alone(conf):
     assert resolve({"micro_batch_weight": len}, conf()).micro_batch_weight is len
     assert "expected a function" in refused(environ=conf("", AUTOVARUNA_MICRO_BATCH_WEIGHT="len"))
 
 
-@pytest.mark.parametrize("name", ["num_stage", "partition_nun"])
-def test_an_unknown_name_names_place_and_nearest(conf, tmp_path, name):
-    nearest = {"num_stage": "num_stages", "partition_nun": "partition_num"}[name]
+@pytest.mark.parametrize(("name", "nearest"), [("num_stage", "num_stages"), ("partition_nun", "partition_num")])
+def test_an_unknown_name_names_place_and_nearest(conf, tmp_path, name, nearest):
     for message, place in [
         (refused({name: 1}, conf()), f"keyword {name}"),
         (refused(environ=conf(f"{name} = 1")), f"{tmp_path / 'conf.toml'}: {name}"),
@@ -123,17 +114,11 @@ def test_an_unknown_name_names_place_and_nearest(conf, tmp_path, name):
         assert f"did you mean {nearest}?" in message
 
 
-def unfit(kind_text):
-    """Returns values that no setting of this kind accepts, for the settings that take neither text nor functions."""
-    return [object(), 3.5j] + ([] if "text" in kind_text else [f"not {kind_text}"])
-
-
 @pytest.mark.parametrize("name", sorted(named_settings()))
 def test_a_wrong_type_is_refused_and_says_what_is_expected(conf, name):
     _, kind = named_settings()[name]
-    for value in unfit(kind.expected):
-        if "a path" in kind.expected and isinstance(value, str):
-            continue
+    takes_text = "text" in kind.expected or "a path" in kind.expected
+    for value in [object(), 3.5j] + ([] if takes_text else [f"not {kind.expected}"]):
         message = refused({name: value}, conf())
         assert f"keyword {name} is {value!r}; expected {kind.expected}" in message
 
@@ -150,13 +135,10 @@ ALMOST_RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", ALMOST_RIGHT)
-def test_almost_right_values_are_refused(conf, name):
-    for value in ALMOST_RIGHT[name]:
-        assert f"keyword {name}" in refused({name: value}, conf())
-
-
-def test_a_wrong_type_names_file_and_variable(conf, tmp_path):
+def test_almost_right_values_are_refused_and_named_by_file_and_variable(conf, tmp_path):
+    for name, values in ALMOST_RIGHT.items():
+        for value in values:
+            assert f"keyword {name}" in refused({name: value}, conf())
     assert f"{tmp_path / 'conf.toml'}: num_stages is 'two'" in refused(environ=conf('num_stages = "two"'))
     assert "variable AUTOVARUNA_NUM_STAGES is 'two'" in refused(environ=conf("", AUTOVARUNA_NUM_STAGES="two"))
 
@@ -208,25 +190,20 @@ def test_settings_are_logged_with_their_sources(caplog, conf):
     assert len(caplog.messages) == len(NAMES)
 
 
-def test_conf_toml_has_every_setting_and_its_default():
-    text = (CONF / "conf.toml").read_text()
+def test_conf_toml_has_every_setting_its_default_its_meaning_and_aliases():
+    text, words = (CONF / "conf.toml").read_text(), meanings()
     assert list(tomli.loads(text)) == [name for name in NAMES if name not in KEYWORD_ONLY]
     assert resolve({}, {"AUTOVARUNA_CONF_DIR": str(CONF)}) == Settings()
-
-
-def test_conf_toml_has_every_meaning_and_alias():
-    text, words = (CONF / "conf.toml").read_text().replace("\n#", ""), meanings()
+    text = text.replace("\n#", "")
     for each in declarations():
         aliases = ", ".join(each.metadata["aliases"])
         assert words[each.name].endswith(".")
         assert words[each.name] + (f" Also: {aliases}." if aliases else "") in text
 
 
-@pytest.mark.parametrize(
-    "directory", sorted(path.parent for path in CONF.glob("*/conf.toml")), ids=lambda path: path.name
-)
-def test_the_example_run_settings_can_be_used(directory):
-    assert resolve({}, {"AUTOVARUNA_CONF_DIR": str(directory)}) != Settings()
+def test_the_example_run_settings_can_be_used():
+    for path in CONF.glob("*/conf.toml"):
+        assert resolve({}, {"AUTOVARUNA_CONF_DIR": str(path.parent)}) != Settings()
 
 
 def read_names():

@@ -29,29 +29,16 @@ Ranks = tuple[tuple[int, ...], ...]
 INTERLEAVED = ("1f1b", "varuna", "gpipe", "interleaved", "deepest_first")
 
 
-def in_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:
-    """All replica counts, with the ranks in their order."""
-    for ends in combinations(range(1, num_ranks + 1), num_stages):
-        yield tuple(tuple(range(a, b)) for a, b in zip((0, *ends), ends, strict=False))
-
-
-def in_any_order(num_ranks: int, num_stages: int) -> Iterator[Ranks]:
-    """All replica counts with every order of ranks."""
-    for ends in combinations(range(1, num_ranks + 1), num_stages):
-        for order in permutations(range(num_ranks), ends[-1]):
-            yield tuple(order[a:b] for a, b in zip((0, *ends), ends, strict=False))
-
-
 def orders(problem: Problem, num_stages: int, *, is_ordered: bool) -> Iterator[Ranks]:
     """All replica counts, with the ranks in their order or in any; one order of ranks that are alike stands for all."""
     cluster, num_ranks = problem.cluster, problem.cluster.num_ranks
-    if is_ordered:
-        yield from in_order(num_ranks, num_stages)
-        return
     kinds = list(zip(cluster.hosts, cluster.speeds, cluster.memory_bytes, strict=True))
     known: dict[object, Ranks] = {}
-    for ranks in in_any_order(num_ranks, num_stages):
-        known.setdefault(tuple(tuple(kinds[rank] for rank in stage) for stage in ranks), ranks)
+    for ends in combinations(range(1, num_ranks + 1), num_stages):
+        for order in [tuple(range(num_ranks))] if is_ordered else permutations(range(num_ranks), ends[-1]):
+            ranks = tuple(order[a:b] for a, b in zip((0, *ends), ends, strict=False))
+            alike = ranks if is_ordered else tuple(tuple(kinds[rank] for rank in stage) for stage in ranks)
+            known.setdefault(alike, ranks)
     yield from known.values()
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from autovaruna.graph.records import Block, Graph, Input, Parameter, Size, Value
+from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.problem import Constraints, Problem
+from autovaruna.planner.records import Plan
 from autovaruna.profiler.records import BlockCost, Cluster, LinkCost, OptimizerCost, Profile
 
 FAST = LinkCost(1e-5, 1e10)
@@ -49,20 +53,17 @@ def make_profile(graph: Graph, rng: random.Random | None = None, sizes: tuple[in
 
 
 def make_cluster(num_ranks: int, memory_bytes: float = 1e12, link: LinkCost = FAST) -> Cluster:
-    """Equal ranks on one host."""
     return Cluster(("h",) * num_ranks, (memory_bytes,) * num_ranks, (1.0,) * num_ranks, link, link, 5e9)
 
 
-def make_problem(num_blocks: int = 6, num_ranks: int = 2, batch: int = 8, seed: int = 0, **more: object) -> Problem:
+def make_problem(num_blocks: int = 6, num_ranks: int = 2, batch: int = 8, seed: int = 0, **more: Any) -> Problem:
     """A problem of random costs; keywords are those of `Constraints`, and `memory_bytes`, `link`, `skips`, `tied`,
     `loose`.
     """
     rng = random.Random(seed)
-    skips, tied = int(str(more.pop("skips", 0))), int(str(more.pop("tied", 0)))
-    graph = make_graph(num_blocks, rng, skips, tied, bool(more.pop("loose", False)))
-    cluster = make_cluster(num_ranks, more.pop("memory_bytes", 1e12), more.pop("link", FAST))  # type: ignore[arg-type]
-    constraints = replace(Constraints(), **more)  # type: ignore[arg-type]
-    return Problem(graph, make_profile(graph, rng), cluster, batch, 2.0, constraints=constraints)
+    graph = make_graph(num_blocks, rng, more.pop("skips", 0), more.pop("tied", 0), more.pop("loose", False))
+    cluster = make_cluster(num_ranks, more.pop("memory_bytes", 1e12), more.pop("link", FAST))
+    return Problem(graph, make_profile(graph, rng), cluster, batch, 2.0, constraints=Constraints(**more))
 
 
 def make_split(problem: Problem, rng: random.Random, share: float = 0.0, added: float = 0.0) -> Problem:
@@ -97,7 +98,23 @@ def make_uneven(problem: Problem, rng: random.Random, num_hosts: int = 2) -> Pro
     return replace(problem, cluster=uneven, optimizer_cost=cost)
 
 
+def on_cluster(problem: Problem, **changes: Any) -> Problem:
+    """The problem on ranks that differ in something."""
+    return replace(problem, cluster=replace(problem.cluster, **changes))
+
+
+def constrained(problem: Problem, **changes: Any) -> Problem:
+    """The problem of a user who has decided something else."""
+    return replace(problem, constraints=replace(problem.constraints, **changes))
+
+
 def with_memory(problem: Problem, num_bytes: float) -> Problem:
     """The problem on ranks that have so much memory."""
-    limits = (num_bytes,) * problem.cluster.num_ranks
-    return replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))
+    return on_cluster(problem, memory_bytes=(num_bytes,) * problem.cluster.num_ranks)
+
+
+def loading_complaint(plan: Plan, problem: Problem, limits: Iterable[float]) -> str:
+    """What is said of a plan that is read on ranks with so much memory beside their processes."""
+    graph, told = problem.graph.fingerprint, {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
+    valid_for = Fingerprint(graph, num_ranks=plan.num_ranks, memory_bytes=tuple(limits), settings=told)
+    return memory_complaint(plan, valid_for, problem.graph)

@@ -12,7 +12,7 @@ import pytest
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost, OptimizerCost
-from tests.planner.cases import make_problem
+from tests.planner.cases import make_problem, with_memory
 from tests.products import some
 
 
@@ -41,10 +41,8 @@ def test_never_slower_than_a_rule(seed: int, share: float, plans: ModuleType) ->
     problem = make_problem(14, 4, 12, seed, skips=2, tied=1, link=link)
     problem = lopsided(problem) if seed % 3 == 0 else problem
     if share:
-        limits = (
-            share * plans.planner_of(problem).build(plans.Candidate((0,), ((0,),), 12)).stages[0].memory_bytes,
-        ) * 4
-        problem = replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))
+        whole = plans.planner_of(problem).build(plans.Candidate((0,), ((0,),), 12))
+        problem = with_memory(problem, share * whole.stages[0].memory_bytes)
     ours, others = make_plan(problem), plans.others(problem)
     assert min(others.values()) < float("inf")
     assert all(ours.predicted_seconds <= seconds * 1.0001 for seconds in others.values())

@@ -16,7 +16,7 @@ from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import OptimizerCost
 from tests.planner.brute import every_plan, small_problem
-from tests.planner.cases import make_problem, make_split, make_uneven
+from tests.planner.cases import constrained, make_problem, make_split, make_uneven
 from tests.products import some
 
 
@@ -28,9 +28,8 @@ def bounds(problem: Problem, positions: Sequence[int] = ()) -> dict[int, float]:
 
 
 def forced(problem: Problem, dice: random.Random) -> Problem:
-    """The problem with a random choice that the user has already made."""
     choice = dice.choice([{}, {}, {"recompute": "all"}, {"recompute": "none"}, {"in_flight": dice.randint(1, 2)}])
-    return replace(problem, constraints=replace(problem.constraints, **choice))
+    return constrained(problem, **choice)
 
 
 def with_counters(problem: Problem) -> Problem:
@@ -58,8 +57,7 @@ def drawn(kind: str, seed: int) -> tuple[Problem, Sequence[int]]:
         cost = OptimizerCost(1e-4, dice.choice([0.0, 1e-8, 1e-7]))
         return replace(problem, shares_state=True, optimizer_bytes_factor=2.0, optimizer_cost=cost), ()
     if "split" in kind:
-        constraints = replace(problem.constraints, schedule="zero_bubble")
-        return replace(make_split(problem, dice), constraints=constraints), ()
+        return constrained(make_split(problem, dice), schedule="zero_bubble"), ()
     problem, n = forced(problem, dice), len(problem.graph.blocks)
     inner = sorted(dice.sample(range(1, n), dice.randint(0, max(n - 2, 0)))) if kind == "segments" and n > 1 else []
     return problem, [0, *inner, n] if kind == "segments" else ()

@@ -14,39 +14,33 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain
-from autovaruna.profiler.records import BlockCost, LinkCost, OptimizerCost
+from autovaruna.profiler.records import LinkCost, OptimizerCost
 from autovaruna.schedule.simulator import simulate
-from tests.planner.cases import make_cluster, make_problem
+from tests.planner.cases import make_cluster, make_problem, on_cluster
 from tests.products import some
-
-HOSTS = ("a", "a", "b", "b")
 
 
 def plan_of(problem: Problem, ranks: tuple[tuple[int, ...], ...], count: int = 4) -> Plan:
     n = len(problem.graph.blocks)
     planner = Planner(problem, RangeTables(problem.graph, range(n + 1)))
-    starts = tuple(n * s // len(ranks) for s in range(len(ranks)))
-    plan = planner.build(Candidate(starts, ranks, count))
+    plan = planner.build(Candidate(tuple(n * s // len(ranks) for s in range(len(ranks))), ranks, count))
     assert plan
     return planner.predict_whole(plan)
 
 
-def test_a_ring_sends_nearly_twice_the_bytes_and_pays_latency_for_each_rank() -> None:
+def test_a_ring_sends_nearly_twice_the_bytes_pays_latency_for_each_rank_and_is_faster_within_a_host() -> None:
     all_reduces = AllReduces(replace(make_cluster(4), all_reduce_bytes_per_second=1e9, all_reduce_latency_seconds=1e-3))
     assert all_reduces.seconds((0,), 1e9) == 0
     assert all_reduces.seconds((0, 1), 1e9) == pytest.approx(2e-3 + 1.0)
     assert all_reduces.seconds((0, 1, 2, 3), 1e9) == pytest.approx(4e-3 + 1.5)
-
-
-def test_a_ring_within_a_host_is_faster_by_the_ratio_of_the_links() -> None:
-    cluster = replace(make_cluster(4), hosts=HOSTS, remote_link=LinkCost(1e-4, 1e9), all_reduce_bytes_per_second=1e9)
-    all_reduces = AllReduces(cluster)
+    apart = replace(make_cluster(4), hosts=tuple("aabb"), remote_link=LinkCost(1e-4, 1e9))
+    all_reduces = AllReduces(replace(apart, all_reduce_bytes_per_second=1e9))
     assert all_reduces.seconds((0, 2), 1e9) == pytest.approx(10 * all_reduces.seconds((0, 1), 1e9))
 
 
 def test_all_reduce_overlaps_with_the_backwards_of_earlier_stages_only() -> None:
     problem = make_problem(8, 4, 8)
-    slow = replace(problem, cluster=replace(problem.cluster, all_reduce_bytes_per_second=2e6))
+    slow = on_cluster(problem, all_reduce_bytes_per_second=2e6)
     ranks = ((0, 1), (2, 3))
     plain, reduced = plan_of(problem, ranks), plan_of(slow, ranks)
     exposed = reduced.predicted_seconds - plain.predicted_seconds
@@ -60,34 +54,26 @@ def test_ties_are_summed_over_all_ranks_that_hold_them() -> None:
     assert any(stage.reduce_seconds > 0 for stage in with_ties.stages)
 
 
-def test_the_optimizer_ends_the_step() -> None:
+def test_the_optimizer_ends_the_step_and_slow_ranks_step_slowly() -> None:
     problem = make_problem(8, 2, 8)
     cost = OptimizerCost(1e-3, 1e-9)
     plain, stepped = (plan_of(replace(problem, optimizer_cost=c), ((0,), (1,))) for c in (OptimizerCost(), cost))
     trained = [stage.parameter_bytes for stage in stepped.stages]
     assert [s.optimizer_seconds for s in stepped.stages] == pytest.approx([4e-3 + 1e-9 * each for each in trained])
     assert stepped.predicted_seconds == pytest.approx(plain.predicted_seconds + stepped.stages[0].optimizer_seconds)
-
-
-def test_slow_ranks_step_slowly() -> None:
-    problem = replace(make_problem(8, 2, 8), optimizer_cost=OptimizerCost(1e-3))
-    problem = replace(problem, cluster=replace(problem.cluster, speeds=(0.5, 1.0)))
-    assert plan_of(problem, ((0, 1),)).optimizer_seconds() == pytest.approx((16e-3, 8e-3))
+    uneven = on_cluster(replace(problem, optimizer_cost=OptimizerCost(1e-3)), speeds=(0.5, 1.0))
+    assert plan_of(uneven, ((0, 1),)).optimizer_seconds() == pytest.approx((16e-3, 8e-3))
 
 
 def test_every_instruction_has_overhead() -> None:
     problem = make_problem(8, 1, 8)
-    plain, slow = (
-        plan_of(replace(problem, cluster=replace(problem.cluster, overhead_seconds=each)), ((0,),))
-        for each in (0.0, 0.25)
-    )
+    plain, slow = (plan_of(on_cluster(problem, overhead_seconds=each), ((0,),)) for each in (0.0, 0.25))
     assert slow.predicted_seconds == pytest.approx(plain.predicted_seconds + 0.25 * 2 * 4)
 
 
 def test_plan_and_graph_are_enough_for_the_prediction_and_the_printout_names_every_part() -> None:
     problem = replace(make_problem(8, 3, 12, num_stages=2, tied=1), optimizer_cost=OptimizerCost(1e-3, 1e-9))
-    cluster = replace(problem.cluster, overhead_seconds=1e-3, all_reduce_latency_seconds=1e-3)
-    plan = make_plan(replace(problem, cluster=cluster))
+    plan = make_plan(on_cluster(problem, overhead_seconds=1e-3, all_reduce_latency_seconds=1e-3))
     again = simulate(pipeline_of(plan, problem.graph), policy_of(plan.schedule))
     assert again.step_seconds == plan.predicted_seconds
     for part in ("work", "imbalance", "all-reduce", "overhead", "optimizer"):
@@ -95,29 +81,22 @@ def test_plan_and_graph_are_enough_for_the_prediction_and_the_printout_names_eve
 
 
 def slower(problem: Problem, factor: float) -> Problem:
-    """The same problem on ranks that compute more slowly."""
-
-    def slow(cost: BlockCost) -> BlockCost:
-        seconds = (factor * cost.forward_seconds, factor * cost.backward_seconds)
-        return replace(cost, forward_seconds=seconds[0], backward_seconds=seconds[1])
-
-    costs = tuple(tuple(map(slow, row)) for row in problem.profile.costs)
+    times = ("forward_seconds", "backward_seconds")
+    costs = tuple(
+        tuple(replace(each, **{name: factor * getattr(each, name) for name in times}) for each in row)
+        for row in problem.profile.costs
+    )
     return replace(problem, profile=replace(problem.profile, costs=costs))
 
 
 @pytest.mark.parametrize("seed", some(range(6), 3))
-def test_by_its_own_profile_a_plan_takes_what_it_was_planned_to_take(seed: int) -> None:
+def test_by_its_own_profile_a_plan_takes_what_it_was_planned_to_take_and_longer_on_slower_ranks(seed: int) -> None:
     problem = make_problem(12, 3, 12, seed=seed, num_stages=[0, 3, 6][seed % 3])
     plan = make_plan(problem)
     again = priced(plan, problem)
     assert again.stages == plan.stages
     assert again.predicted_seconds == pytest.approx(plan.predicted_seconds)
     assert again.rank_bytes() == pytest.approx(plan.rank_bytes())
-
-
-def test_on_slower_ranks_a_plan_takes_longer_and_stays_as_it_is() -> None:
-    problem = make_problem(12, 3, 12, seed=1, num_stages=3)
-    plan = make_plan(problem)
     again = priced(plan, slower(problem, 3.0))
     assert 2.0 < again.predicted_seconds / plan.predicted_seconds <= 3.0
     assert [stage.blocks for stage in again.stages] == [stage.blocks for stage in plan.stages]

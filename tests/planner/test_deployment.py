@@ -18,15 +18,8 @@ from autovaruna.planner.problem import Problem
 from autovaruna.planner.search import make_plan
 from tests.planner.cases import make_problem
 
-VALID = Fingerprint(
-    "abcdef0123456789",
-    {"input x": "(8, 64) float32"},
-    3,
-    (2, 1),
-    "cpu",
-    (2e9, 2e9, 1e9),
-    {"num_stages": 0, "cuts": ("a",)},
-)
+SHAPES, SETTINGS = {"input x": "(8, 64) float32"}, {"num_stages": 0, "cuts": ("a",)}
+VALID = Fingerprint("abcdef0123456789", SHAPES, 3, (2, 1), "cpu", (2e9, 2e9, 1e9), SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +47,9 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_comes_back_as_it_was(saved: tuple[Path, Deployment], problem: Problem) -> None:
     path, deployment = saved
     back = load(path)
-    assert plan_from(back, problem.graph) == deployment.plan
-    assert differences(back.fingerprint, VALID) == []
-    assert (
-        RankOrders(plan_from(back, problem.graph), problem.graph).planned
-        == RankOrders(deployment.plan, problem.graph).planned
-    )
+    plan = plan_from(back, problem.graph)
+    assert plan == deployment.plan and differences(back.fingerprint, VALID) == []
+    assert RankOrders(plan, problem.graph).planned == RankOrders(deployment.plan, problem.graph).planned
 
 
 def test_a_person_can_read_it(saved: tuple[Path, Deployment], problem: Problem) -> None:
@@ -110,14 +100,11 @@ def test_nonsense_cuts_name_the_nearest(saved: tuple[Path, Deployment], problem:
         plan_from(load(path), problem.graph)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00", '{"stages": '])
-def test_no_json(tmp_path: Path, text: str) -> None:
-    (tmp_path / "broken.json").write_text(text)
-    with pytest.raises(DeploymentError, match=r"broken\.json"):
-        load(tmp_path / "broken.json")
-
-
-def test_no_file(tmp_path: Path) -> None:
+def test_no_json_and_no_file(tmp_path: Path) -> None:
+    for text in ("", "{", "[]", "null", "\x00", '{"stages": '):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(DeploymentError, match=r"broken\.json"):
+            load(tmp_path / "broken.json")
     with pytest.raises(DeploymentError, match="cannot be read"):
         load(tmp_path / "nothing.json")
 

@@ -37,24 +37,17 @@ def plan(*ranks: tuple[int, ...], num_micro_batches: int = 4, schedule: str = "1
     return Plan(tuple(stages), 2, num_micro_batches, BATCH / num_micro_batches, schedule)
 
 
-def seconds(known: Problem, made: Plan) -> float:
-    return Exchange(known).seconds(made)
-
-
 @pytest.mark.parametrize("groups", [(), APART, ALIKE])
 def test_ranks_of_one_host_that_talk_at_once_exchange_nothing(groups: tuple[tuple[int, ...], ...]) -> None:
     near = replace(problem(groups), cluster=make_cluster(2, link=LinkCost(0.0, 1e30)))
-    assert seconds(near, plan((0,), (1,))) == pytest.approx(0.0, abs=1e-9)
+    assert Exchange(near).seconds(plan((0,), (1,))) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_idle_rank_hears_of_the_loss_and_tells_of_its_next_call() -> None:
-    assert seconds(problem(ALIKE), plan((0,))) == pytest.approx(2 * LATENCY)
-
-
-def test_samples_come_once_their_rank_has_heard_of_the_call() -> None:
+def test_an_idle_rank_hears_of_the_loss_and_tells_of_its_next_call_with_its_samples() -> None:
     """The second micro-batch is rank 1's: it is there two latencies and its transfer after the first begins."""
+    assert Exchange(problem(ALIKE)).seconds(plan((0,))) == pytest.approx(2 * LATENCY)
     transfer = SAMPLE_BYTES * BATCH / 4 / RATE
-    assert seconds(problem(APART), plan((0,), (1,))) == pytest.approx(2 * LATENCY + transfer - FORWARD)
+    assert Exchange(problem(APART)).seconds(plan((0,), (1,))) == pytest.approx(2 * LATENCY + transfer - FORWARD)
 
 
 @pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 1), (5, 3), (8, 3), (1000, 10)])
@@ -65,21 +58,18 @@ def test_ranks_agree_in_as_many_rounds_as_it_takes_to_double_up_to_all(num_ranks
     known = replace(known, cluster=cluster, input_groups=tuple((rank,) for rank in range(num_ranks)))
     stage = replace(plan((0,)).stages[0], ranks=tuple(range(num_ranks)), reduce_seconds=1.0)
     made = replace(plan((0,)), stages=(stage,), num_ranks=num_ranks, num_micro_batches=num_ranks)
-    assert seconds(known, made) == pytest.approx(rounds * LATENCY)
+    assert Exchange(known).seconds(made) == pytest.approx(rounds * LATENCY)
 
 
-def test_outputs_go_to_the_ranks_and_their_gradients_come_back() -> None:
+def test_outputs_go_to_the_ranks_and_their_gradients_come_back_or_beside_a_loss_delay_the_next_call() -> None:
     """All four micro-batches are of both ranks; rank 1 makes the outputs, and has the gradients it goes on from."""
     outputs = LATENCY + BATCH * OUTPUT_BYTES / RATE  # rank 0 has them, and that is when all may go backward
     back = LATENCY  # what rank 1 waits until it has heard of rank 0's backward
-    found = seconds(problem(ALIKE, has_loss=False), plan((0,), (1,), schedule="gpipe"))
+    found = Exchange(problem(ALIKE, has_loss=False)).seconds(plan((0,), (1,), schedule="gpipe"))
     assert found == pytest.approx(outputs + back)
-
-
-def test_outputs_beside_a_loss_delay_the_next_call() -> None:
     known = problem(ALIKE, has_outputs=True)
-    assert seconds(known, plan((0,))) == pytest.approx(2 * LATENCY + BATCH * OUTPUT_BYTES / RATE)
-    assert seconds(replace(known, delivers_outputs=False), plan((0,))) == pytest.approx(2 * LATENCY)
+    assert Exchange(known).seconds(plan((0,))) == pytest.approx(2 * LATENCY + BATCH * OUTPUT_BYTES / RATE)
+    assert Exchange(replace(known, delivers_outputs=False)).seconds(plan((0,))) == pytest.approx(2 * LATENCY)
 
 
 def test_the_engine_takes_of_each_core_a_step_and_of_shared_ones_those_of_all_ranks_and_messages() -> None:

@@ -12,7 +12,7 @@ from autovaruna.errors import PlanError
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
-from tests.planner.cases import make_problem
+from tests.planner.cases import constrained, make_problem
 from tests.products import some
 
 
@@ -65,28 +65,23 @@ def test_stages_are_one_a_rank_if_there_are_ranks_enough_or_that_is_asked_for() 
 
 
 def test_depth_recompute_and_schedule() -> None:
+    """Gpipe holds all its micro-batches."""
     plan = plan_of(num_stages=3, in_flight=2, recompute="all", schedule="varuna")
     assert {stage.in_flight for stage in plan.stages} == {2}
     assert all(stage.needs_recompute for stage in plan.stages)
     assert plan.schedule == "varuna"
     assert not any(stage.needs_recompute for stage in plan_of(num_stages=3, recompute="none").stages)
-
-
-def test_gpipe_holds_all_its_micro_batches() -> None:
     plan = plan_of(num_stages=3, num_micro_batches=6, schedule="gpipe")
     assert [stage.in_flight for stage in plan.stages] == [6, 6, 6]
 
 
-def test_micro_batch_size() -> None:
+def test_micro_batch_size_and_a_count_with_which_every_rank_can_pass_its_mini_batch() -> None:
     assert plan_of(batch=12, micro_batch_size=4).num_micro_batches == 3
     assert plan_of(batch=13, micro_batch_size=4).num_micro_batches == 4
-
-
-def test_every_rank_can_pass_its_mini_batch() -> None:
     problem = make_problem(4, 3, 12, num_micro_batches=2)
     with pytest.raises(PlanError, match=r"num_micro_batches is 2.*3 ranks"):
         make_plan(replace(problem, min_micro_batches_for_inputs=3))
-    free = replace(problem, constraints=replace(problem.constraints, num_micro_batches=0))
+    free = constrained(problem, num_micro_batches=0)
     assert make_plan(replace(free, min_micro_batches_for_inputs=3)).num_micro_batches >= 3
 
 

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost, Profile
-from tests.planner.cases import make_problem
+from tests.planner.cases import constrained, loading_complaint, make_problem, on_cluster
 from tests.products import some
 
 
-def equal_blocks(num_blocks: int, num_ranks: int, count: int, overhead: float = 5e-5, **more: object) -> Problem:
+def equal_blocks(num_blocks: int, num_ranks: int, count: int, overhead: float = 5e-5, **more: Any) -> Problem:
     """Blocks of 1 and 2 ms, one after another, each rank for itself."""
     problem = make_problem(num_blocks, num_ranks, count, num_micro_batches=count, num_replicas=1, **more)
     cost = replace(problem.profile.costs[0][0], forward_seconds=1e-3, backward_seconds=2e-3)
     profile = Profile(problem.graph.fingerprint, "test", (1,), ((cost,) * num_blocks,))
-    return replace(problem, profile=profile, cluster=replace(problem.cluster, overhead_seconds=overhead))
-
-
-def at_most(problem: Problem, most: int) -> Problem:
-    return replace(problem, constraints=replace(problem.constraints, max_stages_per_rank=most))
-
-
-def single(problem: Problem) -> Problem:
-    return at_most(problem, 1)
+    return on_cluster(replace(problem, profile=profile), overhead_seconds=overhead)
 
 
 def stages_per_rank(plan: Plan) -> int:
@@ -37,36 +29,26 @@ def stages_per_rank(plan: Plan) -> int:
     return max(ranks.count(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "rounds", "gain"), some([(4, 1, 1.25), (4, 2, 1.1), (4, 4, 1.05), (8, 1, 1.25)], 2)
-)
-def test_they_shorten_a_step_of_few_micro_batches(num_ranks: int, rounds: int, gain: float) -> None:
+@pytest.mark.parametrize("case", some([(4, 1, 1.25), (4, 2, 1.1), (4, 4, 1.05), (8, 1, 1.25)], 2))
+def test_they_shorten_a_step_of_few_micro_batches(case: tuple[int, int, float]) -> None:
+    num_ranks, rounds, gain = case
     problem = equal_blocks(32, num_ranks, num_ranks * rounds)
-    plan, one = make_plan(problem), make_plan(single(problem))
+    plan, one = make_plan(problem), make_plan(constrained(problem, max_stages_per_rank=1))
     assert stages_per_rank(one) == 1 < stages_per_rank(plan) <= 4
     assert one.predicted_seconds > gain * plan.predicted_seconds
-    assert (
-        plan.bound_seconds <= plan.predicted_seconds and "with one stage a rank no plan takes less" in plan.bound_proof
-    )
-    assert (
-        sum(len(row) for row in RankOrders(plan, problem.graph).planned) == 2 * plan.num_stages * plan.num_micro_batches
-    )
+    assert plan.bound_seconds <= plan.predicted_seconds
+    assert "with one stage a rank no plan takes less" in plan.bound_proof
+    num_acts = sum(len(row) for row in RankOrders(plan, problem.graph).planned)
+    assert num_acts == 2 * plan.num_stages * plan.num_micro_batches
 
 
-def test_more_of_them_pay_where_ranks_are_many() -> None:
+def test_more_of_them_pay_where_ranks_are_many_within_a_setting_and_none_where_stages_are_tiny_or_links_slow() -> None:
     """A pipeline of many ranks is long to fill, so that more than four stages a rank are worth their messages."""
     assert 4 < stages_per_rank(make_plan(equal_blocks(136, 17, 17))) <= 8
-
-
-def test_a_setting_limits_them() -> None:
-    problem = equal_blocks(32, 4, 4)
     for most in (1, 2, 3):
-        assert stages_per_rank(make_plan(at_most(problem, most))) <= most
-
-
-def test_tiny_stages_and_slow_links_are_not_worth_it() -> None:
+        assert stages_per_rank(make_plan(equal_blocks(32, 4, 4, max_stages_per_rank=most))) <= most
     for more in ({"overhead": 0.05}, {"link": LinkCost(0.1, 1e9)}):
-        assert stages_per_rank(make_plan(equal_blocks(16, 4, 4, **more))) == 1  # type: ignore[arg-type]
+        assert stages_per_rank(make_plan(equal_blocks(16, 4, 4, **more))) == 1
 
 
 def test_the_stages_of_a_rank_share_its_process() -> None:
@@ -76,11 +58,8 @@ def test_the_stages_of_a_rank_share_its_process() -> None:
     used = [sum(s.memory_bytes for s in make_plan(problem).stages if rank in s.ranks) for rank in range(2)]
     own = tuple(1.001 * max(used) for _ in used)
     limits = tuple(each + process for each in own)
-    alone = make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=own)))
-    plan = make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=limits, process_bytes=process)))
+    alone = make_plan(on_cluster(problem, memory_bytes=own))
+    plan = make_plan(on_cluster(problem, memory_bytes=limits, process_bytes=process))
     assert plan.predicted_seconds <= alone.predicted_seconds and max(plan.rank_bytes()) <= max(limits)
-    valid_for = Fingerprint(problem.graph.fingerprint, num_ranks=2, memory_bytes=tuple(x - process for x in limits))
-    told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
-    assert not memory_complaint(plan, replace(valid_for, settings=told), problem.graph)
-    less = tuple(0.99 * (x - process) for x in plan.rank_bytes())
-    assert memory_complaint(plan, replace(valid_for, settings=told, memory_bytes=less), problem.graph)
+    assert not loading_complaint(plan, problem, (each - process for each in limits))
+    assert loading_complaint(plan, problem, (0.99 * (each - process) for each in plan.rank_bytes()))

@@ -17,11 +17,9 @@ from autovaruna.planner.stage_memory import Holdings, HoldingsOfRanges, MemoryMo
 from tests.planner.cases import make_graph, make_profile
 
 
-def most(
-    model: MemoryModel, held: Holdings[float], in_flight: int, needs_recompute: bool, share: float = math.inf
-) -> float:
-    """The most on one replica."""
-    return model.of_stage(held, needs_recompute).at(in_flight, share)
+def most(model: MemoryModel, held: Holdings[float], in_flight: int, share: float = math.inf) -> float:
+    """The most on one replica, without recompute."""
+    return model.of_stage(held, needs_recompute=False).at(in_flight, share)
 
 
 def case(seed: int) -> tuple[Graph, random.Random]:
@@ -81,21 +79,20 @@ def test_ranges_hold_what_the_stage_holds(seed: int) -> None:
 def test_a_value_is_relayed_from_user_to_user() -> None:
     """A value used by three later stages goes a -> b -> c, never a -> c."""
     graph = make_graph(6, num_skips=0)
-    far = type(graph.values[0])("far", 0, (2, 4), graph.values[0].size, True)
-    graph = Graph(graph.blocks, (far,), graph.inputs, graph.parameters, graph.fingerprint)
-    edges = Edges(graph).between(((0, 1), (2, 3), (4,), (5,)), 1)
+    far = replace(graph.values[0], name="far", consumers=(2, 4))
+    edges = Edges(replace(graph, values=(far,))).between(((0, 1), (2, 3), (4,), (5,)), 1)
     assert [(edge.source, edge.destination) for edge in edges] == [(0, 1), (1, 2)]
 
 
 def test_the_peak_is_that_of_the_optimizer_step_if_it_needs_more_than_micro_batches() -> None:
     """It needs its temporaries when no micro-batch is there any more; for all parameters at once, or one by one."""
     held = Holdings(10.0, 10.0, 4.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, saved=3.0, work=5.0)
-    plain, state = most(MemoryModel(2.0), held, 1, False), 10 + 1 + 3 * 10
+    plain, state = most(MemoryModel(2.0), held, 1), 10 + 1 + 3 * 10
     assert plain > state + 10
-    assert most(MemoryModel(2.0, work_of_largest=1.0), held, 1, False) == plain
-    assert most(MemoryModel(2.0, work_of_largest=20.0), held, 1, False) == state + 80
-    assert most(MemoryModel(2.0, work_of_all=5.0, work_of_largest=20.0), held, 1, False) == state + 50 + 80
-    assert most(MemoryModel(2.0, needs_gradient=False, work_of_all=50.0), held, 1, False) < plain
+    assert most(MemoryModel(2.0, work_of_largest=1.0), held, 1) == plain
+    assert most(MemoryModel(2.0, work_of_largest=20.0), held, 1) == state + 80
+    assert most(MemoryModel(2.0, work_of_all=5.0, work_of_largest=20.0), held, 1) == state + 50 + 80
+    assert most(MemoryModel(2.0, needs_gradient=False, work_of_all=50.0), held, 1) < plain
 
 
 def peak_by_hand(saved: Array, work: Array, gradients: Array, in_flight: int, share: int) -> float:
@@ -128,10 +125,10 @@ def test_the_peak_is_that_of_a_step_done_by_hand(seed: int) -> None:
     fixed, share = held.parameters + held.buffers, rng.randint(1, 4)
     for in_flight in range(1, share + 1):
         peak = fixed + peak_by_hand(saved, work, gradient_bytes(graph, graph.parameters), in_flight, share)
-        predicted = most(model, held, in_flight, needs_recompute=False, share=share)
+        predicted = most(model, held, in_flight, share)
         in_optimizer = model.of_stage(held, needs_recompute=False).least
         assert predicted == pytest.approx(max(peak, in_optimizer)) or in_flight == share > 1
-        assert max(peak, in_optimizer) - 1e-6 <= predicted <= most(model, held, in_flight, needs_recompute=False) + 1e-6
+        assert max(peak, in_optimizer) - 1e-6 <= predicted <= most(model, held, in_flight) + 1e-6
 
 
 def test_tied_parameters_count_once_with_an_accumulator_for_each_use() -> None:

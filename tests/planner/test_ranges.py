@@ -32,11 +32,8 @@ def test_lines_between_the_nearest_sizes(size: float, expected: float) -> None:
     assert costs.saved_bytes[0] == pytest.approx(100 * size)
 
 
-def test_one_size_scales_in_proportion() -> None:
+def test_one_size_scales_in_proportion_and_the_order_of_sizes_does_not_matter() -> None:
     assert CostTable(profile((2, 3.0))).at(6).forward_seconds[0] == pytest.approx(9.0)
-
-
-def test_order_of_sizes_does_not_matter() -> None:
     one, other = profile((1, 1.0), (4, 3.0)), profile((4, 3.0), (1, 1.0))
     assert CostTable(one).at(2.5).forward_seconds[0] == CostTable(other).at(2.5).forward_seconds[0]
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from autovaruna.planner.deployment import Fingerprint, memory_complaint
 from autovaruna.planner.infeasible import readable
 from autovaruna.planner.rank_memory import peak_of_instructions
 from autovaruna.planner.records import Peak, together
@@ -17,7 +16,7 @@ from autovaruna.planner.table import explain, plan_table
 from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
-from tests.planner.cases import make_problem, make_split
+from tests.planner.cases import loading_complaint, make_problem, make_split, on_cluster
 from tests.schedule.pipelines import chain, placed
 
 PROCESS = 3.0
@@ -33,7 +32,6 @@ def drawn_stage(chance: random.Random) -> StageBytes[float]:
 
 
 def by_hand(row: tuple[Instruction, ...], stages: dict[int, StageBytes[float]]) -> float:
-    """Counts anew at each instruction what every stage holds."""
     peak = sum(stage.least for stage in stages.values())
     for place, now in enumerate(row):
         total = 0.0
@@ -56,9 +54,8 @@ def test_it_is_the_most_of_any_moment_and_never_above_what_the_depths_allow(seed
     chance = random.Random(seed)
     num_stages, num_ranks, count = chance.randint(1, 6), chance.randint(1, 3), chance.randint(1, 7)
     recompute = chance.choice((None, 1.0))
-    pipeline = placed(
-        chain(num_stages, count, recompute=recompute), [(s % num_ranks,) for s in range(num_stages)], num_ranks
-    )
+    ranks = [(s % num_ranks,) for s in range(num_stages)]
+    pipeline = placed(chain(num_stages, count, recompute=recompute), ranks, num_ranks)
     schedule = simulate(pipeline, POLICIES[chance.choice(("1f1b", "interleaved", "varuna", "deepest_first"))]).schedule
     every = [drawn_stage(chance) for _ in range(num_stages)]
     for rank in range(min(num_ranks, num_stages)):
@@ -95,11 +92,8 @@ def test_a_rank_with_several_stages_takes_less_than_they_would_apart() -> None:
     problem = make_problem(16, 2, 4, num_stages=8, num_micro_batches=4)
     plan = make_plan(problem)
     apart = replace(plan, rank_memory_bytes=())
-    assert (
-        plan.rank_bytes()[0]
-        <= apart.rank_bytes()[0]
-        < sum(stage.memory_bytes for stage in plan.stages if 0 in stage.ranks)
-    )
+    of_stages = sum(stage.memory_bytes for stage in plan.stages if 0 in stage.ranks)
+    assert plan.rank_bytes()[0] <= apart.rank_bytes()[0] < of_stages
     assert "memory of ranks" in explain(plan, problem.graph)
 
 
@@ -107,11 +101,7 @@ def test_what_was_chosen_by_its_instructions_is_not_refused_when_it_is_loaded() 
     """Two stages a rank, whose depths may need more than the rank has."""
     problem = make_problem(7, 3, 12, seed=8, num_stages=6, max_stages_per_rank=2)
     limits = (0.8 * max(make_plan(problem).rank_bytes()),) * 3
-    problem = replace(problem, cluster=replace(problem.cluster, memory_bytes=limits))
-    plan = make_plan(problem)
+    plan = make_plan(on_cluster(problem, memory_bytes=limits))
     assert max(replace(plan, rank_memory_bytes=()).rank_bytes()) > limits[0] >= max(plan.rank_bytes())
-    told = {"optimizer_bytes_factor": problem.optimizer_bytes_factor}
-    valid_for = Fingerprint(problem.graph.fingerprint, num_ranks=plan.num_ranks, memory_bytes=limits, settings=told)
-    assert not memory_complaint(plan, valid_for, problem.graph)
-    less = tuple(0.9 * max(plan.rank_bytes()) for _ in limits)
-    assert "need" in memory_complaint(plan, replace(valid_for, memory_bytes=less), problem.graph)
+    assert not loading_complaint(plan, problem, limits)
+    assert "need" in loading_complaint(plan, problem, (0.9 * max(plan.rank_bytes()) for _ in limits))

@@ -12,7 +12,7 @@ from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import assert_near_the_best, small_problem
-from tests.planner.cases import make_problem, make_uneven
+from tests.planner.cases import constrained, make_problem, make_uneven
 from tests.products import some
 
 
@@ -49,7 +49,7 @@ def test_on_slow_links_more_is_in_flight_than_hides_messages_of_a_stage_in_lengt
     problem = make_problem(4, 2, 8, link=link, num_stages=2, num_micro_batches=8, schedule="1f1b")
     plan = make_plan(problem)
     assert plan.predicted_seconds == pytest.approx(plan.bound_seconds, rel=1e-4)
-    textbook = make_plan(replace(problem, constraints=replace(problem.constraints, in_flight=2)))
+    textbook = make_plan(constrained(problem, in_flight=2))
     assert plan.predicted_seconds < 0.95 * textbook.predicted_seconds
 
 
@@ -62,15 +62,11 @@ def test_a_cut_finds_a_place_that_no_step_leads_to() -> None:
     assert plan.stages[1].blocks[0] == 20
 
 
-def test_schedule_is_the_same_wherever_the_plan_is() -> None:
-    problem = make_problem(9, 3, 12, num_stages=3)
-    one, other = make_plan(problem), make_plan(problem)
+def test_progress_is_told_and_the_plan_is_the_same_wherever_it_is_made() -> None:
+    told: list[tuple[str, float]] = []
+    problem = make_problem(9, 3, 8, memory_bytes=1.6e6)
+    one, other = make_plan(problem, lambda what, share: told.append((what, share))), make_plan(problem)
     assert one == other
     assert RankOrders(one, problem.graph).planned == RankOrders(other, problem.graph).planned
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[str, float]] = []
-    make_plan(make_problem(12, 3, 8, memory_bytes=1.6e6), lambda what, share: told.append((what, share)))
     assert len({what for what, _ in told}) > 1
     assert all(0 <= share <= 1 for _, share in told)

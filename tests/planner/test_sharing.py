@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from autovaruna.errors import PlanError
-from autovaruna.planner.deployment import Fingerprint, deployment_of, load, memory_complaint, plan_from, save
+from autovaruna.planner.deployment import Fingerprint, deployment_of, load, plan_from, save
 from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.planner.search import make_plan, plan_with_sharing
 from autovaruna.profiler.records import OptimizerCost
-from tests.planner.cases import make_problem, with_memory
+from tests.planner.cases import constrained, loading_complaint, make_problem, with_memory
 
 choose: Any = partial(plan_with_sharing, make=make_plan)
 
@@ -27,15 +27,11 @@ def replicas(num_ranks: int, factor: float = 2.0, seconds_per_byte: float = 0.0,
     return replace(problem, optimizer_bytes_factor=factor, optimizer_cost=cost)
 
 
-def trained_bytes(problem: Problem) -> dict[str, float]:
-    return {each.name: each.num_bytes for each in problem.graph.parameters if each.needs_gradient}
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_rank_holds_less_by_the_state_that_others_own(num_ranks: int) -> None:
     problem = replicas(num_ranks)
     whole, shared = (max(choose(problem, each).rank_bytes()) for each in (False, True))
-    sizes = trained_bytes(problem)
+    sizes = {each.name: each.num_bytes for each in problem.graph.parameters if each.needs_gradient}
     owners = share_out(sizes, dict.fromkeys(sizes, range(num_ranks)))
     owned = max(sum(sizes[name] for name in sizes if owners[name] == rank) for rank in range(num_ranks))
     assert whole - shared == pytest.approx(2.0 * (sum(sizes.values()) - owned), rel=0.1)
@@ -58,8 +54,8 @@ def test_it_is_chosen_where_memory_is_short_and_it_is_faster_by_more_than_noise(
     plan = choose(with_memory(slow, limit), "auto")
     assert plan.shares_state and plan.predicted_seconds < 0.98 * choose(slow, False).predicted_seconds
     assert not choose(slow, "auto").shares_state and not choose(with_memory(quick, limit), "auto").shares_state
-    one_each = replace(slow, constraints=replace(slow.constraints, num_replicas=1, num_stages=4))
-    assert not choose(with_memory(one_each, limit), "auto").shares_state
+    one_each = constrained(with_memory(slow, limit), num_replicas=1, num_stages=4)
+    assert not choose(one_each, "auto").shares_state
 
 
 def test_a_step_of_the_optimizer_is_shared_and_weights_are_given_back() -> None:
@@ -73,9 +69,8 @@ def test_a_step_of_the_optimizer_is_shared_and_weights_are_given_back() -> None:
 def test_a_saved_plan_says_so_and_is_held_to_its_memory(tmp_path: Path) -> None:
     problem = replicas(4)
     plan = choose(problem, True)
-    limits = (1.01 * max(plan.rank_bytes()),) * 4
-    valid_for = Fingerprint(problem.graph.fingerprint, {}, 4, (4,), "cpu", limits, {"optimizer_bytes_factor": 2.0})
-    save(tmp_path / "plan.json", deployment_of(plan, problem.graph, valid_for))
+    save(tmp_path / "plan.json", deployment_of(plan, problem.graph, Fingerprint("g", num_ranks=4, hosts=(4,))))
     loaded: Plan = plan_from(load(tmp_path / "plan.json"), problem.graph)
     assert loaded.shares_state
-    assert memory_complaint(replace(loaded, shares_state=False), valid_for, problem.graph).startswith("rank 0 has")
+    limits = (1.01 * max(plan.rank_bytes()),) * 4
+    assert loading_complaint(replace(loaded, shares_state=False), problem, limits).startswith("rank 0 has")

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from autovaruna.planner.problem import Problem
 from autovaruna.planner.records import Simplicity
 from autovaruna.planner.search import make_plan, plan_and_choices
 from autovaruna.planner.shapes import Grid, grids_of
 from autovaruna.planner.table import explain
-from tests.planner.cases import make_problem
+from tests.planner.cases import constrained, make_problem, with_memory
 from tests.products import some
-
-
-def within(problem: Problem, simplicity: float) -> Problem:
-    return replace(problem, constraints=replace(problem.constraints, simplicity=simplicity))
 
 
 @pytest.mark.parametrize("seed", some(range(12), 6))
 def test_the_chosen_plan_is_within_the_share_and_no_grid_there_is_simpler(seed: int) -> None:
     problem = make_problem(10, 4, 12, seed)
-    fastest, (chosen, rows) = make_plan(within(problem, 0.0)), plan_and_choices(within(problem, 0.02))
+    fastest, (chosen, rows) = (
+        make_plan(constrained(problem, simplicity=0.0)),
+        plan_and_choices(constrained(problem, simplicity=0.02)),
+    )
     limit = 1.02 * fastest.predicted_seconds
     assert fastest.predicted_seconds <= chosen.predicted_seconds <= limit
     assert Simplicity.of(chosen) <= Simplicity.of(fastest)
@@ -32,7 +28,7 @@ def test_the_chosen_plan_is_within_the_share_and_no_grid_there_is_simpler(seed: 
 def test_the_printout_names_what_was_given_up() -> None:
     """Of its plans the fastest has more stages than one that takes hardly longer."""
     problem = make_problem(12, 4, 16, 3, num_replicas=1, max_stages_per_rank=1)
-    chosen, fastest = make_plan(within(problem, 0.9)), make_plan(within(problem, 0.0))
+    chosen, fastest = make_plan(constrained(problem, simplicity=0.9)), make_plan(constrained(problem, simplicity=0.0))
     assert chosen.num_stages < fastest.num_stages and chosen.predicted_seconds > fastest.predicted_seconds
     gain = f"{1 - fastest.predicted_seconds / chosen.predicted_seconds:.1%}"
     assert chosen.given_up == f"a plan with {fastest.num_stages} stages is predicted {gain} faster"
@@ -42,7 +38,7 @@ def test_the_printout_names_what_was_given_up() -> None:
 
 def test_all_grids_are_rows_of_the_table_the_fastest_first() -> None:
     problem = make_problem(12, 4, 16)
-    plan, rows = plan_and_choices(within(problem, 0.02))
+    plan, rows = plan_and_choices(constrained(problem, simplicity=0.02))
     found = {Grid(row.num_stages, len(row.stages[0].ranks), row.num_micro_batches) for row in rows}
     assert len(found) == len(rows) and found == set(grids_of(problem, 12))
     assert [row.predicted_seconds for row in rows] == sorted(row.predicted_seconds for row in rows)
@@ -67,6 +63,5 @@ def test_micro_batches_of_one_sample_are_a_row_where_replicas_do_not_divide_the_
     problem = make_problem(8, 4, 13, num_stages=2, num_replicas=2)
     counts = [grid.num_micro_batches for grid in grids_of(problem, 8)]
     assert counts == [2, 4, 8, 12, 13]
-    tight = replace(problem, cluster=replace(problem.cluster, memory_bytes=(8.8e5,) * 4))
-    plan, rows = plan_and_choices(tight)
+    plan, rows = plan_and_choices(with_memory(problem, 8.8e5))
     assert plan.num_micro_batches == 13 and [row.num_micro_batches for row in rows] == [13]

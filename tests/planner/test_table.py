@@ -32,12 +32,8 @@ def test_a_plan_is_summed_up_in_two_lines(num_stages: int, more: str) -> None:
     problem = make_problem(8, num_stages, 12, num_stages=num_stages)
     plan = make_plan(problem)
     first, second = summary(plan, problem.graph).splitlines()
-    assert (
-        first
-        == f"{num_stages} stages, {plan.num_micro_batches} micro-batches, {plan.schedule}: predicted "
-        + seconds(plan.predicted_seconds)
-        + " a step"
-    )
+    start = f"{num_stages} stages, {plan.num_micro_batches} micro-batches, {plan.schedule}: predicted "
+    assert first == f"{start}{seconds(plan.predicted_seconds)} a step"
     assert f"rank 1: {module_range(plan.stages[1].blocks, problem.graph)}, " in second and second.endswith(more)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,15 +11,12 @@ from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import layouts
 from autovaruna.profiler.records import LinkCost
 from tests.planner.brute import assert_near_the_best
-from tests.planner.cases import make_problem
+from tests.planner.cases import make_problem, on_cluster
 from tests.products import some
 
-SLOW = LinkCost(1e-3, 1e7)
 
-
-def on_hosts(problem: Problem, hosts: str, **more: object) -> Problem:
-    cluster = replace(problem.cluster, hosts=tuple(hosts), remote_link=SLOW, **more)  # type: ignore[arg-type]
-    return replace(problem, cluster=cluster)
+def on_hosts(problem: Problem, hosts: str, **more: Any) -> Problem:
+    return on_cluster(problem, hosts=tuple(hosts), **{"remote_link": LinkCost(1e-3, 1e7), **more})
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab"])
@@ -51,22 +48,18 @@ def test_hosts_hold_groups_of_replicas_of_neighbouring_stages() -> None:
 def test_a_plan_of_few_ranks_stays_on_the_host_that_has_them(most_each: int) -> None:
     """The hosts before it have a rank each, and what leaves a host takes longer than all work."""
     problem = make_problem(32, 4, 16, num_micro_batches=5, max_stages_per_rank=most_each, recompute="none")
-    far = replace(problem.cluster, hosts=tuple("abbc"), remote_link=LinkCost(3.0, 1e5), all_reduce_bytes_per_second=1e4)
-    assert {rank for stage in make_plan(replace(problem, cluster=far)).stages for rank in stage.ranks} == {1, 2}
+    far = on_hosts(problem, "abbc", remote_link=LinkCost(3.0, 1e5), all_reduce_bytes_per_second=1e4)
+    assert {rank for stage in make_plan(far).stages for rank in stage.ranks} == {1, 2}
 
 
-def test_a_slow_rank_holds_the_least_work_wherever_it_is() -> None:
+def test_a_slow_rank_holds_the_least_work_wherever_it_is_and_none_where_it_only_holds_up_the_others() -> None:
     for slow in some(range(4), 2):
         speeds = tuple(0.25 if rank == slow else 1.0 for rank in range(4))
         problem = make_problem(16, 4, 16, num_stages=4, num_replicas=1)
-        plan = make_plan(replace(problem, cluster=replace(problem.cluster, speeds=speeds)))
+        plan = make_plan(on_cluster(problem, speeds=speeds))
         work = {stage.ranks[0]: stage.forward_seconds + stage.backward_seconds for stage in plan.stages}
         assert min(work, key=work.__getitem__) == slow
-
-
-def test_a_rank_that_only_holds_up_the_others_stays_idle() -> None:
-    problem = make_problem(6, 3, 8)
-    plan = make_plan(replace(problem, cluster=replace(problem.cluster, speeds=(1.0, 0.01, 1.0))))
+    plan = make_plan(on_cluster(make_problem(6, 3, 8), speeds=(1.0, 0.01, 1.0)))
     assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 2}
 
 
@@ -78,6 +71,6 @@ def test_a_replica_with_one_micro_batch_less_needs_memory_for_fewer(count: int, 
     free = make_plan(problem)
     limits = tuple(1.001 * needed for needed in free.rank_bytes())
     assert limits[1] < free.rank_bytes()[0]
-    plan = make_plan(replace(problem, cluster=replace(problem.cluster, memory_bytes=limits)))
+    plan = make_plan(on_cluster(problem, memory_bytes=limits))
     assert plan.stages[0].ranks == free.stages[0].ranks == (0, 1)
     assert plan.bound_seconds <= plan.predicted_seconds == free.predicted_seconds

@@ -33,7 +33,6 @@ class WorkClock(TorchDispatchMode):
         self._formulas: dict[Any, Callable[..., int]] = flop_formulas()
 
     def __call__(self) -> float:
-        """Reads the clock."""
         return self.seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

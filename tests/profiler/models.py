@@ -34,7 +34,6 @@ class Mlp(nn.Module):
 
 
 def traced(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> TracedModel:
-    """Traces one call of a model on the CPU."""
     return trace(model, describe(model, args, kwargs)[1], CPU)
 
 

@@ -12,6 +12,10 @@ from torch.optim import Optimizer
 from tests.reference import MakeOptimizer
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 class EachAlone(Optimizer):
     """Updates one parameter after the other; what makes an update of a gradient is for the class to say."""
 
@@ -20,7 +24,6 @@ class EachAlone(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes a step."""
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
@@ -50,10 +53,8 @@ class Lamb(AdaBelief):
         self.max_norm = max_norm
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes a step."""
-        every = [each for group in self.param_groups for each in group["params"]]
         if self.max_norm:
-            nn.utils.clip_grad_norm_(every, self.max_norm)
+            nn.utils.clip_grad_norm_(parameters_of(self), self.max_norm)
         super().step()
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
@@ -68,16 +69,14 @@ class Prodigy(EachAlone):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes a step."""
         joined, total = 0.0, 0.0
-        for group in self.param_groups:
-            for each in group["params"]:
-                state = self.state[each]
-                start = state.setdefault("start", each.clone())
-                total_of_one = state.setdefault("total", torch.zeros_like(each))
-                total_of_one += each.grad
-                joined += float((each.grad * (start - each)).sum())
-                total += float(total_of_one.abs().sum())
+        for each in parameters_of(self):
+            state = self.state[each]
+            start = state.setdefault("start", each.clone())
+            total_of_one = state.setdefault("total", torch.zeros_like(each))
+            total_of_one += each.grad
+            joined += float((each.grad * (start - each)).sum())
+            total += float(total_of_one.abs().sum())
         self.distance = max(self.distance, joined / total)
         super().step()
 
@@ -98,22 +97,19 @@ class Lookahead(Optimizer):
     def __init__(self, base: Optimizer) -> None:
         self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
         self.state = {}  # type: ignore[assignment]
-        self.slow = {each: each.detach().clone() for group in base.param_groups for each in group["params"]}
+        self.slow = {each: each.detach().clone() for each in parameters_of(base)}
         self.num_steps = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients."""
         self.base.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes a step."""
         self.base.step()
         self.num_steps += 1
         if self.num_steps % 2 == 0:
-            for group in self.param_groups:
-                for each in group["params"]:
-                    self.slow[each].lerp_(each.detach(), 0.5)
-                    each.data.copy_(self.slow[each])
+            for each in parameters_of(self):
+                self.slow[each].lerp_(each.detach(), 0.5)
+                each.data.copy_(self.slow[each])
 
 
 class Sam(Optimizer):
@@ -126,8 +122,7 @@ class Sam(Optimizer):
 
     @torch.no_grad()
     def first_step(self) -> None:
-        """Goes up."""
-        every = [each for group in self.param_groups for each in group["params"]]
+        every = parameters_of(self)
         norm = torch.stack([each.grad.norm() for each in every]).norm()
         for each in every:
             self.state[each]["up"] = each.grad * 0.05 / norm
@@ -136,13 +131,11 @@ class Sam(Optimizer):
     @torch.no_grad()
     def second_step(self) -> None:
         """Goes back, and makes a step with the gradient from there."""
-        for group in self.param_groups:
-            for each in group["params"]:
-                each.sub_(self.state[each]["up"])
+        for each in parameters_of(self):
+            each.sub_(self.state[each]["up"])
         self.base.step()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes both."""
         assert closure is not None, "SAM needs a closure"
         for act in (self.first_step, self.second_step):
             with torch.enable_grad():
@@ -158,21 +151,17 @@ class Unknown(EachAlone):
         self.held, self.does_join = nn.Linear(1, 1), does_join
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes a step."""
-        every = [each for group in self.param_groups for each in group["params"]]
-        self.total = sum(each.grad.square().sum() for each in every) if self.does_join else 1.0
+        self.total = sum(each.grad.square().sum() for each in parameters_of(self)) if self.does_join else 1.0
         super().step()
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         return gradient / (1 + gradient.norm()) / self.total
 
 
-def lookahead(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Makes Lookahead around Adam."""
-    return Lookahead(torch.optim.Adam(parameters, lr=0.01))
-
-
-SEPARATE: dict[str, MakeOptimizer] = {"lamb": Lamb, "lookahead": lookahead}
+SEPARATE: dict[str, MakeOptimizer] = {
+    "lamb": Lamb,
+    "lookahead": lambda parameters: Lookahead(torch.optim.Adam(parameters, lr=0.01)),
+}
 JOINT: dict[str, MakeOptimizer] = {
     "lamb_that_clips": lambda parameters: Lamb(parameters, max_norm=0.1),
     "prodigy": Prodigy,

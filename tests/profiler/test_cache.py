@@ -45,12 +45,9 @@ def measured(model: nn.Module, known: dict[Key, PartCost], *args: Tensor) -> dic
     return measure(traced(model, *args), model, [2], CPU, iterations=1, known=known)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_what_is_written_is_read_again_but_for_another_environment_or_more_samples(tmp_path: Path) -> None:
     cache(tmp_path).write({KEY: COST})
     assert cache(tmp_path).read({KEY: PART, ("other", 4): PART, ("abc", 8): PART}) == {KEY: COST}
-
-
-def test_costs_of_another_environment_or_of_fewer_samples_are_not_used(tmp_path: Path) -> None:
     cache(tmp_path, 3).write({KEY: COST})
     assert cache(tmp_path, 2).read(PARTS) and cache(tmp_path, 3).read(PARTS)
     assert not cache(tmp_path, 4).read(PARTS)
@@ -103,16 +100,10 @@ def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
     assert measured(Mlp(28), known, torch.zeros(3, WIDTH)).keys() <= layers, "runs of layers end elsewhere"
 
 
-class Step(nn.Module):
-    """Runs one operation whose cost may differ."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, frozen: bool = False, p: float = 0.0) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(not frozen)
-        self.drop = nn.Dropout(p)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.linear(x)).square().mean()
+def step(dtype: torch.dtype = torch.float32, frozen: bool = False, p: float = 0.0) -> nn.Module:
+    """Returns a model of one operation whose cost may differ."""
+    linear = nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(not frozen)
+    return Function(lambda self, x: self.drop(self.linear(x)).square().mean(), linear=linear, drop=nn.Dropout(p))
 
 
 def signatures(model: nn.Module, x: Tensor) -> set[str]:
@@ -121,15 +112,15 @@ def signatures(model: nn.Module, x: Tensor) -> set[str]:
 
 def test_whatever_changes_the_time_changes_the_signature() -> None:
     x = torch.zeros(3, 4, WIDTH)
-    usual = signatures(Step(), x)
-    assert usual == signatures(Step(), torch.zeros(6, 4, WIDTH))
-    assert not usual & signatures(Step(), torch.zeros(3, 5, WIDTH))
-    assert not usual & signatures(Step(torch.float64), x.double())
-    assert usual != signatures(Step(frozen=True), x)
-    assert usual != signatures(Step(p=0.5), x) != signatures(Step(p=0.5).eval(), x)
-    assert usual != signatures(Step(), x.transpose(1, 2).contiguous().transpose(1, 2).clone().requires_grad_())
+    usual = signatures(step(), x)
+    assert usual == signatures(step(), torch.zeros(6, 4, WIDTH))
+    assert not usual & signatures(step(), torch.zeros(3, 5, WIDTH))
+    assert not usual & signatures(step(torch.float64), x.double())
+    assert usual != signatures(step(frozen=True), x)
+    assert usual != signatures(step(p=0.5), x) != signatures(step(p=0.5).eval(), x)
+    assert usual != signatures(step(), x.transpose(1, 2).contiguous().transpose(1, 2).clone().requires_grad_())
     with torch.no_grad():
-        assert not usual & signatures(Step(), x)
+        assert not usual & signatures(step(), x)
 
 
 def test_operators_of_other_libraries_are_measured_each_time() -> None:

@@ -14,7 +14,9 @@ from autovaruna.profiler.optimizer_cost import measure_step, state_factor, work_
 from autovaruna.profiler.optimizer_trial import steps_of
 from tests.profiler.clock import WorkClock, work_clock
 from tests.profiler.models import CPU
-from tests.profiler.own_optimizers import JOINT, SEPARATE, EachAlone, Lamb, Langevin, Unknown
+from tests.profiler.own_optimizers import JOINT, SEPARATE, EachAlone, Lamb, Langevin, Unknown, parameters_of
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def kept_factor(optimizer: torch.optim.Optimizer) -> float:
@@ -26,18 +28,13 @@ def kept_factor(optimizer: torch.optim.Optimizer) -> float:
     return float(sum(value.nbytes for value in state) / sum(parameter.nbytes for parameter in parameters_of(optimizer)))
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Returns those of all groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Returns matrices, with momentum, and vectors, without."""
     matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
     return [{"params": matrices, "momentum": 0.9}, {"params": vectors}]
 
 
-MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+MAKERS: dict[str, Make] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(model.parameters()),
@@ -87,9 +84,7 @@ def plain_step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer, clock
 
 
 @pytest.mark.parametrize("make", [MAKERS["sgd"], MAKERS["adamw"], lambda model: Cubic(model.parameters(), lr=0.1)])
-def test_the_steps_of_a_model_are_predicted_from_its_own_shapes(
-    make: Callable[[nn.Module], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_steps_of_a_model_are_predicted_from_its_own_shapes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, tensors of a fixed size were tried out: a step that grows with the side of a matrix took minutes."""
     model = nn.Sequential(*(nn.Linear(48, 96, bias=False) for _ in range(3)), nn.Linear(8, 48, bias=False))
     monkeypatch.setattr(optimizer_cost, "_BUDGET_SECONDS", 100.0)  # of this clock
@@ -156,13 +151,10 @@ class OverGroups(EachAlone):
                 each.data.sub_(each.grad, alpha=1e-3 * (size if number else 1.0))
 
 
-def test_noise_small_gradients_and_groups_are_seen() -> None:
+def test_noise_small_gradients_and_groups_are_seen_and_what_cannot_be_tried_says_why() -> None:
     assert steps_of(Langevin(parameters()), CPU).kind == "random"
     assert steps_of(Decays(parameters()), CPU).kind == "joint"
     assert steps_of(OverGroups([{"params": [each]} for each in parameters()[:2]]), CPU).kind == "joint"  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_tried_says_why() -> None:
     assert "its attribute held holds a Linear" in steps_of(Unknown(parameters()), CPU).what
 
 
@@ -205,9 +197,8 @@ def test_a_step_with_a_closure_is_tried_out() -> None:
 def test_a_parameter_alone_is_tried_beside_one_like_it(name: str) -> None:
     """Once, a tied weight alone was no subject for a trial, and its optimizer's state could not be shared."""
     optimizer = {**SEPARATE, **JOINT}[name](parameters()[:1])
-    assert steps_of(optimizer, CPU).kind == (
-        "separate" if name in SEPARATE else "joint" if name == "lbfgs" else "unknown"
-    )
+    kind = "separate" if name in SEPARATE else "joint" if name == "lbfgs" else "unknown"
+    assert steps_of(optimizer, CPU).kind == kind
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
     frozen = torch.optim.SGD([each.requires_grad_(False) for each in parameters()], lr=0.1)
     assert steps_of(frozen, CPU).kind == "separate"

@@ -38,16 +38,13 @@ def test_arithmetic_is_that_of_the_real_forward_and_backward(name: str) -> None:
     assert 1e12 * sum(cost.backward_seconds for cost in costs) == pytest.approx(backward.get_total_flops(), rel=0.01)
 
 
-def test_attention_counts_as_the_products_that_it_stands_for() -> None:
+def test_attention_and_recurrent_layers_count_their_products() -> None:
     query, key, value = (torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3))
     with flop_counter() as kernel:
         torch.nn.functional.scaled_dot_product_attention(query, key, value)
     with flop_counter() as products:
         (query @ key.transpose(-1, -2)).softmax(-1) @ value
     assert kernel.get_total_flops() == products.get_total_flops() > 0
-
-
-def test_recurrent_layers_count_their_products() -> None:
     lstm = nn.LSTM(8, 16, num_layers=2, bidirectional=True)
     with flop_counter() as counter:
         lstm(torch.randn(5, 3, 8))
@@ -55,9 +52,7 @@ def test_recurrent_layers_count_their_products() -> None:
 
 
 @pytest.mark.parametrize("name", some(["gpt2", "t5", "resnet", "bert", "dropout", "moving_average"], 3))
-def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_those_that_are_counted_when_a_model_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what kernels take for themselves: only who runs them finds out."""
     monkeypatch.setattr(bytes, "is_profiler_enabled", lambda: True)
     model, graph, tensors = traced_case(name, 3)
@@ -68,7 +63,7 @@ def test_bytes_are_those_that_are_counted_when_the_model_is_measured(
         assert found == pytest.approx(real, rel=0.1)
 
 
-def test_seconds_are_the_greatest_of_arithmetic_bytes_and_the_least_time() -> None:
+def test_seconds_are_the_greatest_of_arithmetic_bytes_and_the_least_time_and_say_that_they_are_predicted() -> None:
     model = Mlp(1)
     graph = traced(model, torch.zeros(3, WIDTH))
 
@@ -82,6 +77,9 @@ def test_seconds_are_the_greatest_of_arithmetic_bytes_and_the_least_time() -> No
     assert forward(flops_per_second={"float32": 1.0}) == pytest.approx(2 * 8 * WIDTH * WIDTH)
     assert forward(bytes_per_second=4.0) == pytest.approx(product + relu + square + mean)
     assert forward(operation_seconds=1.0) == pytest.approx(4)
+    predicted = predict(graph, model, [1, 4], SPEC)
+    assert not predicted.is_measured and predicted.device == "test" and predicted.micro_batch_sizes == (1, 4)
+    assert optimizer_cost(SPEC, 2.0).seconds(1, 100) == pytest.approx(700 / 1e11)
 
 
 def test_views_and_lookups_touch_no_more_than_they_must() -> None:
@@ -96,13 +94,6 @@ def test_views_and_lookups_touch_no_more_than_they_must() -> None:
     assert touched(aten.relu_.default, table) == 2 * table.numel() * 4
     assert touched(aten.copy_.default, table, torch.zeros(100, 8)) == 2 * table.numel() * 4
     assert touched(aten.add.Tensor, table, torch.zeros(1, 8).expand(100, 8)) == 2 * table.numel() * 4 + 8 * 4
-
-
-def test_a_prediction_says_that_it_is_one() -> None:
-    model = Mlp(2)
-    predicted = predict(traced(model, torch.zeros(3, WIDTH)), model, [1, 4], SPEC)
-    assert not predicted.is_measured and predicted.device == "test" and predicted.micro_batch_sizes == (1, 4)
-    assert optimizer_cost(SPEC, 2.0).seconds(1, 100) == pytest.approx(700 / 1e11)
 
 
 def test_a_model_on_meta_is_predicted_and_a_second_layer_costs_nothing_to_predict() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -43,13 +44,11 @@ def chain(
 
 
 def placed(pipeline: Pipeline, placement: list[tuple[int, ...]], num_ranks: int) -> Pipeline:
-    """Returns the pipeline with the ranks of each stage replaced."""
     stages = [dataclasses.replace(s, ranks=ranks) for s, ranks in zip(pipeline.stages, placement, strict=True)]
     return dataclasses.replace(pipeline, stages=tuple(stages), num_ranks=num_ranks)
 
 
 def deepened(pipeline: Pipeline) -> Pipeline:
-    """Returns the pipeline with the depth that gpipe needs."""
     stages = [dataclasses.replace(s, in_flight=deepest_in_flight(pipeline, i)) for i, s in enumerate(pipeline.stages)]
     return dataclasses.replace(pipeline, stages=tuple(stages))
 
@@ -58,7 +57,10 @@ def random_pipeline(seed: int) -> Pipeline:
     """Returns stages of any times, depths, replicas and speeds, anywhere on the ranks, with skips and joins."""
     dice = random.Random(seed)
     num_stages, num_ranks = dice.randint(1, 6), dice.randint(1, 5)
-    links = {(a, b): _random_link(dice) for a in range(num_ranks) for b in range(num_ranks)}
+    links = {
+        (a, b): LinkCost(dice.choice((0.0, 0.3, 2.0)), dice.choice((1.0, 3.0, float("inf"))))
+        for a, b in itertools.product(range(num_ranks), repeat=2)
+    }
     return Pipeline(
         stages=tuple(_random_stage(dice, num_ranks) for _ in range(num_stages)),
         edges=tuple(_random_edges(dice, num_stages)),
@@ -69,10 +71,6 @@ def random_pipeline(seed: int) -> Pipeline:
         overhead_seconds=dice.choice((0.0, 0.1)),
         optimizer_seconds=dice.choice(((), tuple(dice.random() for _ in range(num_ranks)))),
     )
-
-
-def _random_link(dice: random.Random) -> LinkCost:
-    return LinkCost(dice.choice((0.0, 0.3, 2.0)), dice.choice((1.0, 3.0, float("inf"))))
 
 
 def _random_stage(dice: random.Random, num_ranks: int) -> StageTimes:

@@ -9,6 +9,7 @@ import random
 import re
 import statistics
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -16,16 +17,7 @@ from autovaruna.errors import ScheduleError
 from autovaruna.profiler.records import LinkCost
 from autovaruna.schedule.bound import lower_bound
 from autovaruna.schedule.check import check
-from autovaruna.schedule.pipeline import (
-    Instruction,
-    Kind,
-    Pipeline,
-    Schedule,
-    StageTimes,
-    latency_depth,
-    slices,
-    textbook_depth,
-)
+from autovaruna.schedule.pipeline import Instruction, Kind, Pipeline, Schedule, latency_depth, slices, textbook_depth
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import replay, simulate
 from tests.schedule.pipelines import bound_at_depths, chain, deepened, placed, random_pipeline, step_seconds
@@ -87,22 +79,14 @@ def test_a_bound_knows_which_ranks_talk_to_each_other() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_interleaved_stages_at_any_depth(name: str) -> None:
-    """Several stages a rank: round robin, folded back, and all on one rank, down to a depth of 1."""
-    placements = [[0, 1, 0, 1], [0, 1, 2, 0, 1, 2], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0], [0, 0, 0]]
-    for placement, depth, num_micro_batches in product(placements, (1, 2, 4), (1, 3, 8)):
-        pipeline = chain(
-            len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d, recompute=1.0, weight=0.5
-        )
-        assert_laws(placed(pipeline, [(rank,) for rank in placement], max(placement) + 1), name)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_replicas_in_a_grid_and_unequal(name: str) -> None:
-    placements = [[(0, 1), (2, 3)], [(0, 1), (2, 3, 4)], [(0, 1, 2), (3,)], [(0,), (1, 2, 3), (0, 3)], [(0, 1, 2)]]
-    for placement, depth, num_micro_batches in product(placements, (1, 3), (1, 2, 7)):
-        pipeline = chain(len(placement), num_micro_batches, latency=0.25, depth=lambda n, s, d=depth: d, weight=0.5)
-        assert_laws(placed(pipeline, placement, 6), name)
+def test_interleaved_stages_and_replicas_at_any_depth(name: str) -> None:
+    """Several stages a rank, round robin, folded back, and all on one rank; replicas in a grid and unequal."""
+    orders = [0, 1, 0, 1], [0, 1, 2, 0, 1, 2], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0], [0, 0, 0]
+    shared = [[(rank,) for rank in ranks] for ranks in orders]
+    grids = [[(0, 1), (2, 3)], [(0, 1), (2, 3, 4)], [(0, 1, 2), (3,)], [(0,), (1, 2, 3), (0, 3)], [(0, 1, 2)]]
+    for placement, depth, count in [*product(shared, (1, 2, 4), (1, 3, 8)), *product(grids, (1, 3), (1, 2, 7))]:
+        how = {"latency": 0.25, "weight": 0.5, "recompute": 1.0 if placement in shared else None}
+        assert_laws(placed(chain(len(placement), count, depth=lambda n, s, d=depth: d, **how), placement, 6), name)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "varuna", "zero_bubble"])
@@ -210,19 +194,13 @@ def test_the_slices_of_a_mini_batch_follow_each_other_and_are_even() -> None:
             assert sum(sizes) == samples and sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
-def test_equal_replicas_have_the_textbook_numbers() -> None:
+def test_depths_of_equal_and_unequal_replicas_and_textbook_depth_is_enough_without_latency() -> None:
     for num_replicas in ((), (1,) * 4, (3,) * 4):
         assert [textbook_depth(4, stage, num_replicas) for stage in range(4)] == [4, 3, 2, 1]
         assert [latency_depth(4, stage, num_replicas) for stage in range(4)] == [7, 5, 3, 1]
-
-
-def test_unequal_replicas_need_one_micro_batch_in_each_later_replica() -> None:
     assert [textbook_depth(3, stage, (1, 2, 4)) for stage in range(3)] == [7, 3, 1]
     assert [textbook_depth(3, stage, (4, 2, 1)) for stage in range(3)] == [2, 2, 1]
     assert [latency_depth(3, stage, (1, 2, 4)) for stage in range(3)] == [13, 5, 1]
-
-
-def test_textbook_depth_is_enough_without_latency_and_one_less_is_not() -> None:
     for num_stages in range(2, 6):
         enough = chain(num_stages, 12, 1.0, 2.0)
         less = chain(num_stages, 12, 1.0, 2.0, depth=lambda n, s: max(1, textbook_depth(n, s) - 1))
@@ -230,21 +208,10 @@ def test_textbook_depth_is_enough_without_latency_and_one_less_is_not() -> None:
         assert simulate(less, POLICIES["1f1b"]).step_seconds > lower_bound(less)
 
 
-DEPTHS = {"textbook": textbook_depth, "latency": latency_depth}
-
-
-def in_turn(
-    num_ranks: int, each: int, num_micro_batches: int, depth: str = "textbook", latency: float = 0.0
-) -> Pipeline:
+def in_turn(num_ranks: int, each: int, num_micro_batches: int, depth: Any, latency: float = 0.0) -> Pipeline:
     """Equal stages, `each` of them on every rank, in turn; one rank's forwards and backwards take 3 seconds."""
-    pipeline = chain(num_ranks * each, num_micro_batches, 1 / each, 2 / each, latency, depth=DEPTHS[depth])
+    pipeline = chain(num_ranks * each, num_micro_batches, 1 / each, 2 / each, latency, depth)
     return placed(pipeline, [(s % num_ranks,) for s in range(num_ranks * each)], num_ranks)
-
-
-def scaled(stage: StageTimes, factor: float) -> StageTimes:
-    """A stage that takes longer or shorter."""
-    seconds = stage.forward_seconds * factor, stage.backward_seconds * factor
-    return dataclasses.replace(stage, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
 
 def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd() -> None:
@@ -254,8 +221,10 @@ def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd(
     for _ in range(40):
         num_ranks, each = chance.choice((2, 3, 4, 6, 8)), chance.choice((2, 3, 4))
         count = int(num_ranks * chance.choice((1, 1.3, 1.5, 2, 2.7, 3, 4)))
-        pipeline = in_turn(num_ranks, each, count, "latency", latency=0.1)
-        stages = [scaled(stage, chance.uniform(0.85, 1.15)) for stage in pipeline.stages]
+        pipeline = in_turn(num_ranks, each, count, latency_depth, latency=0.1)
+        factors = [chance.uniform(0.85, 1.15) for _ in pipeline.stages]
+        times = [{"forward_seconds": factor / each, "backward_seconds": 2 * factor / each} for factor in factors]
+        stages = [dataclasses.replace(s, **seconds) for s, seconds in zip(pipeline.stages, times, strict=True)]
         pipeline = dataclasses.replace(pipeline, stages=tuple(stages))
         for name, found in over.items():
             found.append(simulate(pipeline, POLICIES[name]).step_seconds / lower_bound(pipeline))
@@ -264,7 +233,7 @@ def test_rounds_stay_near_the_bound_where_messages_take_time_and_counts_are_odd(
 
 def test_the_turn_is_the_ranks_own() -> None:
     """1F1B, where each stage takes its own turns, is never faster."""
-    best_depths = {"interleaved": "latency", "deepest_first": "textbook"}
+    best_depths = {"interleaved": latency_depth, "deepest_first": textbook_depth}
     for num_ranks, each, rounds in product((2, 4, 8), (2, 4), (2, 4)):
         for name, depth in best_depths.items():
             pipeline = in_turn(num_ranks, each, num_ranks * rounds, depth)

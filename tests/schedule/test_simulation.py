@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from dataclasses import replace
@@ -39,13 +38,9 @@ def test_textbook_depth_pays_for_latency_and_the_deeper_one_hides_it() -> None:
     for num_stages, latency in itertools.product((2, 3, 4, 6), (0.25, 0.5, 1.0)):
         textbook = chain(num_stages, 24, F, B, latency)
         deeper = chain(num_stages, 24, F, B, latency, latency_depth)
-        assert (
-            seconds(deeper) == lower_bound(deeper) == (24 + num_stages - 1) * (F + B) + 2 * (num_stages - 1) * latency
-        )
+        expected = (24 + num_stages - 1) * (F + B) + 2 * (num_stages - 1) * latency
+        assert seconds(deeper) == lower_bound(deeper) == expected
         assert seconds(textbook) > 1.05 * seconds(deeper)
-
-
-def test_varuna_beats_textbook_1f1b_on_slow_links() -> None:
     for latency in (1.0, 2.0, 4.0):
         textbook = chain(4, 16, F, B, latency, recompute=F)
         deeper = chain(4, 16, F, B, latency, latency_depth, recompute=F)
@@ -68,8 +63,8 @@ def test_split_backwards_reach_the_bound() -> None:
 
 def test_gradients_are_summed_after_the_last_of_them() -> None:
     pipeline = chain(2, 3, 1.0, 2.0, weight=1.0)
-    stages = tuple(dataclasses.replace(stage, reduce_seconds=0.5) for stage in pipeline.stages)
-    simulation = simulate(dataclasses.replace(pipeline, stages=stages), POLICIES["zero_bubble"])
+    stages = tuple(replace(stage, reduce_seconds=0.5) for stage in pipeline.stages)
+    simulation = simulate(replace(pipeline, stages=stages), POLICIES["zero_bubble"])
     for reduction in simulation.reductions:
         assert reduction.start_seconds == simulation.acts[reduction.stage][-1][1]
         assert simulation.acts[reduction.stage][-1][3] is Kind.WEIGHT
@@ -84,39 +79,33 @@ def test_replicas_share_the_micro_batches() -> None:
 
 
 def test_forward_only_is_the_forwards_alone() -> None:
-    pipeline = dataclasses.replace(chain(3, 5, F, B, latency=0.5, recompute=F), needs_gradients=False)
+    pipeline = replace(chain(3, 5, F, B, latency=0.5, recompute=F), needs_gradients=False)
     for policy in POLICIES.values():
         simulation = simulate(pipeline, policy)
         assert simulation.step_seconds == lower_bound(pipeline) == (5 + 2) * F + 2 * 0.5
         assert simulation.peak_in_flight == ((0,), (0,), (0,))
 
 
-def test_messages_of_a_pair_of_ranks_share_its_bandwidth() -> None:
+def test_messages_of_a_pair_of_ranks_share_its_bandwidth_and_none_goes_back_where_there_is_no_gradient() -> None:
     """Messages that take longer than the stages: one follows the other, latency is paid once."""
     stages = (StageTimes((0,), 1.0, 1.0, 1), StageTimes((1,), 1.0, 1.0, 1))
     link = LinkCost(0.5, 10.0)
     pipeline = Pipeline(stages, (Edge(0, 1, 30.0, 0.0),), 2, 4, lambda a, b: link, needs_gradients=False)
     assert seconds(pipeline) == 1.0 + 4 * 3.0 + 0.5 + 1.0
-
-
-def test_an_edge_without_gradient_does_not_hold_up_backward() -> None:
     pipeline = chain(2, 1, F, B, latency=10.0)
-    integers = dataclasses.replace(pipeline, edges=(Edge(0, 1, 8.0, 0.0, needs_gradient=False),))
+    integers = replace(pipeline, edges=(Edge(0, 1, 8.0, 0.0, needs_gradient=False),))
     assert (seconds(pipeline), seconds(integers)) == (2 * F + 2 * B + 20.0, 2 * F + B + 10.0)
 
 
-def test_all_reduce_overlaps_with_earlier_stages() -> None:
+def test_all_reduce_overlaps_with_earlier_stages_and_lost_time_is_of_each_kind() -> None:
     """The last stage reduces while the first still goes backward; the first one's all-reduce is at the end."""
     pipeline = chain(2, 4, F, B)
-    stages = tuple(dataclasses.replace(stage, reduce_seconds=1.5) for stage in pipeline.stages)
-    simulation = simulate(dataclasses.replace(pipeline, stages=stages, optimizer_seconds=(0.5, 4.0)), POLICIES["1f1b"])
+    stages = tuple(replace(stage, reduce_seconds=1.5) for stage in pipeline.stages)
+    simulation = simulate(replace(pipeline, stages=stages, optimizer_seconds=(0.5, 4.0)), POLICIES["1f1b"])
     assert [(r.stage, r.start_seconds) for r in simulation.reductions] == [(1, 13.0), (0, 15.0)]
     assert simulation.step_seconds == 13.0 + 1.5 + 4.0
     assert [(lost.reduce_seconds, lost.optimizer_seconds) for lost in simulation.lost] == [(1.5, 0.5), (1.5, 4.0)]
-
-
-def test_lost_time_of_each_kind() -> None:
-    pipeline = dataclasses.replace(chain(2, 1, F, B, latency=0.5), overhead_seconds=0.25)
+    pipeline = replace(chain(2, 1, F, B, latency=0.5), overhead_seconds=0.25)
     first, last = simulate(pipeline, POLICIES["1f1b"]).lost
     assert (first.work_seconds, first.overhead_seconds, first.message_seconds, first.bubble_seconds) == (3, 0.5, 0.5, 4)
     assert (last.work_seconds, last.overhead_seconds, last.message_seconds, last.bubble_seconds) == (3, 0.5, 0.5, 4)
@@ -162,8 +151,8 @@ def test_policy_is_its_drawing(name: str) -> None:
 
 def test_timeline_of_two_stages() -> None:
     pipeline = chain(2, 2, 1.0, 2.0)
-    stages = (dataclasses.replace(pipeline.stages[0], reduce_seconds=1.0), pipeline.stages[1])
-    text = render(simulate(dataclasses.replace(pipeline, stages=stages), POLICIES["1f1b"]), 50)
+    stages = (replace(pipeline.stages[0], reduce_seconds=1.0), pipeline.stages[1])
+    text = render(simulate(replace(pipeline, stages=stages), POLICIES["1f1b"]), 50)
     assert text.splitlines() == [
         "rank 0 |0F0>>0F1>>..........0B0<<<<<<<.....0B1<<<<<<<+++++| work 60%  bubble 30%  all-reduce 10%",
         "rank 1 |.....1F0>>1B0<<<<<<<1F1>>1B1<<<<<<<...............| work 60%  bubble 40%",
@@ -180,11 +169,8 @@ FIRST_SECONDS, LAST_SECONDS = 57.0, 72.0
 
 def stage_times(stage: int) -> StageTimes:
     """An interior stage as stage 12; the first and the last with the same proportions of their own sums."""
-    scale = 1.0
-    if stage == 0:
-        scale = FIRST_SECONDS / (28.1 + 27.7 + 51.3)
-    if stage == NUM_STAGES - 1:
-        scale = LAST_SECONDS / (28.1 + 51.3)
+    ends = {0: FIRST_SECONDS / (28.1 + 27.7 + 51.3), NUM_STAGES - 1: LAST_SECONDS / (28.1 + 51.3)}
+    scale = ends.get(stage, 1.0)
     return StageTimes(
         ranks=tuple(range(stage * NUM_REPLICAS, (stage + 1) * NUM_REPLICAS)),
         forward_seconds=FORWARD * scale,
@@ -216,20 +202,11 @@ def test_step_of_the_log(exposed: float, measured: float) -> None:
     take 28.1 s, recomputes 27.7 s, backwards 51.3 s; the first stage computes 57 s, the last 72 s; 143.7 to 149.6 s a
     step, of which 13.7 to 20 s of all-reduce are exposed.
 
-    Assumptions:
-    1. The 683 micro-batches are those of all replicas, so a replica runs 113 or 114; a micro-batch takes a step's sum
-       over 683 / 6.
-    2. Every interior stage is like stage 12. (96 layers of hidden size 4224 are 20.6 B: two a stage, one in the first
-       and the last, which explains 57 s, half of an interior stage and the embedding.)
-    3. First and last stage divide their sums as stage 12 does; the last one never recomputes.
-    4. The order is Varuna's, with 3 (S - 1 - s) micro-batches in flight.
-    5. Messages, the executor and the optimizer take no time of their own: the log's stage times contain what they
-       cost, and at this depth latency is hidden.
-    6. The times of the log are those of one rank, of stage 12. Fast steps are those with a short all-reduce (143.7 -
-       13.7 = 130.0, 149.6 - 20 = 129.6), so both figures are of the same rank, and what is exposed begins with this
-       rank's last backward. Meanwhile the 12 stages before it still go backward; the all-reduce of the first stage
-       is what is left of the exposed time. If instead 13.7 to 20 s came after the last backward of the first stage, the
-       step would be predicted 5.2 s longer, 7 % above the log.
+    Assumptions: the micro-batches are those of all replicas; every interior stage is like stage 12, and the first and
+    the last divide their sums as it does, but that the last one never recomputes; the order is Varuna's, with
+    3 (S - 1 - s) micro-batches in flight; messages, the executor and the optimizer are within the log's times. These
+    are of a rank of stage 12: both all-reduces are exposed from its last backward on, in which the 12 stages before it
+    still go backward. If they came after that of the first stage, steps would be predicted 7 % above the log.
     """
     cool_down = last_backward(simulated(0.0), 0) - last_backward(simulated(0.0), LOGGED)
     assert cool_down == pytest.approx(LOGGED * BACKWARD, rel=0.1)
@@ -248,24 +225,16 @@ def sharing(pipeline: Pipeline, cores_per_rank: float) -> Simulation:
     return simulate(replace(pipeline, cores_per_rank=cores_per_rank), POLICIES["1f1b"])
 
 
-def test_replicas_that_share_cores_take_longer_by_as_many_as_there_are() -> None:
+def test_replicas_that_share_cores_take_longer_by_as_many_as_there_are_and_on_one_core_there_is_no_bubble() -> None:
     pipeline = placed(chain(1, 8), [(0, 1, 2, 3)], 4)
-    alone = sharing(pipeline, 1.0)
-    assert sharing(pipeline, 0.5).step_seconds == pytest.approx(2 * alone.step_seconds)
-
-
-def test_a_pipeline_on_one_core_runs_what_it_has_and_has_no_bubble() -> None:
+    assert sharing(pipeline, 0.5).step_seconds == pytest.approx(2 * sharing(pipeline, 1.0).step_seconds)
     assert sharing(chain(3, 6), 1 / 3).step_seconds == pytest.approx(3 * 6 * 2.0)
 
 
-def test_stages_that_share_cores_slow_each_other_down_while_both_are_busy() -> None:
+def test_stages_that_share_cores_slow_each_other_down_while_both_are_busy_or_sum() -> None:
     """Of four stages on two cores two are busy at first, and three and four are later: a forward takes 1.5, then 2."""
     ends = [event.end_seconds for event in sharing(chain(4, 8), 0.5).events if event.rank == 0]
     assert ends[:4] == pytest.approx([1.0, 2.0, 3.5, 5.5])
-
-
-def test_ranks_that_sum_take_of_the_cores_that_others_compute_on() -> None:
-    """Two ranks sum the gradients of the second stage for 2 s while two others, on the same two cores, go on."""
     pipeline = placed(chain(2, 4), [(0, 1), (2, 3)], 4)
     first, second = pipeline.stages
     pipeline = replace(pipeline, stages=(first, replace(second, reduce_seconds=2.0)))

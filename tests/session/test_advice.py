@@ -54,11 +54,6 @@ def decayed(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y, reduction="sum") / x.shape[0] + self.last.weight.square().sum()
 
 
-def scores(self: Any, x: Tensor) -> Tensor:
-    out: Tensor = self.last(x)
-    return out
-
-
 def contrastive(self: Any, x: Tensor) -> Tensor:
     h = self.last(x)
     return F.cross_entropy(h @ h.T, torch.arange(x.shape[0]))
@@ -74,11 +69,8 @@ def of(function: Callable[..., Any], **parts: nn.Module) -> Callable[[], nn.Modu
 
 STATE = torch.zeros(1, 6, WIDTH)
 RNN = {"words": nn.Embedding(9, WIDTH), "cell": nn.LSTM(WIDTH, WIDTH)}
-DECODER = {
-    "query": nn.Linear(WIDTH, WIDTH),
-    "key": nn.Linear(WIDTH, WIDTH),
-    "cell": nn.GRU(WIDTH, WIDTH, batch_first=True),
-}
+DECODER = {"query": nn.Linear(WIDTH, WIDTH), "key": nn.Linear(WIDTH, WIDTH)}
+DECODER |= {"cell": nn.GRU(WIDTH, WIDTH, batch_first=True)}
 TOKENS = torch.arange(30).view(5, 6) % CLASSES
 FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
     "a state": (of(language, **RNN), (TOKENS, (STATE, STATE), TOKENS), {}, ("batch_dims",)),
@@ -86,7 +78,7 @@ FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, An
     "two lengths": (of(translating, **RNN), (TOKENS, TOKENS[:3]), {}, ("batch_dims",)),
     "a ratio of sums": (of(dice), (X, Y), {}, ("num_micro_batches", "inputs")),
     "a mean": (of(decayed), (X, Y), {"reduction": "sum"}, ("reduction",)),
-    "no loss": (of(scores), (X,), {"loss_mode": "loss"}, ("loss_mode",)),
+    "no loss": (of(lambda self, x: self.last(x)), (X,), {"loss_mode": "loss"}, ("loss_mode",)),
     "samples that meet": (of(contrastive), (X,), {}, ("inputs", "num_micro_batches", "dynamic_batch")),
     "a hashed size": (of(hashed), (X, Y), {}, ("dynamic_batch",)),
 }
@@ -102,9 +94,8 @@ def test_advice_leads_on(case: str) -> None:
     make, arguments, settings, names = FOLLOWED[case]
     model = make()
     settings = {"num_micro_batches": 2, **settings}
-    plan = Setup(num_micro_batches=2).plan
     with pytest.raises(AutoVarunaError) as refused:
-        AutoVaruna(make(), plan=plan, **settings, **QUIET)(*arguments)
+        AutoVaruna(make(), plan=Setup(num_micro_batches=2).plan, **settings, **QUIET)(*arguments)
     named = named_in(str(refused.value))
     settings |= {name: named[name] for name in names}
     model.zero_grad()  # cases share modules

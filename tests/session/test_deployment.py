@@ -25,6 +25,8 @@ from tests.products import some
 from tests.ranks import run_ranks
 from tests.session.training import trace_shared
 
+Lines = Callable[[], list[str]]
+
 
 def make_net(width: int) -> nn.Module:
     """Returns a model that has a loss, and places to be cut."""
@@ -51,7 +53,6 @@ def start(num_ranks: int = 2, width: int = 8, batch: int = 4, **settings: Any) -
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Returns what the default of `start` saves."""
     folder = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOVARUNA_CONF_DIR", str(folder))
@@ -70,17 +71,14 @@ def file(saved: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     caplog.set_level(logging.DEBUG, "autovaruna.session")  # one that no rank sets
     return lambda: [record.getMessage() for record in caplog.records]
 
 
 @pytest.fixture
 def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: Any, **__: Any) -> None:
-        pytest.fail("measured")
-
-    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(measuring, "measure", lambda *_, **__: pytest.fail("measured"))
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -97,9 +95,7 @@ def two_stages(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", True])
-def test_a_second_start_measures_nothing_and_says_so(
-    file: Path, no_measuring: None, mode: Any, lines: Callable[[], list[str]]
-) -> None:
+def test_a_second_start_measures_nothing_and_says_so(file: Path, no_measuring: None, mode: Any, lines: Lines) -> None:
     before = file.read_bytes()
     start(load_deployment=mode)
     assert f"using the saved deployment {file}" in lines()
@@ -117,9 +113,7 @@ STALE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", some([*STALE], 3))
-def test_a_stale_one_is_refused_if_it_must_be_used_else_planned_again(
-    file: Path, what: str, lines: Callable[[], list[str]]
-) -> None:
+def test_a_stale_one_is_refused_if_it_must_be_used_else_planned_again(file: Path, what: str, lines: Lines) -> None:
     """The new one is not for the old run."""
     changes, words = STALE[what]
     before = file.read_bytes()
@@ -132,16 +126,13 @@ def test_a_stale_one_is_refused_if_it_must_be_used_else_planned_again(
     start(load_deployment=True, **changes)
 
 
-def test_one_that_must_be_used_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(DeploymentError, match=r"nothing\.json cannot be read"):
-        start(load_deployment=True, deployment_file=str(tmp_path / "nothing.json"))
-
-
-def test_false_never_reads_it(file: Path, lines: Callable[[], list[str]]) -> None:
+def test_one_that_must_be_used_must_be_there_and_false_never_reads_it(file: Path, lines: Lines) -> None:
     file.write_text("no JSON")
     start(load_deployment=False, save_deployment=False)
     assert file.read_text() == "no JSON"
     assert not any("deployment" in line for line in lines())
+    with pytest.raises(DeploymentError, match=r"nothing\.json cannot be read"):
+        start(load_deployment=True, deployment_file="nothing.json")
 
 
 def test_edited_by_hand_it_is_used(file: Path, no_measuring: None) -> None:
@@ -160,9 +151,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("what", some([*BROKEN], 2))
-def test_a_broken_one_is_refused_if_it_must_be_used_else_planned_again(
-    file: Path, what: str, lines: Callable[[], list[str]]
-) -> None:
+def test_a_broken_one_is_refused_if_it_must_be_used_else_planned_again(file: Path, what: str, lines: Lines) -> None:
     """A copy of what a person has written is kept."""
     change, words = BROKEN[what]
     edit(file, change)

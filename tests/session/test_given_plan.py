@@ -14,7 +14,7 @@ from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring
 from tests.ranks import run_ranks
-from tests.session.training import QUIET, Setup, pipeline, trace_shared
+from tests.session.training import QUIET, Setup, descend, pipeline, trace_shared
 
 SETUPS = {
     "2 stages": pipeline(2, num_micro_batches=2),
@@ -36,11 +36,14 @@ def losses(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     found = []
     for _ in range(3):
         loss = model(X).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(loss, optimizer)
         found.append(loss.item())
     return found
+
+
+def plain_losses() -> list[float]:
+    net = make_net()
+    return losses(net, torch.optim.SGD(net.parameters(), 0.1))
 
 
 def run(plan: Any, num_ranks: int, **settings: Any) -> list[tuple[list[float], Plan | None]]:
@@ -56,20 +59,11 @@ def run(plan: Any, num_ranks: int, **settings: Any) -> list[tuple[list[float], P
         return run_ranks(num_ranks, be_rank)
 
 
-def plan_of(setup: Setup) -> Plan:
-    """Returns a plan for the net, by its number of blocks."""
-    plans: list[Plan] = []
-    made = lambda graph: plans.append(setup.plan(graph)) or plans[-1]  # noqa: E731
-    run(made, setup.world_size)
-    return plans[0]
-
-
 @pytest.mark.parametrize("name", SETUPS)
 def test_numbers_are_those_of_plain_pytorch_and_nothing_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a function of the graph, and as the plan that this has run."""
     monkeypatch.setattr(measuring, "measured_profile", lambda *args: pytest.fail("measured"))
-    net, setup = make_net(), SETUPS[name]
-    expected = pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
+    setup, expected = SETUPS[name], pytest.approx(plain_losses(), rel=1e-5)
     first = run(setup.plan, setup.world_size)
     plan = first[0][1]
     assert plan is not None and [stage.ranks for stage in plan.stages] == list(setup.stage_ranks)
@@ -77,13 +71,12 @@ def test_numbers_are_those_of_plain_pytorch_and_nothing_is_measured(name: str, m
 
 
 def test_one_process_that_needs_no_plan_is_prepared_by_doing_nothing() -> None:
-    net, plain = make_net(), make_net()
-    model = AutoVaruna(net, **QUIET)
+    model = AutoVaruna(make_net(), **QUIET)
     model.prepare(X)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.adopt(optimizer)
     assert model.plan is None and model.num_traces == 0
-    assert losses(model, optimizer) == losses(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    assert losses(model, optimizer) == plain_losses()
 
 
 def with_stage(plan: Plan, **changes: Any) -> Plan:
@@ -102,7 +95,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def two_stages() -> Plan:
-    return plan_of(pipeline(2, num_micro_batches=2))
+    (_, plan), _ = run(pipeline(2, num_micro_batches=2).plan, 2)
+    assert plan is not None
+    return plan
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -112,19 +107,13 @@ def test_one_that_does_not_fit_is_refused(what: str, two_stages: Plan) -> None:
         run(change(two_stages), 2, shard_optimizer=False)
 
 
-def test_a_setting_that_contradicts_it_is_refused(two_stages: Plan) -> None:
+def test_what_is_no_plan_another_one_on_each_rank_or_contradicts_a_setting_is_refused(two_stages: Plan) -> None:
     with pytest.raises(PlanError, match="has 2 micro-batches, but num_micro_batches=4"):
         run(two_stages, 2, num_micro_batches=4)
-
-
-def test_every_rank_is_given_the_same_one(two_stages: Plan) -> None:
     with pytest.raises(RankError, match=r"Ranks \[1\] were given another plan than rank 0"):
         run([two_stages, replace(two_stages, bound_proof="other")], 2)
     with pytest.raises(RankError, match="plan is given on rank 0, None on rank 1"):
         run([two_stages, None], 2)
-
-
-def test_what_is_no_plan_is_refused() -> None:
     with pytest.raises(InputError, match=r"expected a Plan, or a function .* pass deployment_file"):
         AutoVaruna(make_net(), plan="deployment.json")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="given as plan returned 3; expected a Plan"):
@@ -147,5 +136,5 @@ def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
     net = make_net()
     with pytest.raises(OrderError, match="got no prepare"):
         AutoVaruna(net, plan=setup.plan).adopt(torch.optim.SGD(net.parameters(), 0.1))
-    expected = pytest.approx(losses(net, torch.optim.SGD(net.parameters(), 0.1)), rel=1e-5)
+    expected = pytest.approx(plain_losses(), rel=1e-5)
     assert all(found == expected for found in run_ranks(setup.world_size, be_rank))

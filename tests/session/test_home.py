@@ -35,14 +35,11 @@ def test_checkpoints_are_there(background: bool, home: Path, tmp_path: Path) -> 
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_profiles_are_there(home: Path) -> None:
+def test_profiles_and_the_launcher_s_files_are_there(home: Path) -> None:
     profile = Profile("graph", "cpu", (1,), ((BlockCost(1.0, 2.0, 3.0, 4.0),),))
     save_measured("~/profile.json", profile)
     assert (home / "profile.json").is_file() and load_measured("~/profile.json", Profile) == profile
     assert ProfileFolder("~/folder").path == home / "folder"
-
-
-def test_the_launcher_s_files_are_there(home: Path) -> None:
     for name, text in (("machines", "localhost"), ("env", "COLOUR=blue"), ("job.py", "")):
         (home / name).write_text(text)
     options = read_options(["--machine_list=~/machines", "--env_file=~/env", "--code_dir=~", "job.py"])

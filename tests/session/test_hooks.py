@@ -54,7 +54,6 @@ def test_a_hook_sees_each_sample_once(setup: str) -> None:
     size, plain = 8 // SETUPS[setup].world_size, layers()
 
     def run(model: Any, optimizer: Any, rank: int) -> list[dict[int, list[Tensor]]]:
-        """Makes two steps; returns what was noted in each."""
         notes, found = Notes(getattr(model, "module", model)), []
         own = X if model is plain else X[rank * size : rank * size + size]
         for _ in range(2):
@@ -72,16 +71,26 @@ def test_a_hook_sees_each_sample_once(setup: str) -> None:
             torch.testing.assert_close(rows[rows.sum(1).argsort()], wanted[wanted.sum(1).argsort()])
 
 
-def test_a_hook_may_come_and_go() -> None:
+class Locked:
+    """Counts samples under a lock, which can neither be copied nor pickled."""
+
+    def __init__(self) -> None:
+        self.lock, self.num_samples = Lock(), 0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        with self.lock:
+            self.num_samples += len(output)
+
+
+def test_a_hook_may_come_and_go_and_hold_what_cannot_be_copied() -> None:
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[int]:
-        counts = []
-        seen: list[int] = []
+        counts, watch = [], Locked()
         for is_there in (False, True, False):
-            handle = model.module[2].register_forward_hook(lambda *given: seen.append(len(given[2])))
+            handle = model.module[2].register_forward_hook(watch)
             if not is_there:
                 handle.remove()
             model(X[:4]).square().mean().backward()
-            counts.append(sum(seen))
+            counts.append(watch.num_samples)
             handle.remove()
         return counts
 
@@ -100,32 +109,10 @@ def test_a_result_that_is_changed_in_place_is_refused() -> None:
     on_ranks(pipeline(2, num_micro_batches=2), layers(True), run)
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_a_hook_of_backward_is_refused(register: str) -> None:
+def test_a_hook_of_backward_is_refused() -> None:
     """A trace would drop it; a function with a backward of its own does the same."""
-    model = layers()
-    getattr(model[2], register)(lambda module, *gradients: None)
-    with pytest.raises(TraceError, match=r"2 has a hook of backward.*torch\.autograd\.Function"):
-        AutoVaruna(model, num_micro_batches=2, **QUIET)(X)
-
-
-class Locked:
-    """Counts samples under a lock, which can neither be copied nor pickled."""
-
-    def __init__(self) -> None:
-        self.lock, self.num_samples = Lock(), 0
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        with self.lock:
-            self.num_samples += len(output)
-
-
-def test_a_hook_may_hold_what_cannot_be_copied() -> None:
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> int:
-        watch = Locked()
-        model.module[2].register_forward_hook(watch)
-        for _ in range(2):
-            model(X[:4]).square().mean().backward()
-        return watch.num_samples
-
-    assert sum(on_ranks(SETUPS["two"], layers(), run)) == 16
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        model = layers()
+        getattr(model[2], register)(lambda module, *gradients: None)
+        with pytest.raises(TraceError, match=r"2 has a hook of backward.*torch\.autograd\.Function"):
+            AutoVaruna(model, num_micro_batches=2, **QUIET)(X)

@@ -49,10 +49,12 @@ class Words(nn.Module):
 
 
 class Named(Words):
-    """Returns them by name."""
-
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return dict(zip(("logits", "loss"), super().forward(tokens), strict=True))
+
+
+def loss_of(out: Any) -> Tensor:
+    return out["loss"] if isinstance(out, dict) else out[1]
 
 
 def words(step: int, rank: int = 0) -> Tensor:
@@ -64,12 +66,9 @@ def norms_by_hand(net: nn.Module, num_ranks: int, num_steps: int) -> list[tuple[
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     found = []
     for step in range(num_steps):
-        out = net(torch.cat([words(step, rank) for rank in range(num_ranks)]))
-        loss = out["loss"] if isinstance(out, dict) else out[1]
+        loss = loss_of(net(torch.cat([words(step, rank) for rank in range(num_ranks)])))
         loss.backward()
-        squares = [each.grad.double().square().sum() for each in net.parameters() if each.grad is not None]
-        found.append((loss.item(), math.sqrt(sum(squares).item())))
-        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        found.append((loss.item(), nn.utils.clip_grad_norm_(net.parameters(), 0.01).item()))
         optimizer.step()
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] /= 2
@@ -81,8 +80,7 @@ def train(net: nn.Module, rank: int, num_steps: int, **settings: Any) -> tuple[A
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     model, said = AutoVaruna(net, optimizer, **settings), []
     for step in range(num_steps):
-        out = model(words(step, rank))
-        (out["loss"] if isinstance(out, dict) else out[1]).backward()
+        loss_of(model(words(step, rank))).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError, TraceError
 from tests.catalogue import Batch, Case
+from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
-from tests.reference import Record, compare, gradients_of, sgd
+from tests.reference import Record, compare, gradients_of
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse, train_as_plain
 
 KINDS = ("batch", "volume", "instance")
@@ -25,11 +27,8 @@ class Tokens(nn.Module):
     def __init__(self, kind: str, is_before: bool) -> None:
         super().__init__()
         self.kind, self.is_before = kind, is_before
-        self.kernel, self.last = nn.Conv2d(3, 6, 3), nn.Linear(6, 5)
-        self.norm, self.scale = (
-            nn.BatchNorm2d(6),
-            nn.Parameter(torch.rand(2, 2, 5) if kind == "volume" else torch.rand(4, 5)),
-        )
+        self.kernel, self.norm, self.last = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.rand(2, 2, 5) if kind == "volume" else torch.rand(4, 5))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.kernel(x)
@@ -52,8 +51,7 @@ class Tokens(nn.Module):
 
 
 def images(size: int, step: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    return (), {"x": torch.randn(size, 3, 6, 7, generator=generator), "y": torch.arange(size) % 5}
+    return (), {"x": floats(size, 3, 6, 7, of=generator(step)), "y": torch.arange(size) % 5}
 
 
 @pytest.mark.parametrize("is_before", (False, True), ids=("behind", "before"))
@@ -90,21 +88,18 @@ def model(is_synchronised: bool = False) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(made) if is_synchronised else made
 
 
-X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+X = floats(8, 6, of=generator(1))
 
 
 def output(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
     return wrapped(X).detach()
 
 
-def test_synchronised_statistics_are_those_of_all() -> None:
+def test_synchronised_statistics_are_those_of_all_or_of_a_size_that_is_set() -> None:
     """Once, they were those of each micro-batch, without a word."""
     refuse(model(True), r"1 is a SyncBatchNorm.*num_micro_batches=1.*batch_norm_samples", {"input": X}, InputError)
     for found in on_ranks(pipeline(2, num_micro_batches=1), model(True), output):
         torch.testing.assert_close(found, model()(X).detach())
-
-
-def test_the_size_can_be_set() -> None:
     wrapped = AutoVaruna(model(), batch_norm_samples=4, **QUIET)
     plain = model()
     expected = torch.cat([plain(X[:4]), plain(X[4:])]).detach()
@@ -129,9 +124,8 @@ def messages() -> nn.Module:
 
 
 def graph(rank: int) -> Graph:
-    g = torch.Generator().manual_seed(rank)
-    x, y = torch.randn(NODES, WIDTH, generator=g), torch.randint(CLASSES, (NODES,), generator=g)
-    return x, torch.randint(NODES, (2, EDGES), generator=g), y
+    g = generator(rank)
+    return floats(NODES, WIDTH, of=g), integers(NODES, 2, EDGES, of=g), integers(CLASSES, NODES, of=g)
 
 
 def union(one: Graph, other: Graph) -> Graph:
@@ -145,22 +139,15 @@ def go_backward(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) 
     return Record(losses=[loss.detach()], gradients=[gradients_of(model.module)])
 
 
-def run(**settings: Any) -> list[Record]:
-    setup = Setup(((0, 1),), 2, settings={"inputs": "per_rank", **settings})
-    return on_ranks(setup, messages(), go_backward, sgd)
-
-
-def test_ranks_pass_graphs_of_their_own() -> None:
-    model = messages()
+def test_ranks_pass_graphs_of_their_own_and_who_does_not_say_so_hears_how() -> None:
+    model, setup = messages(), Setup(((0, 1),), 2, settings={"inputs": "per_rank"})
     loss = model(*union(graph(0), graph(1)))
     loss.backward()
-    for record in run(dynamic_batch=False):
+    said = replace(setup, settings={**setup.settings, "dynamic_batch": False})
+    for record in on_ranks(said, messages(), go_backward):
         compare(record, Record(losses=[loss.detach()], gradients=[gradients_of(model)]))
-
-
-def test_who_does_not_say_so_hears_how() -> None:
     with pytest.raises(TraceError, match=r"dynamic_batch=False: .*num_micro_batches=the number of ranks"):
-        run()
+        on_ranks(setup, messages(), go_backward)
 
 
 def test_edges_that_name_samples_of_other_micro_batches_are_named() -> None:

@@ -30,7 +30,6 @@ def batches_of(case: Case, num: int) -> list[Batch]:
 
 
 def halfway(case: Case, setup: Setup, make: Callable[[Any], Optimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the states of model and optimizer after two steps."""
 
     def run(model: AutoVaruna, optimizer: Optimizer, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         train_rank(case, model, optimizer, batches_of(case, 2))
@@ -44,7 +43,6 @@ def halfway(case: Case, setup: Setup, make: Callable[[Any], Optimizer]) -> tuple
 
 
 def same_state(got: Any, expected: Any) -> None:
-    """Asserts that two nested states hold the same keys and bits."""
     if isinstance(expected, Tensor):
         assert torch.equal(got.cpu(), expected.cpu())
     elif isinstance(expected, dict):

@@ -12,16 +12,11 @@ from torch import Tensor, nn
 from autovaruna.runtime.world import World
 from autovaruna.varuna import CutPoint, Varuna
 from tests.ranks import run_ranks
-from tests.session.training import trace_shared
+from tests.session.training import work_shared
 
 WORDS, WIDTH, LAYERS = 40, 12, 4
-QUIET: dict[str, Any] = {
-    "from_cache": False,
-    "save_deployment": False,
-    "progress": False,
-    "profile_iterations": 1,
-    "seed": 5,
-}
+QUIET: dict[str, Any] = {"from_cache": False, "save_deployment": False, "progress": False}
+QUIET |= {"device": "cpu", "profile_iterations": 1, "seed": 5}
 
 
 class Net(nn.Module):
@@ -66,21 +61,13 @@ _WEIGHTS = _weights()
 
 def wrap(stage_map: Any, batch_size: int = 6, chunk_size: int | None = 2, **options: Any) -> Varuna:
     """Wraps the model on this rank and gives it an optimizer."""
-    model = options.pop("model", None)
-    wrapped = Varuna(
-        model if model is not None else net(options.pop("dropout", 0.0)),
-        stage_map,
-        batch,
-        batch_size,
-        chunk_size,
-        **{"device": "cpu", **QUIET, **options},
-    )
+    model = options.pop("model", None) or net(options.pop("dropout", 0.0))
+    wrapped = Varuna(model, stage_map, options.pop("make", batch), batch_size, chunk_size, **{**QUIET, **options})
     wrapped.set_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-2))
     return wrapped
 
 
 def steps(model: Varuna, numbers: range, max_norm: float | None = None) -> list[float]:
-    """Trains some steps as a script does; returns the losses."""
     losses = []
     for step in numbers:
         whole = batch(model.global_batch_size, step)
@@ -91,13 +78,16 @@ def steps(model: Varuna, numbers: range, max_norm: float | None = None) -> list[
     return losses
 
 
-def plain_steps(model: nn.Module, batch_size: int, numbers: range, max_norm: float | None = None) -> list[float]:
+def plain_steps(model: Any, size: int, steps: range, max_norm: Any = None, scale: float = 0.0) -> list[float]:
+    """Trains as plain PyTorch; in float16, with a loss that is scaled, if there is a scale."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for step in numbers:
+    for step in steps:
         optimizer.zero_grad()
-        loss = model(**batch(batch_size, step))
-        loss.backward()
+        with torch.autocast("cpu", torch.float16, enabled=scale > 0):
+            loss = model(**batch(size, step))
+        (loss * (scale or 1.0)).backward()
+        torch._foreach_div_([each.grad for each in model.parameters()], scale or 1.0)
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -105,10 +95,10 @@ def plain_steps(model: nn.Module, batch_size: int, numbers: range, max_norm: flo
     return losses
 
 
-def on_ranks(num_ranks: int, run: Callable[[World], Any], timeout: float = 500.0) -> list[Any]:
-    """Runs a function on ranks that are threads, which trace the model once for all; returns the results by rank."""
-    with trace_shared(object()):
-        return run_ranks(num_ranks, run, timeout)
+def on_ranks(num_ranks: int, run: Callable[[World], Any], token: object = "varuna") -> list[Any]:
+    """Runs a function on ranks that are threads, which trace equal models (`token`) once; returns results by rank."""
+    with work_shared(token):
+        return run_ranks(num_ranks, run)
 
 
 def close(got: list[float], expected: list[float], rtol: float = 1e-5) -> bool:

@@ -39,18 +39,11 @@ def run(grid: str, first: int, last: int, folder: Path | None = None, **how: Any
     return on_ranks(num_ranks, script)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "dropout"),
-    some(
-        [
-            ("grid", "unequal", 0.0),
-            ("two stages", "grid", 0.0),
-            ("one", "two stages", 0.3),
-            ("unequal", "three stages", 0.0),
-        ],
-        2,
-    ),
-)
+RUNS = [("grid", "unequal", 0.0), ("two stages", "grid", 0.0), ("one", "two stages", 0.3)]
+RUNS += [("unequal", "three stages", 0.0)]
+
+
+@pytest.mark.parametrize(("source", "target", "dropout"), some(RUNS, 2))
 def test_a_run_goes_on_on_any_other_grid(source: str, target: str, dropout: float, tmp_path: Path) -> None:
     """With dropout, micro-batches must be the same: one with replicas has others."""
     whole = run("one", 0, 4, dropout=dropout)[0][0]
@@ -63,19 +56,14 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     assert run("one", 2, 2, tmp_path / "store", fp16=True)[0][1] == saved < 2**20
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error_or_the_newest_is_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_an_error_or_the_newest_is_loaded(tmp_path: Path, caplog: Any) -> None:
+    """Without an optimizer it is loaded for its weights alone, which is said."""
     run("one", 0, 1, tmp_path)
     model = wrap(None)
     with pytest.raises(CheckpointError):
         model.load_checkpoint(tmp_path, 5)
     model.load_checkpoint(tmp_path, 5, check_complete=False)
     assert model.iteration == 1
-
-
-def test_a_load_without_an_optimizer_is_of_weights_alone_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run("one", 0, 1, tmp_path)
-    model = Varuna(net(), None, batch, 8, None, device="cpu", **QUIET)
+    model = Varuna(net(), None, batch, 8, None, **QUIET)
     model.load_checkpoint(tmp_path, 1)
     assert "without the optimizer's state" in caplog.text

@@ -19,6 +19,7 @@ from autovaruna.planner.problem import Constraints, Problem
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import PREFER_MARGIN, resolve_cut
 from autovaruna.profiler.records import BlockCost, Profile
+from tests.catalogue.small import Written
 from tests.planner.cases import make_cluster, make_graph
 from tests.varuna.scripts import net
 
@@ -28,43 +29,31 @@ def traced(model: nn.Module, *args: Tensor) -> TracedModel:
 
 
 def marks(model: nn.Module, *args: Tensor) -> dict[str, CutMark]:
-    """Returns the cut points of a model by path."""
     return {mark.name: mark for mark in traced(model, *args).graph.cut_marks}
 
 
-class Model(nn.Module):
-    """Takes a function of its own layers, cut points and input."""
-
-    def __init__(self, act: Any, **modules: Any) -> None:
-        super().__init__()
-        self.act = act
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self, x).square().mean()
+def layers(act: Any, **modules: Any) -> nn.Module:
+    """Returns a model that acts with two layers, cut points and its input."""
+    parts = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), **modules}
+    return Written(lambda self, x: act(self, x).square().mean(), **parts)
 
 
 def between(m: Any, x: Tensor) -> Tensor:
     return m.second(m.cut(m.first(x)))
 
 
-def test_one_process_gets_its_tensor_back_as_it_is() -> None:
+def test_one_process_gets_its_tensor_back_as_it_is_and_the_graph_has_no_trace_of_it() -> None:
     x = torch.randn(3)
     assert CutPoint()(x) is x
     with pytest.raises(InputError, match="takes one tensor"):
         CutPoint()((x, x))
-
-
-def test_it_leaves_no_trace_in_the_graph() -> None:
-    with_cut, without = (traced(Model(between, cut=each)) for each in (CutPoint(), nn.Identity()))
+    with_cut, without = (traced(layers(between, cut=each)) for each in (CutPoint(), nn.Identity()))
     assert str(with_cut.module.graph) == str(without.module.graph)
     assert with_cut.graph.fingerprint != without.graph.fingerprint
 
 
 def test_a_cut_starts_with_what_uses_the_tensor() -> None:
-    model = traced(Model(between, cut=CutPoint()))
+    model = traced(layers(between, cut=CutPoint()))
     mark = model.graph.cut_marks[0]
     assert (mark.name, mark.reason) == ("cut", "")
     assert model.graph.blocks[mark.block].module == "second"
@@ -82,20 +71,17 @@ def test_a_cut_starts_with_what_uses_the_tensor() -> None:
     ids=["ModuleList", "list", "dict", "nested"],
 )
 def test_it_is_found_wherever_it_is(modules: dict[str, Any], name: str) -> None:
-    assert marks(Model(lambda m, x: m.second(m.cuts[0](m.first(x))), **modules))[name].block > 0
+    assert marks(layers(lambda m, x: m.second(m.cuts[0](m.first(x))), **modules))[name].block > 0
 
 
-def test_a_loop_has_one_for_each_turn() -> None:
+def test_a_loop_has_one_for_each_turn_and_one_used_twice_is_named() -> None:
     tokens = torch.zeros(6, 5, dtype=torch.long)
     found = marks(net(), tokens, tokens)
     assert list(found) == [f"cutpoints.{place}" for place in range(4)]
     blocks = [mark.block for mark in found.values()]
     assert blocks == sorted(set(blocks)) and all(blocks)
-
-
-def test_one_used_twice_is_named() -> None:
     with pytest.raises(TraceError, match=r"CutPoint cut is used 2 times"):
-        traced(Model(lambda m, x: m.cut(m.second(m.cut(m.first(x)))), cut=CutPoint()))
+        traced(layers(lambda m, x: m.cut(m.second(m.cut(m.first(x)))), cut=CutPoint()))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +94,7 @@ def test_one_used_twice_is_named() -> None:
     ids=["first", "in between", "in place"],
 )
 def test_one_that_cannot_be_a_cut_says_why(act: Any, reason: str | None) -> None:
-    mark = marks(Model(act, cut=CutPoint()))["cut"]
+    mark = marks(layers(act, cut=CutPoint()))["cut"]
     assert (mark.block > 0) == (reason is None) and (reason or "") in mark.reason
 
 
@@ -118,7 +104,7 @@ def test_one_under_no_grad_is_a_cut() -> None:
             inner = m.cut(m.first(x))
         return m.second(x) + m.second(inner)
 
-    assert marks(Model(act, cut=CutPoint()))["cut"].block > 0
+    assert marks(layers(act, cut=CutPoint()))["cut"].block > 0
 
 
 def problem_of(num_blocks: int, num_ranks: int) -> Problem:
@@ -140,28 +126,22 @@ def starts(plan: Any) -> list[int]:
     return [stage.blocks[0] for stage in plan.stages]
 
 
-def test_only_cuts_at_cut_points_alone() -> None:
+def test_only_cuts_at_cut_points_alone_and_names_those_that_are_none(caplog: pytest.LogCaptureFixture) -> None:
     problem = marked(problem_of(8, 2), {"a": 2, "b": 6}, cutpoints="only", num_stages=2)
     assert starts(make_plan(problem))[1] in (2, 6)
     ignored = replace(problem, constraints=replace(problem.constraints, cutpoints="ignore"))
     assert starts(make_plan(ignored)) == [0, 4]
-
-
-def test_prefer_cuts_there_unless_elsewhere_is_better_by_the_margin() -> None:
-    far = marked(problem_of(8, 2), {"a": 2}, cutpoints="prefer", num_stages=2)
-    assert starts(make_plan(far)) == [0, 4]
-    near = marked(problem_of(100, 2), {"a": 51}, cutpoints="prefer", num_stages=2)
-    assert starts(make_plan(near)) == [0, 51] and PREFER_MARGIN > 0.02
-
-
-def test_prefer_cuts_elsewhere_where_cut_points_are_too_few() -> None:
-    problem = marked(problem_of(9, 3), {"a": 3}, cutpoints="prefer", num_stages=3)
-    assert starts(make_plan(problem)) == [0, 3, 6]
-
-
-def test_only_names_the_cut_points_that_are_none(caplog: pytest.LogCaptureFixture) -> None:
     problem = marked(problem_of(8, 3), {"a": 2, "b": -1}, cutpoints="only", num_stages=3)
     with pytest.raises(PlanError, match=r"allows 2.*b is none: it is broken"):
         make_plan(problem)
     assert "the CutPoint b cannot be a cut: it is broken" in caplog.text
     assert Constraints(cutpoints="only").has_fixed_places
+
+
+def test_prefer_cuts_there_unless_elsewhere_is_better_by_the_margin_or_cut_points_are_too_few() -> None:
+    far = marked(problem_of(8, 2), {"a": 2}, cutpoints="prefer", num_stages=2)
+    assert starts(make_plan(far)) == [0, 4]
+    near = marked(problem_of(100, 2), {"a": 51}, cutpoints="prefer", num_stages=2)
+    assert starts(make_plan(near)) == [0, 51] and PREFER_MARGIN > 0.02
+    problem = marked(problem_of(9, 3), {"a": 3}, cutpoints="prefer", num_stages=3)
+    assert starts(make_plan(problem)) == [0, 3, 6]

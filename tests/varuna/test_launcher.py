@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,8 @@ def test_a_job_is_an_mpirun_call(tmp_path: Path) -> None:
     assert command[command.index("-np") + 1] == "4"
     assert command[-1] == stub.__file__  # mpirun sees no argument of the script
     assert {"FOO", "BAR", rank_script.VARIABLE} <= {command[k + 1] for k, word in enumerate(command) if word == "-x"}
-    assert (
-        command[command.index("--stdin") + 1] == "none"
-    )  # else rank 0 would wait for words that mpirun does not pass on
+    # Else rank 0 would wait for words that mpirun does not pass on.
+    assert command[command.index("--stdin") + 1] == "none"
     found = job.environment()
     assert found["FOO"] == "a b"
     launched = json.loads(found[rank_script.VARIABLE])
@@ -64,19 +64,15 @@ def test_ranks_that_stages_leave_over_are_not_started(capsys: pytest.CaptureFixt
     assert "1 of 4 ranks are left over" in capsys.readouterr().err
 
 
-def test_a_rank_gets_its_own_options() -> None:
+def test_a_rank_gets_its_own_options_that_its_script_takes_as_it_spells_them() -> None:
     found = [rank_script.options_of(launch(9, [[0, 2], [1, 3]]), rank, rank % 2) for rank in range(4)]
     assert [each["batch_size"] for each in found] == ["5", "5", "4", "4"]
     assert found[3] | {"rank": "3", "local_rank": "1", "stage_to_rank_map": "0,2;1,3"} == found[3]
     assert rank_script.options_of(launch(9, None, resume_step=4), 1, 1)["stage_to_rank_map"] == "auto"
-
-
-def test_a_script_gets_the_options_that_it_takes_as_it_spells_them() -> None:
     known = rank_script.options_of(launch(8, [[0]], resume_step=7), 0, 0)
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size")
-    parser.add_argument("--local-rank")
-    parser.add_argument("--resume_step")
+    for name in ("--batch-size", "--local-rank", "--resume_step"):
+        parser.add_argument(name)
     assert rank_script.options_for(parser, known) == ["--local-rank=0", "--batch-size=8", "--resume_step=7"]
     assert rank_script.options_for(argparse.ArgumentParser(), known) == []
 
@@ -182,19 +178,15 @@ def test_a_machine_that_is_listed_several_times_has_as_many_times_the_ranks() ->
     ],
 )
 def test_what_cannot_start_says_why(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("empty").write_text("\n")
-    Path("binary").write_bytes(b"\xff\n")
-    Path("long").write_text("x" * 500_000)
-    Path("words").write_text("word " * 20_000)
-    Path("bad").write_text("A=1\nno value\n")
+    files = {"empty": b"\n", "binary": b"\xff\n", "long": b"x" * 500_000, "words": b"word " * 20_000}
+    for name, content in {**files, "bad": b"A=1\nno value\n"}.items():
+        Path(name).write_bytes(content)
     assert run_varuna.main(options(*words)) == 2
     told = capsys.readouterr().err
     assert message in told and len(told) < 500
 
 
-def test_a_process_that_holds_the_output_of_an_mpirun_that_was_killed_holds_up_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_holds_the_output_of_a_killed_mpirun_holds_up_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     mpirun = tmp_path / "bin" / "mpirun"
     mpirun.parent.mkdir()
     mpirun.write_text("#!/bin/sh\nsleep 60 &\nkill -KILL $$\n")
@@ -203,7 +195,7 @@ def test_a_process_that_holds_the_output_of_an_mpirun_that_was_killed_holds_up_n
     read, grid = run_varuna.choose(read_options(options()))
     began = time.monotonic()
     assert MpiJob(read, grid).run() == 128 + signal.SIGKILL
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 50.0
 
 
 def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -213,40 +205,34 @@ def test_a_missing_mpirun_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         find_mpirun()
 
 
-def test_a_job_has_a_manager_unless_it_is_to_run_once() -> None:
+def test_a_job_has_a_manager_unless_it_is_to_run_once_and_as_many_ranks_as_stages() -> None:
     found = read_options(options("--max_restarts", "7", "--events", "log", "--no_standby"))
     assert found.hosts == {"localhost": 2, "other": 2} and found.morphing is not None
     assert (found.morphing.max_restarts, found.morphing.has_standby, found.morphing.min_ranks) == (7, False, 1)
     assert found.morphing.events is not None and Path(found.morphing.events).name == "log"
     assert read_options(options("--no_morphing")).morphing is None
-
-
-def test_stages_that_are_asked_for_need_as_many_ranks() -> None:
     found = read_options(options("--gpus_per_node", "3", "--nstages", "5", "--min_ranks", "2")).morphing
     assert found is not None and found.min_ranks == 5
 
 
-@pytest.mark.parametrize("name", ["--checkpoints", "--events"])
-def test_what_could_not_be_written_later_is_refused_now(name: str) -> None:
-    read_options(options(name, "new/folder/there"))
-    with pytest.raises(ConfigError, match=f"{name} is train.py/there.*, which cannot be written"):
-        read_options(options(name, "train.py/there"))
+def test_what_could_not_be_written_later_is_refused_now() -> None:
+    for name in ("--checkpoints", "--events"):
+        read_options(options(name, "new/folder/there"))
+        with pytest.raises(ConfigError, match=f"{name} is train.py/there.*, which cannot be written"):
+            read_options(options(name, "train.py/there"))
 
 
-def test_a_command_may_list_the_hosts() -> None:
+def test_a_command_may_list_the_hosts_and_without_a_list_it_is_this_machine() -> None:
     assert list_hosts(None, 3, "printf 'a\\nb # x\\na\\n'") == {"a": 6, "b": 3}
     with pytest.raises(ConfigError, match=r"ended with status 3: no such cloud; expected a machine a line"):
         list_hosts(None, 1, "echo no such cloud >&2; exit 3")
     with pytest.raises(ConfigError, match="lists no machine"):
         list_hosts(None, 1, "true")
-
-
-@pytest.mark.parametrize("name", ["-oProxyCommand=touch x", "a b", "a;b", "$(touch x)", "@a", "-x", "a:2"])
-def test_a_host_is_no_word_of_a_command(name: str) -> None:
-    Path("machines").write_text(f"{name}\n")
-    with pytest.raises(ConfigError, match=f"holds {re.escape(repr(name))}; expected one name or address a line"):
-        read_options(options())
-
-
-def test_without_a_list_the_job_has_this_machine_and_without_a_file_no_variables() -> None:
     assert list_hosts(None, 4, None) == {"localhost": 4} and read_variables(None) == {}
+
+
+def test_a_host_is_no_word_of_a_command() -> None:
+    for name in ("-oProxyCommand=touch x", "a b", "a;b", "$(touch x)", "@a", "-x", "a:2"):
+        Path("machines").write_text(f"{name}\n")
+        with pytest.raises(ConfigError, match=f"holds {re.escape(repr(name))}; expected one name or address a line"):
+            read_options(options())

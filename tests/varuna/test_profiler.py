@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from tests.varuna.scripts import LAYERS, batch, net, on_ranks
 
 
 def profiled(folder: Path, sizes: tuple[int, ...] = (1, 4), num_ranks: int = 2, **options: Any) -> list[Any]:
-    """Profiles on ranks that are threads; returns the profiles by rank."""
 
     def script(world: Any) -> Any:
         profiler = Profiler(net(), batch, device="cpu", out_folder=folder, **options)
@@ -114,8 +114,7 @@ def test_memory_is_a_limit(tmp_path: Path) -> None:
 
 def test_folders_of_an_older_library_are_read(folder: Path, tmp_path: Path) -> None:
     """They do not say what each rank's own process holds."""
-    for path in folder.glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     content = json.loads((folder / "cluster.json").read_text())
     assert len(content["own_process_bytes"]) == 2
     del content["own_process_bytes"], content["checksum"]
@@ -127,8 +126,7 @@ def test_folders_of_an_older_library_are_read(folder: Path, tmp_path: Path) -> N
 def test_what_is_missing_or_damaged_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(MeasureError, match="profile"):
         AutoConfig(2, 8, tmp_path / "nowhere")
-    for path in folder.glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "cluster.json").write_text('{"hosts": 3}')
     with pytest.raises(MeasureError, match=r"cluster\.json is damaged"):
         AutoConfig(2, 8, tmp_path)

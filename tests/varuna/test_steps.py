@@ -18,8 +18,9 @@ from autovaruna.planner.prediction import RankOrders
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.varuna import CutPoint, Varuna
 from autovaruna.varuna.step import GROWTH_INTERVAL, JobSignals, StepScale
+from tests.catalogue.small import Written
 from tests.products import some
-from tests.varuna.scripts import batch, close, net, on_ranks, plain_steps, steps, wrap
+from tests.varuna.scripts import QUIET, batch, close, net, on_ranks, plain_steps, steps, wrap
 
 GRIDS = {
     "grid": (4, "0,2;1,3;"),
@@ -84,7 +85,7 @@ def test_any_number_of_pairs_is_tied(grid: str) -> None:
     plain.head.weight = plain.embedding.weight
     plain.layers[3].weight = plain.layers[1].weight = plain.layers[0].weight
     expected = plain_steps(plain, 6, range(3), 0.5)
-    for losses, state in on_ranks(num_ranks, script):
+    for losses, state in on_ranks(num_ranks, script, token="tied"):
         assert close(losses, expected)
         assert all(torch.equal(state[first], state[second]) for first, second in PAIRS)
 
@@ -108,15 +109,17 @@ def test_evaluation_is_the_mean_over_all_samples_in_eval_mode(grid: str) -> None
         assert place == ((2, 0, 0, 5), (2, 1, 5, 9))[replica]
 
 
-def test_the_optimizer_comes_after_wrapping() -> None:
+def test_the_optimizer_comes_after_wrapping_and_a_call_is_refused() -> None:
     def script(world: Any) -> None:
         model = net()
         early = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped = Varuna(model, "0;1", batch, 6, 2, device="cpu", save_deployment=False, load_deployment=False)
+        wrapped = Varuna(model, "0;1", batch, 6, 2, **QUIET)
         with pytest.raises(OrderError, match="set_optimizer"):
             wrapped.step(batch(6))
         with pytest.raises(AutoVarunaError, match="made after wrapping"):
             wrapped.set_optimizer(early)
+        with pytest.raises(OrderError, match="step"):
+            wrapped(**batch(6))
 
     on_ranks(2, script)
 
@@ -135,17 +138,11 @@ def test_the_state_is_that_of_the_whole_model() -> None:
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
+SCORES = Written(lambda self, x, y: self.layer(x.float()), layer=nn.Linear(5, 3))
+
+
 def tied(first: str, second: str) -> Varuna:
     return wrap(None, shared_weights=[(first, second)])
-
-
-class Scores(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.float())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +153,7 @@ class Scores(nn.Module):
         (lambda: wrap(None, 0), "batch_size is 0"),
         (lambda: wrap(None, 6, -1), "chunk_size is -1"),
         (lambda: wrap(None).step([1]), "expected a dictionary"),
-        (lambda: wrap(None, model=Scores()).step(batch(6)), "returns its loss"),
+        (lambda: wrap(None, model=SCORES).step(batch(6)), "returns its loss"),
         (lambda: wrap(None).to(torch.float64), "split"),
         (lambda: wrap(None, device="nowhere"), "device"),
         (lambda: Varuna(net(), None, None, 4, 2), "get_batch_fn is None"),
@@ -170,13 +167,11 @@ def test_what_cannot_be_used_is_named(act: Any, words: str) -> None:
         act()
 
 
-@pytest.mark.parametrize(
-    ("stage_map", "words"), [("0;0", "rank twice"), ("0,1", "rank 2 is in no"), ("0,1;;2", "expected the ranks")]
-)
-def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
+def test_a_map_gives_each_rank_one_place() -> None:
     def script(world: Any) -> None:
-        with pytest.raises(InputError, match=words):
-            wrap(stage_map)
+        for stage_map, words in (("0;0", "rank twice"), ("0,1", "rank 2 is in no"), ("0,1;;2", "expected the ranks")):
+            with pytest.raises(InputError, match=words):
+                wrap(stage_map)
 
     on_ranks(3, script)
 
@@ -185,30 +180,6 @@ def test_a_map_gives_each_rank_one_place(stage_map: str, words: str) -> None:
 def test_inputs_of_replicas_need_replicas_that_are_apart(stage_ranks: Any) -> None:
     with pytest.raises(ConfigError, match=r"inputs = 'per_replica'.*contradict"):
         resolve({"inputs": "per_replica", "stage_ranks": stage_ranks})
-
-
-def test_a_call_is_refused() -> None:
-    with pytest.raises(OrderError, match="step"):
-        wrap(None)(**batch(6))
-
-
-# float16 with a scaled loss
-
-
-def plain_half(scale: float) -> list[float]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(**batch(6, step))
-        (loss * scale).backward()
-        torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 1 / scale)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def test_losses_are_those_of_float16_autocast_and_an_overflow_is_skipped_on_all_ranks_at_once() -> None:
@@ -226,7 +197,7 @@ def test_losses_are_those_of_float16_autocast_and_an_overflow_is_skipped_on_all_
         after = model.state_dict()
         return losses, scale, found, all(torch.equal(before[name], after[name]) for name in before)
 
-    expected = plain_half(2.0**10)
+    expected = plain_steps(net(), 6, range(3), 0.5, scale=2.0**10)
     for losses, scale, found, is_same in on_ranks(4, script):
         assert scale == 2.0**10
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=5e-3, atol=0.0)
@@ -239,7 +210,7 @@ def scale_of(*arguments: Any) -> StepScale:
     return scale
 
 
-def test_the_scale_halves_down_to_the_least_and_doubles_after_many_good_steps() -> None:
+def test_a_dynamic_scale_halves_down_to_the_least_and_doubles_after_many_good_steps_and_a_fixed_one_stays() -> None:
     scale = scale_of("dynamic", 8.0, 3.0)
     values = []
     for _ in range(3):
@@ -249,23 +220,15 @@ def test_the_scale_halves_down_to_the_least_and_doubles_after_many_good_steps() 
     for _ in range(GROWTH_INTERVAL):
         scale.update(False)
     assert scale.value == 6.0
+    fixed = scale_of(128.0, 8.0, 1.0)
+    fixed.update(True)
+    assert fixed.value == 128.0
+    for arguments in (("static", 1.0, 1.0), (-1.0, 1.0, 1.0), ("dynamic", 0.0, 1.0), (True, 1.0, 1.0)):
+        with pytest.raises(InputError, match="scale"):
+            scale_of(*arguments)
 
 
-def test_a_fixed_scale_stays() -> None:
-    scale = scale_of(128.0, 8.0, 1.0)
-    scale.update(True)
-    assert scale.value == 128.0
-
-
-@pytest.mark.parametrize("arguments", [("static", 1.0, 1.0), (-1.0, 1.0, 1.0), ("dynamic", 0.0, 1.0), (True, 1.0, 1.0)])
-def test_other_scales_are_refused(arguments: Any) -> None:
-    with pytest.raises(InputError, match="scale"):
-        scale_of(*arguments)
-
-
-def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_the_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_the_job(monkeypatch: Any) -> None:
     """Once, the manager's stood in its place, and the run ended without a call of it."""
     monkeypatch.setattr(ending, "_before", {})
     monkeypatch.setattr(ending, "_signals", set())
@@ -288,37 +251,18 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
 def test_a_step_of_many_micro_batches_is_not_cut_off() -> None:
     """Varuna's schedules end silently at about 5,000 micro-batches."""
 
-    class Tiny(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.cut, self.last = nn.Linear(1, 1), CutPoint(), nn.Linear(1, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.cut(self.first(x))).mean()
-
-    model = wrap_tiny(Tiny())
+    layers = {"first": nn.Linear(1, 1), "cut": CutPoint(), "last": nn.Linear(1, 1)}
+    tiny = Written(lambda self, x: self.last(self.cut(self.first(x))).mean(), **layers)
+    expected = tiny(torch.arange(6000.0).view(-1, 1)).item()
+    model = wrap(None, 6000, 1, model=tiny, make=lambda size: {"x": torch.ones(size, 1)})
     plan, graph = model.model.plan, model.model.preparation._traced.graph
     kinds = [(step.kind, step.micro_batch) for step in RankOrders(plan, graph).planned[0]]
     assert {m for kind, m in kinds if kind is Kind.BACKWARD} == set(range(6000))
     loss, _ = model.step({"x": torch.arange(6000.0).view(-1, 1)})
-    expected = Tiny()
-    expected.load_state_dict(model.state_dict())
-    assert close([loss], [expected(torch.arange(6000.0).view(-1, 1)).item()])
+    assert close([loss], [expected])
 
 
-def wrap_tiny(model: nn.Module) -> Varuna:
-    """Wraps a model for one rank and 6,000 micro-batches of a sample."""
-    wrapped = Varuna(
-        model, None, lambda size: {"x": torch.ones(size, 1)}, 6000, 1, device="cpu", save_deployment=False,
-        from_cache=False, progress=False, profile_iterations=1,
-    )  # fmt: skip
-    wrapped.set_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.0))
-    return wrapped
-
-
-def test_a_single_rank_s_deployment_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_single_rank_s_deployment_is_read_again(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A rank alone has links that cost nothing, which JSON cannot say as a number."""
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "autovaruna")
