@@ -110,14 +110,12 @@ def conv_net(*norms: nn.Module) -> nn.Module:
     return Classifier(nn.Sequential(*stem, *body))
 
 
-class Constant(nn.Module):
+class Constant(TwoLayers):
     """Uses tensors that are neither parameters nor buffers: one an attribute, one made in forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.linspace(0.5, 1.5, WIDTH)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constant:
         self.scale = fn(self.scale)
@@ -164,32 +162,24 @@ class Recurrent(nn.Module):
         return self.head(states[:, -1])
 
 
-class Twice(nn.Module):
+class Twice(TwoLayers):
     """Calls one module two times, far apart: its parameters are tied with themselves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
         self.between = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.between(torch.tanh(self.shared(x))))
-        return self.last(torch.tanh(self.shared(out)))
+        out = torch.tanh(self.between(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(self.first(out)))
 
 
-class MovingAverage(nn.Module):
+class MovingAverage(TwoLayers):
     """Assigns and updates buffers in forward, in train mode only."""
-
-    mean: Tensor
-    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.mean, self.calls = nn.Buffer(torch.zeros(WIDTH)), nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.tanh(self.first(x))
@@ -199,14 +189,12 @@ class MovingAverage(nn.Module):
         return self.last(out - self.mean)
 
 
-class NoGrad(nn.Module):
+class NoGrad(TwoLayers):
     """Computes a target under ``no_grad`` with its own parameters, and detaches a value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.teacher = nn.Linear(WIDTH, CLASSES)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
