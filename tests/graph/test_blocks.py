@@ -52,8 +52,6 @@ def test_rule_1_a_tuple_stays_with_those_who_take_it_apart() -> None:
 
 
 def test_rule_2_a_change_stays_with_what_it_changes() -> None:
-    """An in-place relu stays with the linear that made its memory, and with who read it before."""
-
     def changed(self: nn.Module, x: Tensor) -> Tensor:
         out = self.first(x)
         read = out * 2.0
@@ -140,9 +138,7 @@ def around(self: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("function", "nodes"), [(turned, "mul_1 sin add_"), (around, "mul tanh exp add_")])
-def test_rules_5_and_6_users_that_change_places_and_cycles_of_groups_join(
-    function: Callable[..., Tensor], nodes: str
-) -> None:
+def test_rules_5_and_6_users_that_change_places_and_cycles_join(function: Callable[..., Tensor], nodes: str) -> None:
     assert len(blocks_of(layered(function), *nodes.split())) == 1
 
 
@@ -225,8 +221,6 @@ def test_crossing_sizes_count_a_value_once_a_cut() -> None:
 
 @dataclass(frozen=True)
 class StageABlock(Setup):
-    """Makes every block a stage, all of them on one rank."""
-
     def plan(self, graph: Graph) -> Plan | None:
         return Setup(((0,),) * len(graph.blocks), self.num_micro_batches).plan(graph)
 

@@ -98,10 +98,6 @@ def test_a_call_without_a_batch_says_what_it_got(args: tuple[Any, ...], batch_in
         describe(MODEL, args, {}, batch_inputs)
 
 
-class Anything(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> None: ...
-
-
 @dataclass(frozen=True)
 class Answer:
     """A user's own frozen class, unknown to PyTorch."""
@@ -111,7 +107,7 @@ class Answer:
     note: str = "none"
 
 
-ANYTHING = Anything()
+ANYTHING = Written(lambda self, *args, **kwargs: None)
 ROWS, NUMBERS = torch.randn(4, 3), torch.randn(4)
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((ROWS, NUMBERS), {}),
@@ -152,7 +148,7 @@ def test_what_is_known_is_what_a_description_says(grad: bool) -> None:
 
 
 def test_a_forward_that_is_a_function_is_read_anew() -> None:
-    model = Anything()
+    model = Written(lambda self, *args, **kwargs: None)
     reader = CallReader(model)
     assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["args_0"]
     model.forward = lambda images: None

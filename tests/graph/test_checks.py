@@ -217,17 +217,10 @@ def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
 
 def test_samples_that_meet_behind_a_batch_norm_are_refused() -> None:
     """What it returns is of the samples, though it changes buffers; its own mean is one of a micro-batch."""
-
-    def normal(self: nn.Module, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, 2))
-
-    def centred_behind_it(self: nn.Module, x: Tensor) -> Tensor:
-        return normal(self, x) - normal(self, x).mean(0)
-
-    norm = nn.BatchNorm1d(WIDTH)
-    traced_function(normal, SEQUENCES, norm=norm)
+    x, norm = SEQUENCES.transpose(1, 2), nn.BatchNorm1d(WIDTH)
+    traced_function(lambda self, x: self.norm(x), x, norm=norm)
     with pytest.raises(TraceError, match="made of several samples, meets each sample"):
-        traced_function(centred_behind_it, SEQUENCES, norm=norm)
+        traced_function(lambda self, x: self.norm(x) - self.norm(x).mean(0), x, norm=norm)
 
 
 def returning(make: Any, loss_mode: str = "auto") -> TracedModel:

@@ -66,8 +66,9 @@ def followed(m: Any, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:
     return m.loss(hidden, y)  # type: ignore[no-any-return]
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(SAMPLES, ROWS, WIDTH), torch.randn(SAMPLES, MARKS), torch.randn(SAMPLES, ROWS)
+def batch() -> dict[str, Tensor]:
+    shapes = {"x": (SAMPLES, ROWS, WIDTH), "mark": (SAMPLES, MARKS), "y": (SAMPLES, ROWS)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
 MEETING: dict[str, Way] = {
@@ -112,8 +113,7 @@ def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(way: Way, **settings: Any) -> Any:
-    plan = Setup(num_micro_batches=2).plan
-    return AutoVaruna(Series(way), plan=plan, **{**QUIET, **settings})(*batch())
+    return AutoVaruna(Series(way), plan=Setup(num_micro_batches=2).plan, **{**QUIET, **settings})(**batch())
 
 
 @pytest.mark.parametrize("name", some([*MEETING], 7))
@@ -138,16 +138,10 @@ def test_a_sum_is_one_where_that_is_asked_for() -> None:
 def test_a_kept_module_that_only_reads_its_buffers_is_tried() -> None:
     model = Series(lambda m, x, mark, y: m.loss(m.kept(m.value(x)), y))
     model.kept = Written(kept, two=torch.tensor(2.0))
-    refuse(model, r"gradient that goes back through .* is another", dict(zip(("x", "mark", "y"), batch(), strict=True)))
+    refuse(model, r"gradient that goes back through .* is another", batch())
 
 
-FREE: dict[str, dict[str, Any]] = {
-    "weights": {"micro_batch_weight": lambda arguments: 1.0},
-    "statistics": {"batch_statistics": "micro-batch"},
-}
-
-
-@pytest.mark.parametrize("settings", FREE.values(), ids=FREE)
+@pytest.mark.parametrize("settings", [{"micro_batch_weight": lambda _: 1.0}, {"batch_statistics": "micro-batch"}])
 def test_a_loss_that_may_be_any_is_tried_up_to_where_samples_are_joined(settings: dict[str, Any]) -> None:
     """Else nothing would see that gradients go by other samples: the loss alone is left to the user."""
     with pytest.raises(TraceError, match=r"gradient that goes back through .* is another .*test_trial.py:\d+"):
@@ -158,8 +152,8 @@ def test_a_loss_that_may_be_any_is_tried_up_to_where_samples_are_joined(settings
 
 def test_one_sample_is_repeated_with_other_numbers() -> None:
     """All samples alike would hide that they meet."""
-    arguments = {name: each[:1] for name, each in zip(("x", "mark", "y"), batch(), strict=True)}
-    refuse(Series(MEETING["repeat"]), "mixes the samples of a batch: add", arguments)
+    one = {name: each[:1] for name, each in batch().items()}
+    refuse(Series(MEETING["repeat"]), "mixes the samples of a batch: add", one)
 
 
 def record_trials(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
@@ -178,16 +172,14 @@ def test_it_can_be_turned_off_and_what_holds_is_kept(monkeypatch: pytest.MonkeyP
         assert tried == [None]
 
 
-def test_a_later_kind_of_call_is_tried_with_drawn_weights(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_kind_of_call_is_tried_with_drawn_weights(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank has all weights any more then."""
-    tried, args = record_trials(monkeypatch), batch()
+    tried, arguments = record_trials(monkeypatch), batch()
 
     def call(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        model(*args).backward()
+        model(**arguments).backward()
         model.eval()
-        model(*args)
+        model(**arguments)
 
     with caplog.at_level("INFO", "autovaruna.graph.trial"):
         on_ranks(pipeline(2, num_micro_batches=2), Series(ALONE["statistics"]), call)
