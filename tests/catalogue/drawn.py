@@ -27,6 +27,10 @@ NUM_PATHS = 3
 Values = list[Tensor]
 Act = Callable[[Values, nn.ModuleList], Values]
 """One operation, given the values so far and the model's modules (a copy of the model has others)."""
+Dim = tuple[int, bool]
+"""A length of a dimension, as numbers or, if that is set, as rows of each sample."""
+Dims = tuple[Dim, ...]
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -156,12 +160,6 @@ class Drawn(nn.Module):
         return torch.stack([values[place].square().mean() for place in [1, *self.ends[path]]]).sum()
 
 
-Dim = tuple[int, bool]
-"""A length of a dimension, as numbers or, if that is set, as rows of each sample."""
-Dims = tuple[Dim, ...]
-Move = Callable[[Tensor], Tensor]
-
-
 def move_rows(chance: random.Random, shape: Dims) -> tuple[Move, Dims]:
     """The same numbers in another order or shape."""
     last = len(shape) - 1
@@ -272,12 +270,7 @@ def two_rows(chance: random.Random, shape: Dims) -> tuple[Callable[[Tensor, Tens
     """Joins two values of one shape."""
     at = chance.randrange(len(shape))
     length, has_samples = shape[at]
-    joins: list[Callable[[Tensor, Tensor], Tensor]] = [
-        lambda v, w: v + w,
-        lambda v, w: v.tanh() * w,
-        lambda v, w: torch.where(w > 0, v, 0.5 * w),
-        lambda v, w: v.masked_fill(w > 0.5, 0.1),
-    ]
+    joins = [JOINS["add"], JOINS["multiply"], JOINS["where"], lambda v, w: v.masked_fill(w > 0.5, 0.1)]
     if len(shape) == 3 and not shape[-1][1] and not shape[-2][1]:
         joins.append(lambda v, w: v @ w.transpose(1, 2).softmax(-1) @ w)
     if chance.random() < 0.3:

@@ -46,8 +46,6 @@ def hidden(*middle: nn.Module) -> nn.Sequential:
 
 
 class Classifier(nn.Module):
-    """Puts a cross-entropy behind a body."""
-
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
@@ -82,8 +80,7 @@ class Embedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
-        self.head = hidden(nn.GELU())
+        self.words, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=0), hidden(nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.words(x).mean(dim=1))
@@ -94,8 +91,7 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-        self.relu = nn.ReLU(inplace=True)
+        self.conv, self.relu = nn.Conv2d(width, width, 3, padding=1), nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x)
@@ -131,8 +127,7 @@ class Unused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.never = nn.Parameter(torch.randn(WIDTH))
-        self.thrown = nn.Linear(WIDTH, WIDTH)
+        self.never, self.thrown = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
         self.body = hidden(nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,13 +144,10 @@ def frozen() -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """Runs a two-layer LSTM, with dropout between the layers."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.2)
-        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.lstm(self.words(x))

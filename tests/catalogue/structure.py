@@ -82,8 +82,6 @@ class Skip(Layered):
 
 
 class SharedInput(Layered):
-    """Uses its input at every layer, and the labels at two places."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         out = x
         for index in range(self.num_layers):
@@ -135,8 +133,6 @@ pytree.register_dataclass(Answer)
 
 
 class Outputs(Layered):
-    """Returns two values, from different layers, in a container of a given kind."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -154,8 +150,6 @@ class Outputs(Layered):
 
 
 class TwoLosses(Layered):
-    """Returns two losses, from an early and from the last layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.early = nn.Linear(WIDTH, CLASSES)
@@ -221,11 +215,6 @@ def all_outputs(output: Any, batch: Batch) -> Tensor:
     return torch.stack([leaf.square().mean() * (index + 1) for index, leaf in enumerate(leaves)]).sum()
 
 
-def two_losses(output: Any, batch: Batch) -> Tensor:
-    """Returns the sum of two losses, one of them at half weight."""
-    return output[0] + 0.5 * output[1]
-
-
 def outputs(kind: str) -> Case:
     return Case(f"outputs_{kind}", lambda: Outputs(kind), positional, all_outputs)
 
@@ -239,7 +228,7 @@ STRUCTURE = (
     Case("shared_input", SharedInput, labelled),
     outputs("tuple"),
     Case("returned_scores", ForkJoin, positional, squared_mean),
-    Case("two_losses", TwoLosses, labelled, two_losses),
+    Case("two_losses", TwoLosses, labelled, lambda output, batch: output[0] + 0.5 * output[1]),
     Case("loss_and_scores", LossAndScores, labelled),
     Case("keywords", Keyworded, keyworded),
     Case("nested_inputs", Nested, nested),
@@ -293,8 +282,6 @@ class Parts(torch.autograd.Function):
 
 
 class Scaling(nn.Module):
-    """Has a scale, a first layer, and two more."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
@@ -302,8 +289,6 @@ class Scaling(nn.Module):
 
 
 class Straight(Scaling):
-    """Uses one function twice, with other numbers."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = StraightThrough.apply(self.first(x) * self.scale, 3.0) + x
         out: Tensor = self.body(x)

@@ -20,11 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, RankError, TraceError
+from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.guards import Guards
-from autovaruna.runtime.world import World
 from autovaruna.session import recheck
-from tests.ranks import run_ranks
 from tests.reference import sgd
 from tests.session.training import QUIET, descend, pipeline
 
@@ -45,21 +43,15 @@ STEPS = ("a number", "a class", "another tensor", "a namespace", "a function in 
 
 
 class Kind(enum.Enum):
-    """Says which branch a forward takes."""
-
     ONE, TWO = 1, 2
 
 
 @dataclasses.dataclass(slots=True)
 class Slotted:
-    """Has its attributes in slots."""
-
     temp: float = 1.0
 
 
 class Schedule:
-    """Has a number, and a method that reads a global."""
-
     step = 0
 
     def value(self) -> float:
@@ -125,8 +117,6 @@ def branching(self: Any, h: Tensor) -> Tensor:
 
 
 def closed(value: float) -> tuple[Act, Callable[[], None]]:
-    """Returns a function that reads a variable of its closure, and one that sets it."""
-
     def act(self: Any, h: Tensor) -> Tensor:
         return h * value
 
@@ -135,10 +125,6 @@ def closed(value: float) -> tuple[Act, Callable[[], None]]:
         value = 2.0
 
     return act, change
-
-
-def default(self: Any, h: Tensor, table: dict[str, Any] = TABLE) -> Tensor:
-    return h * table["deep"]["t"]
 
 
 CLOSED, CHANGE = closed(1.0)
@@ -153,7 +139,7 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "a base": (lambda self, h: h * self.of_base, lambda: setattr(Base, "of_base", 2.0)),
     "a class before its base": (lambda self, h: h * self.of_base, lambda: setattr(Net, "of_base", 2.0)),
     "a closure": (CLOSED, CHANGE),
-    "a default": (default, lambda: TABLE["deep"].update(t=2.0)),
+    "a default": (lambda self, h, table=TABLE: h * table["deep"]["t"], lambda: TABLE["deep"].update(t=2.0)),
     "a dict": (lambda self, h: h * TABLE["deep"]["t"], lambda: TABLE["deep"].update(t=2.0)),
     "a function in a dict": (lambda self, h: TABLE["act"](h), lambda: TABLE.update(act=torch.sin)),
     "a list": (lambda self, h: h * LIST[0], lambda: LIST.__setitem__(0, 2.0)),
@@ -180,8 +166,6 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "the environment": (lambda self, h: h * float(os.getenv("OWN", "1")), lambda: os.environ.update(OWN="2")),
     "by its name": (lambda self, h: h * globals()["WEIGHT"], lambda: setattr(HERE, "WEIGHT", 2.0)),
 }
-
-
 AT_FIRST = {"WEIGHT": 1.0, "UNREAD": 1.0, "TENSOR": TENSOR, "BRANCH": BRANCH, "helper": helper}
 
 
@@ -266,20 +250,6 @@ def test_what_no_step_reads_is_ignored() -> None:
         HERE.UNREAD = float(value)  # type: ignore[attr-defined]
         wrapped(X, Y)
     assert wrapped.num_traces == 1
-
-
-def test_a_value_of_one_rank_is_told() -> None:
-    """Ranks have values of their own here, for they are threads."""
-
-    def be_rank(world: World) -> None:
-        value = SimpleNamespace(temp=1.0)
-        wrapped = AutoVaruna(Net(lambda self, h: h * value.temp), plan=pipeline(2).plan, **QUIET)
-        wrapped(X, Y)
-        value.temp += world.rank
-        with pytest.raises(RankError, match=r"attributes is missing on rank 0, .*temp:2\.0 on rank 1"):
-            wrapped(X, Y)
-
-    run_ranks(2, be_rank)
 
 
 def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
