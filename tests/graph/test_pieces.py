@@ -70,7 +70,6 @@ EXAMPLES = {
 
 
 def whole(model: TracedModel) -> Piece:
-    """Returns the whole model as a piece."""
     return extract(model, model.block_of, [spec.node for spec in model.outputs])
 
 
