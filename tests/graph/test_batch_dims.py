@@ -68,7 +68,7 @@ def hold(setup: Setup, plain: nn.Module, story: Callable[[Any, Any, Share], list
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> Any:
         return story(model, optimizer, share(rank)), dict(model.state_dict())
 
-    ranks = on_ranks(setup, plain, run)
+    ranks = on_ranks(setup, plain, run, token=plain.forward.__func__)  # type: ignore[attr-defined]
     expected = story(plain, sgd(plain.parameters()), all_of)
     for rank, (found, weights) in enumerate(ranks):
         torch.testing.assert_close(found, [share(rank)(each) if each.dim() else each for each in expected])
@@ -78,8 +78,6 @@ def hold(setup: Setup, plain: nn.Module, story: Callable[[Any, Any, Share], list
 DIMS = {"batch_dims": {"words": 1, "hidden": 1}}
 PER_RANK = {**DIMS, "inputs": "per_rank"}
 REPLICAS = ((0, 1), (2, 3))
-
-
 SETUPS: dict[str, tuple[Setup, Sequence[int]]] = {
     "lengths": (pipeline(2, num_micro_batches=2, settings=PER_RANK), (4, 6, 3)),
     "uneven": (pipeline(2, num_micro_batches=4, settings=PER_RANK), (4, 4)),

@@ -206,7 +206,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "number of the wrapper": lambda wrapped: setattr(wrapped, "scale", 3.0),  # set on it, it reaches the model
     "looked for in vain": lambda model: setattr(model, "more", 2.0),
     "only compared": lambda model: setattr(model, "only_compared", None),
-    "module in another mode": lambda model: model.body.__setitem__(1, nn.Dropout(0.5).eval()),
     "dropout": lambda model: model.body.__setitem__(1, nn.Dropout(0.0)),
     "probability": lambda model: setattr(model.body[1], "p", 1.0),
 }
