@@ -80,6 +80,11 @@ def ranges(size: int, num_parts: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
+def micro_batches(batch: Batch, num_micro_batches: int) -> list[Batch]:
+    """Returns the parts that a run cuts a batch into, without empty ones."""
+    return [part(batch, start, end) for start, end in ranges(batch_size(batch), num_micro_batches) if end > start]
+
+
 def plain_steps(
     case: Case,
     batches: Sequence[Batch],

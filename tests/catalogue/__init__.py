@@ -11,16 +11,4 @@ PLAIN = SMALL + STRUCTURE + FUNCTIONS
 CASES = {case.name: case for case in (*PLAIN, *CONTAINERS, *HUGGING_FACE, *MORE, *REFUSED)}
 """The whole catalogue by name."""
 
-__all__ = [
-    "CASES",
-    "DEVICE",
-    "HUGGING_FACE",
-    "MORE",
-    "PLAIN",
-    "REFUSED",
-    "SMALL",
-    "STRUCTURE",
-    "Batch",
-    "Case",
-    "batch_size",
-]
+__all__ = ["CASES", "DEVICE", "HUGGING_FACE", "MORE", "PLAIN", "REFUSED", "Batch", "Case", "batch_size"]

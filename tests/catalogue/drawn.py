@@ -11,12 +11,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.catalogue.case import Batch, Case, floats, generator, integers
+from tests.catalogue.small import Written
 
 WIDTHS = (4, 6, 8)
 TOKENS = 3
@@ -25,6 +27,10 @@ NUM_PATHS = 3
 Values = list[Tensor]
 Act = Callable[[Values, nn.ModuleList], Values]
 """One operation, given the values so far and the model's modules (a copy of the model has others)."""
+Dim = tuple[int, bool]
+"""A length of a dimension, as numbers or, if that is set, as rows of each sample."""
+Dims = tuple[Dim, ...]
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -46,40 +52,16 @@ class Maker:
         return len(self.modules) - 1
 
 
-class Smoothed(nn.Module):
+def smooth(self: Any, x: Tensor) -> Tensor:
     """Subtracts a running mean, which it updates."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mean: Tensor
-        self.register_buffer("mean", torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x - self.mean
-        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return y
+    y = x - self.mean
+    self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return y
 
 
-class Scaled(nn.Module):
-    """Multiplies by one number that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class Lifted(nn.Module):
-    """Adds a dimension of tokens, and their positions."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.randn(TOKENS, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(1) + self.places
+def lifted(width: int) -> nn.Module:
+    """Returns what adds a dimension of tokens, and their positions."""
+    return Written(lambda self, x: x.unsqueeze(1) + self.places, places=nn.Parameter(torch.randn(TOKENS, width)))
 
 
 def add_linear(make: Maker, place: int) -> Act:
@@ -100,7 +82,8 @@ def add_simple(make: Maker, place: int) -> Act:
     tokens, width = make.shapes[place]
     kinds: list[Callable[[Tensor], Tensor]] = [torch.tanh, F.gelu, torch.relu, torch.detach]
     kinds += [partial(torch.softmax, dim=-1), lambda x: 0.3 * torch.cumsum(x, dim=-1)]
-    kinds += [nn.LayerNorm(width), Scaled(), nn.Dropout(0.3)] + [Smoothed(width)] * (tokens == 0)
+    kinds += [nn.LayerNorm(width), Written(lambda self, x: x * self.scale, scale=nn.Parameter(torch.tensor(1.2)))]
+    kinds += [nn.Dropout(0.3)] + [Written(smooth, mean=torch.zeros(width))] * (tokens == 0)
     act = make.chance.choice(kinds)
     make.shapes.append((tokens, width))
     if not isinstance(act, nn.Module):
@@ -109,22 +92,22 @@ def add_simple(make: Maker, place: int) -> Act:
     return lambda values, modules: [modules[index](values[place])]
 
 
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "multiply": lambda first, second: torch.tanh(first) * second,
+    "cat": lambda first, second: torch.cat([first, second], -1),
+    "where": lambda first, second: torch.where(first > 0, first, 0.5 * second),
+}
+
+
 def add_two(make: Maker, place: int) -> Act:
     """Joins two values that have the same shape, however far apart."""
     shape = make.shapes[place]
     other = make.chance.choice([k for k, each in enumerate(make.shapes) if each == shape])
     kind = make.chance.choice(["add", "multiply", "cat", "where"])
     make.shapes.append((shape[0], 2 * shape[1]) if kind == "cat" else shape)
-
-    def act(values: Values, modules: nn.ModuleList) -> Values:
-        first, second = values[place], values[other]
-        if kind == "add":
-            return [first + second]
-        if kind == "multiply":
-            return [torch.tanh(first) * second]
-        return [torch.cat([first, second], -1) if kind == "cat" else torch.where(first > 0, first, 0.5 * second)]
-
-    return act
+    join = JOINS[kind]
+    return lambda values, modules: [join(values[place], values[other])]
 
 
 def add_split(make: Maker, place: int) -> Act:
@@ -139,7 +122,7 @@ def add_tokens(make: Maker, place: int) -> Act:
     """From a value without tokens to one with them, or back."""
     tokens, width = make.shapes[place]
     if tokens == 0:
-        index = make.keep(Lifted(width))
+        index = make.keep(lifted(width))
         make.shapes.append((TOKENS, width))
         return lambda values, modules: [modules[index](values[place])]
     make.shapes.append((0, width))
@@ -175,16 +158,6 @@ class Drawn(nn.Module):
         for act in self.acts:
             values += act(values, self.modules_used)
         return torch.stack([values[place].square().mean() for place in [1, *self.ends[path]]]).sum()
-
-
-Dim = tuple[int, bool]
-"""A length of a dimension, as numbers or, if that is set, as rows of each sample."""
-
-
-Dims = tuple[Dim, ...]
-
-
-Move = Callable[[Tensor], Tensor]
 
 
 def move_rows(chance: random.Random, shape: Dims) -> tuple[Move, Dims]:
@@ -297,12 +270,7 @@ def two_rows(chance: random.Random, shape: Dims) -> tuple[Callable[[Tensor, Tens
     """Joins two values of one shape."""
     at = chance.randrange(len(shape))
     length, has_samples = shape[at]
-    joins: list[Callable[[Tensor, Tensor], Tensor]] = [
-        lambda v, w: v + w,
-        lambda v, w: v.tanh() * w,
-        lambda v, w: torch.where(w > 0, v, 0.5 * w),
-        lambda v, w: v.masked_fill(w > 0.5, 0.1),
-    ]
+    joins = [JOINS["add"], JOINS["multiply"], JOINS["where"], lambda v, w: v.masked_fill(w > 0.5, 0.1)]
     if len(shape) == 3 and not shape[-1][1] and not shape[-2][1]:
         joins.append(lambda v, w: v @ w.transpose(1, 2).softmax(-1) @ w)
     if chance.random() < 0.3:
@@ -354,7 +322,7 @@ class Mixed(nn.Module):
 
     def __init__(self, chance: random.Random, num_acts: int) -> None:
         super().__init__()
-        self.embedding, self.lift, self.layers = nn.Embedding(WORDS, WIDTHS[0]), Lifted(WIDTHS[0]), nn.ModuleList()
+        self.embedding, self.lift, self.layers = nn.Embedding(WORDS, WIDTHS[0]), lifted(WIDTHS[0]), nn.ModuleList()
         self.first = nn.Linear(WIDTHS[0], WIDTHS[0])
         width = WIDTHS[0], False
         shapes: list[Dims] = [((1, True), width), ((1, True), width), ((1, True), (TOKENS, False), width)]
@@ -417,15 +385,12 @@ def batch(size: int, seed: int) -> Batch:
 
 
 def draw_case(seed: int, num_acts: int) -> Case:
-    model = Drawn(random.Random(seed), num_acts)
-    kinds = {type(module) for module in model.modules()}
-    return Case(
-        f"drawn_{seed}_{num_acts}",
-        lambda: Drawn(random.Random(seed), num_acts),
-        batch,
-        has_dropout=nn.Dropout in kinds,
-        has_batch_norm=Smoothed in kinds,
-    )
+    def build() -> Drawn:
+        return Drawn(random.Random(seed), num_acts)
+
+    has_dropout = any(isinstance(module, nn.Dropout) for module in build().modules())
+    name, has_buffers = f"drawn_{seed}_{num_acts}", any(True for _ in build().buffers())
+    return Case(name, build, batch, has_dropout=has_dropout, has_batch_norm=has_buffers)
 
 
 def draw_mixed(seed: int) -> Case:

@@ -17,31 +17,14 @@ WIDTH = 32
 LAYERS = 3
 HEADS = 4
 
-GPT = {"vocab_size": WORDS, "n_positions": 16, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
-ENCODER = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-}
-LLAMA = {**ENCODER, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
-SEQUENCE = {
-    "vocab_size": WORDS,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+GPT = {"vocab_size": WORDS, "n_positions": 16, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, **ENDS}
+HIDDEN = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 48}
+ENCODER = {**HIDDEN, "vocab_size": WORDS, "max_position_embeddings": 16, "pad_token_id": 0}
+LLAMA = {**ENCODER, "num_key_value_heads": 2, **ENDS}
+SIDE = {"layers": 2, "attention_heads": HEADS, "ffn_dim": 48}
+SEQUENCE = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDE.items()}
+SEQUENCE |= {"vocab_size": WORDS, "d_model": WIDTH, "pad_token_id": 0, "decoder_start_token_id": 1, **ENDS}
 PICTURE = {"image_size": 32, "patch_size": 8, "num_labels": 5}
 STEPS = {"depths": [1, 1], "num_labels": 5}
 
@@ -78,8 +61,7 @@ def pictures(size: int, seed: int) -> Batch:
 
 
 def painted(size: int, seed: int) -> Batch:
-    g = generator(seed)
-    return (), {"pixel_values": floats(size, 3, 32, 32, of=g), "labels": integers(5, size, 32, 32, of=g)}
+    return (), {**pictures(size, seed)[1], "labels": integers(5, size, 32, 32, of=generator(seed))}
 
 
 def speech(size: int, seed: int) -> Batch:
@@ -130,21 +112,14 @@ def case(
     return Case(name, build, batch, has_dropout=has_dropout, needs="transformers", **more)
 
 
-def vision_pair() -> dict[str, Any]:
-    text = {**ENCODER, "eos_token_id": 2, "bos_token_id": 1}
-    vision = {**VIT, "num_hidden_layers": 2}
-    return {"text_config": text, "vision_config": vision, "projection_dim": 16}
-
-
 T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS}
 WHISPER = {**SEQUENCE, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16}
-VIT = {**PICTURE, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-VIT |= {"intermediate_size": 48}
+VIT = {**PICTURE, **HIDDEN}
 RESNET = {**STEPS, "embedding_size": 8, "hidden_sizes": [8, 16], "layer_type": "basic"}
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 HUGGING_FACE = (
-    case("gpt2", "GPT2LMHeadModel", {**GPT, "bos_token_id": 1, "eos_token_id": 2}),
+    case("gpt2", "GPT2LMHeadModel", GPT),
     case("bert", "BertForMaskedLM", ENCODER, masked),
     case("t5", "T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}, translation),
     case("llama", "LlamaForCausalLM", LLAMA, has_dropout=False),
@@ -158,17 +133,8 @@ CONVNEXT = {**STEPS, "hidden_sizes": [8, 16], "drop_path_rate": 0.2, "layer_scal
 SWIN = {**STEPS, "image_size": 32, "patch_size": 4, "embed_dim": 8, "num_heads": [2, 2], "window_size": 4}
 DEBERTA = {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
 MAMBA = {"vocab_size": WORDS, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 2, "pad_token_id": 0}
-SEGFORMER = {
-    **STEPS,
-    "num_encoder_blocks": 2,
-    "sr_ratios": [2, 1],
-    "hidden_sizes": [8, 16],
-    "patch_sizes": [7, 3],
-    "strides": [4, 2],
-    "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2],
-    "decoder_hidden_size": 16,
-}
+SEGFORMER = {**STEPS, "num_encoder_blocks": 2, "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "decoder_hidden_size": 16}
+SEGFORMER |= {"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
 OPT = {**LLAMA, "ffn_dim": 48, "word_embed_proj_dim": WIDTH}
 DISTIL = {"vocab_size": WORDS, "dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 48}
 GEMMA = {**LLAMA, "head_dim": 8}
@@ -182,6 +148,7 @@ SIGLIP = {**VIT, "model_type": "siglip_vision_model", "image_size": 16, "num_hid
 SIGLIP |= {"vision_use_head": False}
 PALIGEMMA = {"vision_config": SIGLIP, "text_config": {**GEMMA, "model_type": "gemma"}, "image_token_id": WORDS - 1}
 PALIGEMMA |= {"projection_dim": WIDTH, "hidden_size": WIDTH}
+CLIP = {"text_config": {**ENCODER, **ENDS}, "vision_config": {**VIT, "num_hidden_layers": 2}, "projection_dim": 16}
 
 MORE = (
     case("bart", "BartForConditionalGeneration", SEQUENCE, translation),
@@ -206,7 +173,7 @@ MORE = (
 )
 
 REFUSED = (
-    case("clip", "CLIPModel", vision_pair(), captioned, has_dropout=False, has_batch_norm=True),
+    case("clip", "CLIPModel", CLIP, captioned, has_dropout=False, has_batch_norm=True),
     case("wav2vec2", "Wav2Vec2ForSequenceClassification", WAV2VEC, waves, is_always_random=True),
 )
 """What may be refused: a contrastive loss, which compares samples, and layers that are dropped by numpy's generator."""

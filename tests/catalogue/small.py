@@ -46,8 +46,6 @@ def hidden(*middle: nn.Module) -> nn.Sequential:
 
 
 class Classifier(nn.Module):
-    """Puts a cross-entropy behind a body."""
-
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
@@ -82,8 +80,7 @@ class Embedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0)
-        self.head = hidden(nn.GELU())
+        self.words, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=0), hidden(nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.words(x).mean(dim=1))
@@ -94,8 +91,7 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-        self.relu = nn.ReLU(inplace=True)
+        self.conv, self.relu = nn.Conv2d(width, width, 3, padding=1), nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x)
@@ -110,14 +106,12 @@ def conv_net(*norms: nn.Module) -> nn.Module:
     return Classifier(nn.Sequential(*stem, *body))
 
 
-class Constant(nn.Module):
+class Constant(TwoLayers):
     """Uses tensors that are neither parameters nor buffers: one an attribute, one made in forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.linspace(0.5, 1.5, WIDTH)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constant:
         self.scale = fn(self.scale)
@@ -133,8 +127,7 @@ class Unused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.never = nn.Parameter(torch.randn(WIDTH))
-        self.thrown = nn.Linear(WIDTH, WIDTH)
+        self.never, self.thrown = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
         self.body = hidden(nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,45 +144,34 @@ def frozen() -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """Runs a two-layer LSTM, with dropout between the layers."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.2)
-        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.lstm(self.words(x))
         return self.head(states[:, -1])
 
 
-class Twice(nn.Module):
+class Twice(TwoLayers):
     """Calls one module two times, far apart: its parameters are tied with themselves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
         self.between = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.between(torch.tanh(self.shared(x))))
-        return self.last(torch.tanh(self.shared(out)))
+        out = torch.tanh(self.between(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(self.first(out)))
 
 
-class MovingAverage(nn.Module):
+class MovingAverage(TwoLayers):
     """Assigns and updates buffers in forward, in train mode only."""
-
-    mean: Tensor
-    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.mean, self.calls = nn.Buffer(torch.zeros(WIDTH)), nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.tanh(self.first(x))
@@ -199,14 +181,12 @@ class MovingAverage(nn.Module):
         return self.last(out - self.mean)
 
 
-class NoGrad(nn.Module):
+class NoGrad(TwoLayers):
     """Computes a target under ``no_grad`` with its own parameters, and detaches a value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.teacher = nn.Linear(WIDTH, CLASSES)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -32,6 +32,12 @@ class Layered(nn.Module):
     def layer(self, index: int, x: Tensor) -> Tensor:
         return torch.tanh(self.layers[index](x))
 
+    def through(self, x: Tensor, start: int = 0, end: int = 4) -> Tensor:
+        """Returns what layers from `start` to `end` make, one after the other."""
+        for index in range(start, end):
+            x = self.layer(index, x)
+        return x
+
 
 class ForkJoin(Layered):
     """Splits into two branches of two layers and joins them by a product and a sum."""
@@ -40,8 +46,7 @@ class ForkJoin(Layered):
 
     def forward(self, x: Tensor) -> Tensor:
         root = self.layer(0, x)
-        left = self.layer(2, self.layer(1, root))
-        right = self.layer(4, self.layer(3, root))
+        left, right = self.through(root, 1, 3), self.through(root, 3, 5)
         return self.head(left * right + left)
 
 
@@ -61,9 +66,7 @@ class NoElements(Layered):
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(0, x)
         nothing = torch.exp(out[:, :0])
-        for index in (1, 2, 3):
-            out = self.layer(index, out)
-        return self.head(torch.cat([out, nothing], 1))
+        return self.head(torch.cat([self.through(out, 1), nothing], 1))
 
 
 class Skip(Layered):
@@ -75,13 +78,10 @@ class Skip(Layered):
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.layer(0, x)
-        out = self.layer(3, self.layer(2, self.layer(1, first)))
-        return self.head(torch.tanh(self.join(torch.cat((first, out), dim=1))))
+        return self.head(torch.tanh(self.join(torch.cat((first, self.through(first, 1)), dim=1))))
 
 
 class SharedInput(Layered):
-    """Uses its input at every layer, and the labels at two places."""
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         out = x
         for index in range(self.num_layers):
@@ -114,9 +114,7 @@ class Anchored(Layered):
     """Uses a layer's weight once more at its end, where no gradient goes back to it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for index in range(self.num_layers):
-            out = self.layer(index, out)
+        out = self.through(x)
         with torch.no_grad():
             anchor = self.layer(0, self.layer(1, x))
         return self.head(out * anchor)
@@ -135,15 +133,13 @@ pytree.register_dataclass(Answer)
 
 
 class Outputs(Layered):
-    """Returns two values, from different layers, in a container of a given kind."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
     def forward(self, x: Tensor) -> Any:
-        features = self.layer(1, self.layer(0, x))
-        scores = self.head(self.layer(3, self.layer(2, features)))
+        features = self.through(x, 0, 2)
+        scores = self.head(self.through(features, 2))
         containers = {
             "tuple": (scores, features),
             "dict": {"scores": scores, "nested": {"features": [features]}},
@@ -154,26 +150,20 @@ class Outputs(Layered):
 
 
 class TwoLosses(Layered):
-    """Returns two losses, from an early and from the last layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.early = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.layer(1, self.layer(0, x))
-        out = self.layer(3, self.layer(2, half))
-        return F.cross_entropy(self.head(out), y), F.cross_entropy(self.early(half), y)
+        half = self.through(x, 0, 2)
+        return F.cross_entropy(self.head(self.through(half, 2)), y), F.cross_entropy(self.early(half), y)
 
 
 class LossAndScores(Layered):
     """Returns a dict of the loss and of what it was made from, as many libraries do."""
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        out = x
-        for index in range(self.num_layers):
-            out = self.layer(index, out)
-        scores = self.head(out)
+        scores = self.head(self.through(x))
         return {"loss": F.cross_entropy(scores, y), "scores": scores}
 
 
@@ -181,19 +171,11 @@ class Keyworded(Layered):
     """Takes numbers, words, None and flags beside tensors; they choose the graph."""
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        y: Tensor,
-        mode: str = "plain",
-        scale: float = 1.0,
-        mask: Tensor | None = None,
-        repeats: int = 1,
+        self, x: Tensor, *, y: Tensor, mode: str = "plain", scale: float = 1.0, mask: Any = None, repeats: int = 1
     ) -> Tensor:
         out = x if mask is None else x * mask
-        for index in range(self.num_layers):
-            for _ in range(repeats):
-                out = self.layer(index, out)
+        for _ in range(repeats):
+            out = self.through(out)
         out = self.head(out) * scale
         return F.cross_entropy(out if mode == "plain" else torch.sin(out), y)
 
@@ -222,8 +204,7 @@ def keyworded(size: int, seed: int) -> Batch:
 def nested(size: int, seed: int) -> Batch:
     """Returns a nested batch and ``weights`` of shape (WIDTH,), the same for any seed."""
     g = generator(seed)
-    views = [floats(size, WIDTH, of=g), floats(size, WIDTH, of=g)]
-    more = {"offset": (floats(size, 1, of=g),)}
+    views, more = [floats(size, WIDTH, of=g) for _ in range(2)], {"offset": (floats(size, 1, of=g),)}
     batch = {"views": views, "more": more, "target": integers(CLASSES, size, of=g)}
     return (batch,), {"weights": torch.linspace(0.1, 1.0, WIDTH)}
 
@@ -232,11 +213,6 @@ def all_outputs(output: Any, batch: Batch) -> Tensor:
     """Returns a loss that depends on every tensor of a nested output."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     return torch.stack([leaf.square().mean() * (index + 1) for index, leaf in enumerate(leaves)]).sum()
-
-
-def two_losses(output: Any, batch: Batch) -> Tensor:
-    """Returns the sum of two losses, one of them at half weight."""
-    return output[0] + 0.5 * output[1]
 
 
 def outputs(kind: str) -> Case:
@@ -252,7 +228,7 @@ STRUCTURE = (
     Case("shared_input", SharedInput, labelled),
     outputs("tuple"),
     Case("returned_scores", ForkJoin, positional, squared_mean),
-    Case("two_losses", TwoLosses, labelled, two_losses),
+    Case("two_losses", TwoLosses, labelled, lambda output, batch: output[0] + 0.5 * output[1]),
     Case("loss_and_scores", LossAndScores, labelled),
     Case("keywords", Keyworded, keyworded),
     Case("nested_inputs", Nested, nested),
@@ -305,27 +281,22 @@ class Parts(torch.autograd.Function):
         return (first * scale).clamp(-1e-3, 1e-3), (first * x).sum(0), None
 
 
-class Straight(nn.Module):
-    """Uses one function twice, with other numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.body = hidden(nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = StraightThrough.apply(x * self.scale, 3.0) + x
-        out: Tensor = self.body(x)
-        return out + StraightThrough.apply(out, 2.0)
-
-
-class Mixed(nn.Module):
-    """Uses a view, a function of several results, and a checkpointed module of the old kind."""
-
+class Scaling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.first, self.body = nn.Linear(WIDTH, WIDTH), hidden(nn.Tanh())
+
+
+class Straight(Scaling):
+    def forward(self, x: Tensor) -> Tensor:
+        x = StraightThrough.apply(self.first(x) * self.scale, 3.0) + x
+        out: Tensor = self.body(x)
+        return out + StraightThrough.apply(out, 2.0)
+
+
+class Mixed(Scaling):
+    """Uses a view, a function of several results, and a checkpointed module of the old kind."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = Reversed.apply(self.first(x))

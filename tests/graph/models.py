@@ -11,39 +11,22 @@ from torch import Tensor, nn
 from autovaruna.graph.call import CallSpec, describe
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
+from tests.catalogue.small import Written
 
 CPU = torch.device("cpu")
 
 
-class Function(nn.Module):
-    """Wraps a function of tensors as a model; `parts` are modules and parameters that it may use as ``self.name``."""
-
-    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
-
-
 def call_of(model: nn.Module, *args: Any, **kwargs: Any) -> CallSpec:
-    """Describes a call."""
     return describe(model, args, kwargs)[1]
 
 
 def traced(model: nn.Module, *args: Any, **kwargs: Any) -> TracedModel:
-    """Traces one call of a model."""
     return trace(model, call_of(model, *args, **kwargs), CPU)
 
 
 def traced_function(function: Callable[..., Any], *args: Tensor, **parts: nn.Module | Tensor) -> TracedModel:
     """Traces a function of ``(self, *args)``."""
-    return traced(Function(function, **parts), *args)
+    return traced(Written(function, **parts), *args)
 
 
 def named(model: TracedModel, start: str) -> str:

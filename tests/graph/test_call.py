@@ -13,38 +13,31 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autovaruna.errors import InputError
 from autovaruna.graph.call import CallReader, describe
 from autovaruna.graph.guards import Guards
 from autovaruna.graph.tree import Opaque, Undelivered, flatten, words
-from tests.graph.models import Function, traced
+from tests.catalogue.small import Written
+from tests.graph.models import call_of, traced
+
+Two = namedtuple("Pair", ["left", "right"])
+WIDE = torch.zeros(3, 12)
 
 
-class Model(nn.Module):
+class Model(nn.Linear):
     """Has a parameter of every kind in its signature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
 
     def forward(self, x: Tensor, pair: Any = None, *more: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
         raise NotImplementedError
 
 
-MODEL = Model()
+MODEL = Model(2, 2)
 X, Y = torch.zeros(4, 2), torch.zeros(4, 3)
 
 
 def names(*args: Any, **kwargs: Any) -> list[str]:
-    """Returns the names of the inputs of a call."""
-    return [spec.name for spec in describe(MODEL, args, kwargs)[1].inputs]
-
-
-def key(*args: Any, **kwargs: Any) -> str:
-    """Returns the key of a call."""
-    return describe(MODEL, args, kwargs)[1].key
+    return [spec.name for spec in call_of(MODEL, *args, **kwargs).inputs]
 
 
 def test_inputs_have_the_names_of_the_signature() -> None:
@@ -52,69 +45,43 @@ def test_inputs_have_the_names_of_the_signature() -> None:
     assert names(X, (Y, {"deep": [Y]})) == ["x", "pair_0", "pair_1_deep_0"]
     assert names(X, None, Y, Y, mask=X) == ["x", "more_0", "more_1", "mask"]
     assert names(X, labels=Y) == ["x", "labels"]
-
-
-def test_names_are_identifiers_and_differ() -> None:
-    """Keys that are no identifiers, or that read alike, still give a name each."""
-    found = names(X, {"a b": Y, "a-b": Y, "a_b": Y})
+    found = names(X, {"a b": Y, "a-b": Y, "a_b": Y})  # no identifiers, or ones that read alike
     assert len(set(found)) == 4 and all(name.isidentifier() for name in found)
 
 
-def test_batches_are_found_by_the_first_size() -> None:
-    """What has the first tensor's length is a batch; scalars and other lengths are not."""
-    call = describe(MODEL, (X, torch.zeros(7), torch.tensor(1.0)), {"mask": Y})[1]
+def test_batches_are_found_by_the_first_size_or_are_named() -> None:
+    """Scalars and other lengths are none; where some are named, none is one by chance, and nested ones go by roots."""
+    call = call_of(MODEL, X, torch.zeros(7), torch.tensor(1.0), mask=Y)
     assert [spec.is_batch for spec in call.inputs] == [True, False, False, True]
     assert call.batch_size == 4
-
-
-def test_named_batches_count_alone() -> None:
-    """With batch_inputs a tensor of the same length by chance is not a batch, and nested ones go by their root."""
     call = describe(MODEL, (X, (Y, Y)), {"mask": X}, batch_inputs=["pair"])[1]
     assert [spec.is_batch for spec in call.inputs] == [False, True, True, False]
 
 
 def test_one_trace_serves_any_batch_size() -> None:
     """The key forgets the batch size and nothing else: other lengths, dtypes, constants, structure ask anew."""
-    base = key(X, mask=Y, flag=1)
-    assert key(torch.zeros(9, 2), mask=torch.zeros(9, 3), flag=1) == base
+    base, same = (call_of(MODEL, torch.zeros(size, 2), mask=torch.zeros(size, 3), flag=1).key for size in (4, 9))
     others = [
-        key(torch.zeros(4, 5), mask=Y, flag=1),
-        key(X.double(), mask=Y, flag=1),
-        key(X, mask=Y, flag=2),
-        key(X, mask=Y, flag=True),
-        key(X, Y, flag=1),
-        key(X.clone().requires_grad_(), mask=Y, flag=1),
+        call_of(MODEL, torch.zeros(4, 5), mask=Y, flag=1),
+        call_of(MODEL, X.double(), mask=Y, flag=1),
+        call_of(MODEL, X, mask=Y, flag=2),
+        call_of(MODEL, X, mask=Y, flag=True),
+        call_of(MODEL, X, Y, flag=1),
+        call_of(MODEL, X.clone().requires_grad_(), mask=Y, flag=1),
     ]
-    assert len({base, *others}) == 7
+    assert base == same and len({base, *(call.key for call in others)}) == 7
 
 
 def test_the_mode_asks_for_another_trace() -> None:
-    """eval, no_grad, autocast and frozen parameters each change the graph."""
-    model = Model()
-    found = {describe(model, (X,), {})[1].key}
-    with torch.no_grad():
-        found.add(describe(model, (X,), {})[1].key)
-    with torch.autocast("cpu"):
-        found.add(describe(model, (X,), {})[1].key)
-    found.add(describe(model.eval(), (X,), {})[1].key)
-    model.layer.bias.requires_grad_(False)
-    found.add(describe(model.train(), (X,), {})[1].key)
+    model = Model(2, 2)
+    found = {call_of(model, X).key}
+    for mode in (torch.no_grad(), torch.autocast("cpu")):
+        with mode:
+            found.add(call_of(model, X).key)
+    found.add(call_of(model.eval(), X).key)
+    model.bias.requires_grad_(False)
+    found.add(call_of(model.train(), X).key)
     assert len(found) == 5
-
-
-def test_the_mode_follows_what_was_put_into_the_model() -> None:
-    """A reader keeps the modules; another child, another parameter and new flags are seen all the same."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout()))
-    reader = Guards(model)
-    words = [reader.words()]
-    model[1][0] = nn.Linear(2, 2).eval()
-    words.append(reader.words())
-    model[0].weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
-    words.append(reader.words())
-    model[1].append(nn.ReLU())
-    words.append(reader.words())
-    assert words[-1].split(" attributes=")[0] == Guards(model).words()
-    assert len(set(words)) == 4
 
 
 @pytest.mark.parametrize(
@@ -127,22 +94,20 @@ def test_the_mode_follows_what_was_put_into_the_model() -> None:
     ],
 )
 def test_a_call_without_a_batch_says_what_it_got(args: tuple[Any, ...], batch_inputs: list[str], message: str) -> None:
-    """The error names the tensors, and what to pass."""
     with pytest.raises(InputError, match=message):
         describe(MODEL, args, {}, batch_inputs)
 
 
-class Anything(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> None: ...
+@dataclass(frozen=True)
+class Answer:
+    """A user's own frozen class, unknown to PyTorch."""
+
+    scores: Tensor
+    inner: Any = None
+    note: str = "none"
 
 
-@dataclass
-class Pair:
-    first: Tensor
-    second: Tensor
-
-
-ANYTHING = Anything()
+ANYTHING = Written(lambda self, *args, **kwargs: None)
 ROWS, NUMBERS = torch.randn(4, 3), torch.randn(4)
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((ROWS, NUMBERS), {}),
@@ -162,7 +127,7 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((ROWS.double(), NUMBERS), {}),
     ((ROWS.clone().requires_grad_(), NUMBERS), {}),
     ((nn.Parameter(ROWS),), {}),
-    ((Pair(ROWS, NUMBERS),), {}),
+    ((Answer(ROWS, NUMBERS),), {}),
     ((ROWS, {1: NUMBERS}), {}),
 ]
 
@@ -182,31 +147,12 @@ def test_what_is_known_is_what_a_description_says(grad: bool) -> None:
             assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
 
 
-def test_other_numbers_give_the_same_description() -> None:
-    reader = CallReader(ANYTHING)
-    first = read(reader, (ROWS,), {"y": [NUMBERS, 2]})[1]
-    assert read(reader, (ROWS + 1,), {"y": [NUMBERS + 1, 2]})[1] is first
-    assert read(reader, (ROWS,), {"y": [NUMBERS, 3]})[1] is not first
-
-
 def test_a_forward_that_is_a_function_is_read_anew() -> None:
-    model = Anything()
+    model = Written(lambda self, *args, **kwargs: None)
     reader = CallReader(model)
     assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["args_0"]
     model.forward = lambda images: None
     assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["images"]
-
-
-Two = namedtuple("Pair", ["left", "right"])
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A user's own frozen class, unknown to PyTorch."""
-
-    scores: Tensor
-    inner: Any = None
-    note: str = "none"
 
 
 class Cache:
@@ -230,10 +176,9 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_a_round_trip_changes_nothing(name: str) -> None:
+@pytest.mark.parametrize(("value", "expected"), STRUCTURES.values(), ids=STRUCTURES)
+def test_a_round_trip_changes_nothing(value: Any, expected: list[Tensor]) -> None:
     """Tensors come out in order, and the structure goes around them again."""
-    value, expected = STRUCTURES[name]
     tensors, tree = flatten(value)
     assert len(tensors) == len(expected) and all(a is b for a, b in zip(tensors, expected, strict=True))
     again = tree.unflatten(tensors)
@@ -249,15 +194,6 @@ def test_a_model_output_keeps_its_class() -> None:
     again = tree.unflatten([C, B])
     assert type(again) is type(value) and again.loss is C and again["logits"] is B and again.hidden_states is None
     assert [path.strip("[].'") for path in tree.tensor_paths()] == ["loss", "logits"] and len(tensors) == 2
-
-
-class Keyless(OrderedDict[str, Any]):
-    """A library's own output, registered without what names its places."""
-
-
-pytree.register_pytree_node(
-    Keyless, lambda it: ([*it.values()], [*it]), lambda values, keys: Keyless(zip(keys, values, strict=True))
-)
 
 
 def test_an_opaque_leaf_is_asked_for() -> None:
@@ -311,34 +247,28 @@ def test_objects_that_differ_have_other_words(one: Any, other: Any) -> None:
     assert words(one) != words(other)
 
 
-def test_names_cover_arguments_and_what_is_in_them() -> None:
+@pytest.mark.parametrize(
+    ("dims", "found"),
+    [
+        ({"src": 1, "state": 1, "state_1": 0, "rest": 1}, [1, None, 1, 0, 1]),
+        ({"src": 1, "state_0": 1}, [1, None, 1, 0, None]),
+    ],
+)
+def test_names_cover_arguments_and_what_is_in_them(dims: dict[str, int], found: list[int | None]) -> None:
     """A name is one of an argument, not the beginning of another's: ``src`` is not ``src_mask``."""
-
-    class Model(nn.Module):
-        def forward(self, src: Tensor, src_mask: Tensor, state: Any = None, *rest: Tensor) -> Tensor:
-            return src
-
-    def dimensions(**dims: int) -> list[int | None]:
-        inputs = describe(Model(), args, {}, batch_dims=list(dims.items()))[1].inputs
-        return [spec.dimension if spec.is_batch else None for spec in inputs]
-
+    model = Written(lambda self, src, src_mask, state=None, *rest: src)
     args = (torch.zeros(7, 3), torch.zeros(7, 7), (torch.zeros(2, 3, 4), [torch.zeros(3)]), torch.zeros(5, 3))
-    assert dimensions(src=1, state=1, state_1=0, rest=1) == [1, None, 1, 0, 1]
-    assert dimensions(src=1, state_0=1) == [1, None, 1, 0, None]
-
-
-WIDE = torch.zeros(3, 12)
+    inputs = describe(model, args, {}, batch_dims=list(dims.items()))[1].inputs
+    assert [spec.dimension if spec.is_batch else None for spec in inputs] == found
 
 
 def test_a_trace_under_a_debugger_is_the_same() -> None:
-    """Whoever watches each line by sys.settrace, as debuggers and coverage do, finds the same graph."""
-
     def picked(self: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = x.data.mean(1, keepdim=True)
         return torch.where(x > scale, self.layer(x), x.new_zeros(x.shape[0], 12))
 
-    model = nn.Sequential(nn.Linear(12, 12), Function(picked, layer=nn.Linear(12, 12)))
+    model = nn.Sequential(nn.Linear(12, 12), Written(picked, layer=nn.Linear(12, 12)))
     plain, lines = traced(model, WIDE), list[str]()
 
     def watch(frame: FrameType, event: str, argument: Any) -> Any:

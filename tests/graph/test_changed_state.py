@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autovaruna import AutoVaruna, InputError, RankError, TraceError
-from autovaruna.runtime.world import World
-from tests.catalogue.case import Batch, Case, floats, generator
+from tests.catalogue.case import Case, floats, generator
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import some
-from tests.ranks import run_ranks
-from tests.reference import compare, part, plain_micro_batched, ranges
-from tests.session.training import QUIET, Setup, as_plain, descend, measure, pipeline, refuse, train
+from tests.reference import compare, micro_batches, plain_micro_batched
+from tests.session.training import QUIET, Setup, as_plain, descend, measure, on_ranks, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
+BATCH = labelled(6, 0)[1]
+ONE_RANK, REPLICAS = Setup(num_micro_batches=2), Setup(((0, 1),), num_micro_batches=2)
 
 
 def layers(forward: Callable[..., Tensor], **more: Any) -> nn.Module:
@@ -99,8 +99,8 @@ def averaged(self: Any, x: Tensor) -> Tensor:
     return x - self.mean
 
 
-def with_averaged(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Has such a module."""
+def with_module(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Has such a module, or another one, as ``slow``."""
     return F.cross_entropy(self.last(torch.tanh(self.slow(self.first(x)))), y)
 
 
@@ -120,7 +120,7 @@ MODELS: dict[str, Make] = {
     "corrected": lambda: layers(corrected, calls=torch.zeros(())),
     "taught": lambda: layers(taught, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),
     "averaged": lambda: layers(  # the reference counts calls in integers alone
-        with_averaged, slow=Written(averaged, mean=torch.zeros(WIDTH), calls=torch.zeros(()))
+        with_module, slow=Written(averaged, mean=torch.zeros(WIDTH), calls=torch.zeros(()))
     ),
 }
 
@@ -134,8 +134,7 @@ def case_of(name: str) -> Case:
 def test_a_pipeline_changes_state_as_one_process_does(name: str) -> None:
     case = case_of(name)
     batches = [case.batch(SIZE, step) for step in range(STEPS)]
-    bounds = ranges(SIZE, 1 if name in STEADY else 3)
-    plain = plain_micro_batched(case, [[part(batch, *each) for each in bounds] for batch in batches])
+    plain = plain_micro_batched(case, [micro_batches(batch, 1 if name in STEADY else 3) for batch in batches])
     for recompute, shares in ((False, (0.99,)), (True, ())):
         compare(train(case, pipeline(2, recompute=recompute, shares=shares), batches), plain)
 
@@ -160,12 +159,7 @@ def judging(self: Any, x: Tensor) -> Tensor:
 def test_a_module_that_is_kept_whole_may_not_change_its_parameters() -> None:
     """Neither a later micro-batch nor a recompute would know."""
     kept = Written(judging, weight=nn.Parameter(torch.eye(WIDTH)))
-    refuse(layers(with_averaged, slow=kept), "cannot be traced at")
-
-
-BATCH = labelled(6, 0)[1]
-ONE = {**QUIET, "num_micro_batches": 1}
-REPLICAS = Setup(((0, 1),), num_micro_batches=2)
+    refuse(layers(with_module, slow=kept), "cannot be traced at")
 
 
 class Optioned(nn.Module):
@@ -220,7 +214,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_change_of_what_forward_reads_counts() -> None:
     """Once, a trace kept the numbers of the first call; what is not read costs no trace."""
     model: Any = Holder()
-    wrapped: Any = AutoVaruna(model, plan=Setup(num_micro_batches=1).plan, **ONE)
+    settings = {**QUIET, "num_micro_batches": 1, "check_trace": False}  # what is compared is the result
+    wrapped: Any = AutoVaruna(model, plan=Setup(num_micro_batches=1).plan, **settings)
     last, num_traces = wrapped(**BATCH).item(), 1
     for what, change in CHANGES.items():
         change(wrapped if what == "number of the wrapper" else model)
@@ -231,81 +226,58 @@ def test_a_change_of_what_forward_reads_counts() -> None:
         last = found
 
 
-def test_a_buffer_of_another_kind_is_refused() -> None:
-    model = Holder()
-    wrapped = AutoVaruna(model, **ONE)
-    wrapped(**BATCH)
-    model.buffer = torch.ones(1)
-    with pytest.raises(InputError, match=r"buffer buffer has been replaced .*got \(\(1,\).*expected \(\(\)"):
-        wrapped(**BATCH)
-
-
 @pytest.mark.parametrize("num_frozen", [1, 4], ids=["one", "all"])
 def test_new_memory_of_frozen_parameters_counts(num_frozen: int) -> None:
     """An average of weights, or a quantisation, gives ``.data`` anew to parameters that need no gradient."""
 
-    plain = Optioned()
-    for parameter in list(plain.parameters())[:num_frozen]:
-        parameter.requires_grad_(False)
-
-    def be_rank(world: World) -> list[float]:
-        model = copy.deepcopy(plain)
-        wrapped = model if world.num_ranks == 1 else AutoVaruna(model, **QUIET, inputs="replicated")
+    def story(model: Any, optimizer: Any) -> list[Tensor]:
         losses = []
         for _ in range(3):
             with torch.no_grad():
-                losses.append(wrapped(**BATCH).item())
-            for parameter in wrapped.parameters():
+                losses.append(model(**BATCH))
+            for parameter in model.parameters():
                 parameter.data = parameter.data * 0.5
         return losses
 
-    (expected,) = run_ranks(1, be_rank)
-    for losses in run_ranks(2, be_rank):
-        assert losses == pytest.approx(expected)
+    plain = Optioned()
+    for parameter in list(plain.parameters())[:num_frozen]:
+        parameter.requires_grad_(False)
+    as_plain(REPLICAS, plain, story)
 
 
-def test_what_forward_does_not_read_may_change_at_every_step() -> None:
-    """A counter or a clock that a script keeps in the model costs no trace, and may differ between ranks."""
+def test_what_forward_does_not_read_may_change_and_what_it_reads_must_be_the_same_on_all_ranks() -> None:
+    """A counter or a clock that a script keeps in the model costs no trace."""
 
-    def be_rank(world: World) -> int:
-        model = Optioned()
-        model.num_steps = 0
-        wrapped = AutoVaruna(model, plan=REPLICAS.plan, **QUIET)
-        model.began = float(world.rank)
+    def run(wrapped: Any, optimizer: Any, rank: int) -> None:
+        model = wrapped.module
+        model.num_steps, model.began = 0, float(rank)
         for _ in range(4):
             model.num_steps += 1
-            model.clock = 0.1 * world.rank
+            model.clock = 0.1 * rank
             wrapped(**BATCH)
-        return wrapped.num_traces
+        assert wrapped.num_traces == 1
+        if rank == 1:
+            model.scale = 2.0
+        with pytest.raises(RankError, match=r"attributes is missing on rank 0, .*scale:2\.0.* on rank 1"):
+            wrapped(**BATCH)
 
-    assert run_ranks(2, be_rank) == [1, 1]
+    on_ranks(REPLICAS, Optioned(), run)
 
 
-def test_another_parameter_is_refused_once_the_model_is_split() -> None:
-    """It would not be trained; before the first call, it is taken."""
-    model = Optioned()
-    wrapped = AutoVaruna(model, num_micro_batches=2, **QUIET)
+def test_another_parameter_or_a_buffer_of_another_kind_is_refused_once_the_model_is_split() -> None:
+    """A parameter would not be trained; before the first call, it is taken."""
+    model = Holder()
+    wrapped = AutoVaruna(model, plan=ONE_RANK.plan, num_micro_batches=2, **QUIET)
     model.body[2] = nn.Linear(WIDTH, CLASSES)
     wrapped(**BATCH).backward()
     assert model.body[2].weight.grad is not None
+    model.buffer = torch.ones(1)
+    with pytest.raises(InputError, match=r"buffer buffer has been replaced .*got \(\(1,\).*expected \(\(\)"):
+        wrapped(**BATCH)
+    model.buffer = torch.ones(())
     model.body[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     with pytest.raises(InputError, match=r"\['body\.0\.weight'\]\. Expected the same ones"):
         wrapped(**BATCH)
-
-
-def test_a_change_on_one_rank_is_told() -> None:
-    """Ranks whose models differ would compute different things."""
-
-    def be_rank(world: World) -> None:
-        model = Optioned()
-        wrapped = AutoVaruna(model, plan=REPLICAS.plan, **QUIET)
-        wrapped(**BATCH)
-        if world.rank == 1:
-            model.scale = 2.0
-        with pytest.raises(RankError, match=r"attributes is missing on rank 0, scale:2\.0 on rank 1"):
-            wrapped(**BATCH)
-
-    run_ranks(2, be_rank)
 
 
 def tabled(table: Callable[..., Tensor], **parts: Any) -> Any:
@@ -324,6 +296,13 @@ def positions(values: Tensor) -> Tensor:
 def attribute(self: Any, values: Tensor) -> Tensor:
     """Keeps a table in an attribute, with its length, and makes it anew for longer samples."""
     if self.length < values.shape[1] or self.cached is None:
+        self.length, self.cached = values.shape[1], positions(values)
+    return self.cached[: values.shape[1]]
+
+
+def attribute_first(self: Any, values: Tensor) -> Tensor:
+    """Does so, but reads the length in later calls alone."""
+    if self.cached is None or self.length < values.shape[1]:
         self.length, self.cached = values.shape[1], positions(values)
     return self.cached[: values.shape[1]]
 
@@ -358,23 +337,25 @@ def new_submodule(self: Any, values: Tensor) -> Tensor:
     return self.choosing(values.mean(-1, keepdim=True))
 
 
+RATE = nn.Parameter(torch.tensor(0.3), requires_grad=False)
 WARM: dict[str, Make] = {
     "attribute": lambda: tabled(attribute, cached=None),
     "new buffer": lambda: tabled(new_buffer),
-    "in place": lambda: tabled(
-        in_place, made=torch.zeros(8, 1), rate=nn.Parameter(torch.tensor(0.3), requires_grad=False)
-    ),
+    "in place": lambda: tabled(in_place, made=torch.zeros(8, 1), rate=RATE),
     "new submodule": lambda: tabled(new_submodule, choosing=Written(choosing, act=nn.ReLU())),
 }
 
 
-def batch(size: int, seed: int) -> Batch:
-    return (floats(size, 6, 4, of=generator(seed)),), {}
+def values(seed: int) -> Tensor:
+    return floats(4, 6, 4, of=generator(seed))
+
+
+VALUES = {"values": values(0)}
 
 
 def train_warm(model: Any, optimizer: Any) -> dict[str, Tensor]:
     for step in range(2):
-        descend(model(*batch(4, step)[0]).square().mean(), optimizer)
+        descend(model(values(step)).square().mean(), optimizer)
     return {name: each.clone() for name, each in model.state_dict().items()}
 
 
@@ -382,9 +363,8 @@ def train_warm(model: Any, optimizer: Any) -> dict[str, Tensor]:
 def test_what_a_first_call_leaves_is_made_before_the_model_is_wrapped(kind: str) -> None:
     """The refusal says so; then the model trains as in plain PyTorch."""
     warm = WARM[kind]()
-    with pytest.raises(TraceError, match="run one batch through the model before it is wrapped"):
-        AutoVaruna(copy.deepcopy(warm), num_micro_batches=2, **QUIET)(*batch(4, 0)[0])
-    warm(*batch(4, 0)[0])
+    refuse(copy.deepcopy(warm), "run one batch through the model before it is wrapped", VALUES)
+    warm(**VALUES)
     as_plain(pipeline(2, num_micro_batches=2), warm, train_warm)
 
 
@@ -399,13 +379,7 @@ def counted(self: Any, values: Tensor) -> Tensor:
 
 def test_a_table_with_its_length_is_made_in_each_call() -> None:
     """Once, it was refused for the length, which is not read in the first call."""
-
-    def forward(self: Any, values: Tensor) -> Tensor:
-        if self.cached is None or self.length < values.shape[1]:
-            self.length, self.cached = values.shape[1], positions(values)
-        return self.cached[: values.shape[1]]
-
-    as_plain(pipeline(2, num_micro_batches=2), tabled(forward, cached=None), train_warm)
+    as_plain(pipeline(2, num_micro_batches=2), tabled(attribute_first, cached=None), train_warm)
 
 
 @pytest.mark.parametrize("begins_with", [True, False])
@@ -417,7 +391,7 @@ def test_numbers_that_forward_changes_and_does_not_read_are_changed_once_a_call(
         losses, numbers = [], []
         for step, is_training in enumerate((begins_with, not begins_with, True, True)):
             wrapped.train(is_training)
-            loss = wrapped(*batch(4, step)[0]).square().mean()
+            loss = wrapped(values(step)).square().mean()
             descend(loss, optimizer)
             losses.append(loss.detach())
             numbers += [wrapped.calls, wrapped.seconds, wrapped.length]
@@ -435,11 +409,11 @@ def test_a_graph_that_reads_a_number_is_none_once_another_changes_it() -> None:
             self.length += 1
         return positions(values) * (1.0 if self.training else 0.5**self.length)
 
-    model = AutoVaruna(tabled(reading), num_micro_batches=2, **QUIET)
-    model.eval()(*batch(4, 0)[0])
-    model.train()(*batch(4, 0)[0])
+    model = AutoVaruna(tabled(reading), plan=ONE_RANK.plan, num_micro_batches=2, **QUIET)
+    model.eval()(**VALUES)
+    model.train()(**VALUES)
     with pytest.raises(TraceError, match=r"changes the Python number length, and goes by it at .*0\.5\*\*self\.length"):
-        model.eval()(*batch(4, 0)[0])
+        model.eval()(**VALUES)
 
 
 @pytest.mark.parametrize("make", [lambda: iter([1.0, 0.5, 0.25, 0.1]), lambda: (1 / k for k in range(1, 9))])
@@ -447,20 +421,15 @@ def test_the_next_value_of_an_iterator_is_refused_by_its_line(make: Callable[[],
     """Once, one that Python cannot copy was not compared, and its first value held for ever."""
     model = tabled(lambda self, values: positions(values) * next(self.scales), scales=make())
     words = r"takes the next value of the iterator scales, and goes by it at .*next\(self\.scales\).* as a tensor"
-    with pytest.raises(TraceError, match=words):
-        AutoVaruna(model, num_micro_batches=2, **QUIET)(*batch(4, 0)[0])
+    refuse(model, words, VALUES)
     assert next(model.scales) == 1.0
 
 
 def test_a_count_of_calls_that_forward_goes_by_is_refused() -> None:
-    """Afterwards the model is as it was before."""
-
     def counting(self: Any, values: Tensor) -> Tensor:
         self.length += 1
         return positions(values) * self.length
 
     model = tabled(counting)
-    words = r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length"
-    with pytest.raises(TraceError, match=words):
-        AutoVaruna(model, num_micro_batches=2, **QUIET)(*batch(4, 0)[0])
+    refuse(model, r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length", VALUES)
     assert model.length == 0

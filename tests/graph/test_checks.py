@@ -17,14 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna.errors import TraceError
-from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import OutputKind, TracedModel
 from autovaruna.graph.verify import compare
-from tests.graph.models import CPU, Function, call_of, traced
+from tests.catalogue.small import Written
+from tests.graph.models import CPU, call_of, traced, traced_function
 
 X = torch.linspace(-1, 1, 48).reshape(4, 12)
+WIDTH, LENGTH = 6, 5
+SEQUENCES = torch.zeros(3, LENGTH, WIDTH)
+ROWS = torch.zeros(3, 4)
+LOSS, SAMPLES, MEAN, TOTAL, SAME = OutputKind
 
 
 def net(*more: nn.Module) -> nn.Sequential:
@@ -38,25 +42,19 @@ def look(model: nn.Module, trace: TracedModel | None = None) -> None:
         compare(trace or traced(model, X), model, [X], CPU)
 
 
-def broken(model: nn.Module, old: Any, new: Any) -> TracedModel:
-    """Returns a trace in which one operation is another."""
-    trace = traced(model, X)
-    for node in trace.module.graph.nodes:
-        node.target = new if node.target == old else node.target
-    return trace
+BROKEN = {
+    torch.ops.aten.sin.default: r"by the trace and .* by the model.*The first module .* is 2, a ReLU\.",
+    torch.ops.aten.log.default: "is nan by the trace",
+}
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (torch.ops.aten.sin.default, r"by the trace and .* by the model.*The first module .* is 2, a ReLU\."),
-        (torch.ops.aten.log.default, "is nan by the trace"),
-    ],
-)
-def test_a_broken_trace_is_found_and_where(other: Any, words: str) -> None:
+@pytest.mark.parametrize(("other", "words"), BROKEN.items())
+def test_a_trace_with_another_operation_is_found_and_where(other: Any, words: str) -> None:
     model = net(nn.ReLU(), nn.Linear(12, 12))
+    trace = traced(model, X)
+    next(node for node in trace.module.graph.nodes if node.target == torch.ops.aten.relu.default).target = other
     with pytest.raises(TraceError, match=words):
-        look(model, broken(model, torch.ops.aten.relu.default, other))
+        look(model, trace)
 
 
 def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,11 +73,8 @@ def noisy(self: Any, x: Tensor) -> Tensor:
     return x + torch.empty(12).uniform_() + F.rrelu(x, training=True)
 
 
-def noisy_by_python(self: Any, x: Tensor) -> Tensor:
-    return x * random.random() + float(numpy.random.rand())
-
-
-PARTS = (Function(noisy), Function(noisy_by_python), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.AlphaDropout())
+NOISY_BY_PYTHON = Written(lambda self, x: x * random.random() + float(numpy.random.rand()))
+PARTS = (Written(noisy), NOISY_BY_PYTHON, nn.BatchNorm1d(12), nn.Dropout(0.5), nn.AlphaDropout())
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -88,24 +83,17 @@ def test_random_numbers_and_statistics_are_no_difference(part: nn.Module, is_tra
     look(net(part).train(is_training))
 
 
-class Marking(nn.Module):
+def mark(self: Any, x: Tensor) -> Tensor:
     """Leaves something in every place that a forward can reach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop, self.seen = nn.BatchNorm1d(12), nn.Dropout(0.5), deque([1])
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(1)
-        self.last = x.detach()
-        return self.drop(self.norm(x))
+    self.seen.append(1)
+    self.last = x.detach()
+    return self.drop(self.norm(x))
 
 
 def test_it_leaves_nothing_behind() -> None:
-    model = net(Marking())
+    marking: Any = Written(mark, norm=nn.BatchNorm1d(12), drop=nn.Dropout(0.5), seen=deque([1]), last=None)
+    model = net(marking)
     trace = traced(model, X)
-    marking: Any = model[2]
     marking.seen.clear()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
@@ -123,46 +111,28 @@ class State:
     last: Tensor | None = None
 
 
-class Carrying(nn.Module):
+def carry(self: Any, x: Tensor) -> Tensor:
     """Adds what its last call has left to what it gives, if there is something: an attribute, or in another object."""
-
-    def __init__(self, is_read: bool, where: str = "own") -> None:
-        super().__init__()
-        self.layer, self.is_read, self.where = nn.Linear(12, 12), is_read, where
-        self.last: Any = None
-        self.state = State()
-
-    def forward(self, x: Tensor) -> Tensor:
-        known = self.state.last if self.where == "state" else self.last
-        known = known[0] if isinstance(known, tuple) else known
-        out: Tensor = self.layer(x + known if self.is_read and known is not None else x)
-        if self.where == "state":
-            self.state.last = out.detach()
-        else:
-            self.last = (out.detach(), 1) if self.where == "tuple" else out.detach()
-        return out
+    holder = self.state if self.where == "state" else self
+    known = holder.last[0] if isinstance(holder.last, tuple) else holder.last
+    out: Tensor = self.layer(x + known if self.is_read and known is not None else x)
+    holder.last = (out.detach(), 1) if self.where == "tuple" else out.detach()
+    return out
 
 
 @pytest.mark.parametrize(("where", "name"), [("own", "last"), ("state", "state.last"), ("tuple", "last")])
 def test_samples_that_the_first_call_leaves_for_the_next_are_found(where: str, name: str) -> None:
     """Once, a state of as many samples as the batch has, empty before the first call, stayed empty."""
+    parts = {"layer": nn.Linear(12, 12), "where": where, "last": None, "state": State()}
     with pytest.raises(TraceError, match=f"its next call computes something else: got changes of {name},"):
-        look(Carrying(is_read=True, where=where))
-    look(Carrying(is_read=False, where=where))
+        look(Written(carry, is_read=True, **parts))
+    look(Written(carry, is_read=False, **parts))
 
 
-WIDTH, LENGTH = 6, 5
-SEQUENCES = torch.zeros(3, LENGTH, WIDTH)
-
-
-def model(function: Callable[..., Tensor]) -> Function:
+def model(function: Callable[..., Tensor]) -> Written:
     """Returns a model that is a function of ``(self, x)`` with layers of its own."""
     parts = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, WIDTH), "mean": torch.zeros(WIDTH)}
-    return Function(function, attention=nn.TransformerEncoderLayer(WIDTH, 2, 8), **parts)
-
-
-def crosswise(self: nn.Module, x: Tensor) -> Tensor:
-    return self.first(x) * self.last(x).index_select(0, (torch.arange(x.shape[0]) + 1) % x.shape[0])
+    return Written(function, attention=nn.TransformerEncoderLayer(WIDTH, 2, 8), **parts)
 
 
 def covariance(self: nn.Module, x: Tensor) -> Tensor:
@@ -180,7 +150,7 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "covariance": covariance,
     "one bag": lambda self, x: self.last(self.first(x).amax(0)).square().mean(),
     "shifted": lambda self, x: self.first(x).flatten(0, 1)[:-1].square().mean(),
-    "crosswise": crosswise,
+    "crosswise": lambda self, x: self.first(x) * self.last(x)[(torch.arange(x.shape[0]) + 1) % x.shape[0]],
     "rows picked by numbers in the inputs": lambda self, x: self.last(x) + self.first(x)[x[:, 0, 0].long()],
     "rows sent to others": lambda self, x: self.last(x).index_add(0, x[:, 0, 0].long().clamp(min=0), self.first(x)),
     "permuted": lambda self, x: self.last(0.7 * x + 0.3 * x[torch.randperm(x.shape[0])]),
@@ -191,7 +161,7 @@ MIXING: dict[str, Callable[..., Tensor]] = {
 def test_samples_that_meet_are_refused(function: Callable[..., Tensor]) -> None:
     """The error says what to do; for one batch size, which a user may ask for, the model is traced as it is."""
     with pytest.raises(TraceError, match=r"mixes the samples of a batch: .*batch_first=True.*dynamic_batch=False"):
-        trace(model(function), call_of(model(function), SEQUENCES), CPU)
+        traced(model(function), SEQUENCES)
     trace(model(function), call_of(model(function), SEQUENCES), CPU, TraceOptions(is_dynamic=False, micro_batch_size=3))
 
 
@@ -242,34 +212,22 @@ def ends(self: nn.Module, x: Tensor) -> Tensor:
     "function", (ends, auxiliary, chosen, lengths, followed, joined), ids=lambda function: function.__name__
 )
 def test_samples_that_go_alone_are_not(function: Callable[..., Tensor]) -> None:
-    assert trace(model(function), call_of(model(function), SEQUENCES), CPU).sizes.symbol is not None
+    assert traced(model(function), SEQUENCES).sizes.symbol is not None
 
 
 def test_samples_that_meet_behind_a_batch_norm_are_refused() -> None:
     """What it returns is of the samples, though it changes buffers; its own mean is one of a micro-batch."""
-
-    def normal(self: nn.Module, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, 2))
-
-    def centred_behind_it(self: nn.Module, x: Tensor) -> Tensor:
-        return normal(self, x) - normal(self, x).mean(0)
-
-    norm = nn.BatchNorm1d(WIDTH)
-    trace(Function(normal, norm=norm), call_of(Function(normal, norm=norm), SEQUENCES), CPU)
+    x, norm = SEQUENCES.transpose(1, 2), nn.BatchNorm1d(WIDTH)
+    traced_function(lambda self, x: self.norm(x), x, norm=norm)
     with pytest.raises(TraceError, match="made of several samples, meets each sample"):
-        trace(Function(centred_behind_it, norm=norm), call_of(Function(centred_behind_it, norm=norm), SEQUENCES), CPU)
-
-
-ROWS = torch.zeros(3, 4)
-LOSS, SAMPLES, MEAN, TOTAL, SAME = OutputKind
+        traced_function(lambda self, x: self.norm(x) - self.norm(x).mean(0), x, norm=norm)
 
 
 def returning(make: Any, loss_mode: str = "auto") -> TracedModel:
     """Traces a model that returns what `make` makes of a linear layer's output of shape (3, 4), and of labels."""
-    has_labels = len(signature(make).parameters) > 1
-    given = (ROWS, torch.zeros(3, dtype=torch.long))[: 1 + has_labels]
-    model = Function(lambda self, x, *y: make(self.layer(x), *y), layer=nn.Linear(4, 4))
-    return trace(model, describe(model, given, {})[1], CPU, TraceOptions(loss_mode=loss_mode))
+    given = (ROWS, torch.zeros(3, dtype=torch.long))[: len(signature(make).parameters)]
+    model = Written(lambda self, x, *y: make(self.layer(x), *y), layer=nn.Linear(4, 4))
+    return trace(model, call_of(model, *given), CPU, TraceOptions(loss_mode=loss_mode))
 
 
 @pytest.mark.parametrize(
@@ -294,17 +252,15 @@ def returning(make: Any, loss_mode: str = "auto") -> TracedModel:
     ],
 )
 def test_kinds(make: Any, kinds: list[OutputKind]) -> None:
-    """A lone differentiable scalar, or the one named loss or made of labels, is the loss.
-
-    The others are what they are by batch, dtype and inputs.
-    """
+    """A lone differentiable scalar, or the one named loss or made of labels, is the loss; others go by their batch."""
     assert [spec.kind for spec in returning(make).outputs] == kinds
 
 
-def test_the_batch_dimension_of_samples_is_said() -> None:
-    """A transposed output is put together along its second dimension."""
+def test_outputs_have_a_dimension_of_the_batch_and_the_paths_that_a_person_would_write() -> None:
     (spec,) = returning(lambda out: out.t()).outputs
     assert (spec.kind, spec.dimension, spec.needs_gradient) == (SAMPLES, 1, True)
+    outputs = returning(lambda out: {"loss": out.mean(), "more": [out, (out * 2,)]}).outputs
+    assert [spec.path for spec in outputs] == ["output['loss']", "output['more'][0]", "output['more'][1][0]"]
 
 
 @pytest.mark.parametrize(
@@ -323,9 +279,8 @@ def test_the_batch_dimension_of_samples_is_said() -> None:
 )
 def test_rows_say_how_often_the_samples_come(make: Any, outer: int) -> None:
     """A dimension that was made of features and samples has all samples for each of the features before them."""
-    traced = returning(make, loss_mode="outputs")
-    (spec,) = traced.outputs
-    assert traced.outer(spec, ()) == outer
+    found = returning(make, loss_mode="outputs")
+    assert found.outer(found.outputs[0], ()) == outer
 
 
 def test_rows_of_unknown_order_are_refused() -> None:
@@ -334,38 +289,27 @@ def test_rows_of_unknown_order_are_refused() -> None:
         returning(lambda out: torch.cat([out.t().reshape(-1), out.reshape(-1)]), loss_mode="outputs")
 
 
-def test_paths_lead_to_the_outputs() -> None:
-    """An output is called what a person would write."""
-    outputs = returning(lambda out: {"loss": out.mean(), "more": [out, (out * 2,)]}).outputs
-    assert [spec.path for spec in outputs] == ["output['loss']", "output['more'][0]", "output['more'][1][0]"]
-
-
 def test_the_mode_decides_against_the_shape() -> None:
     """outputs: a lone scalar is no loss; loss: so is the only scalar beside other outputs."""
     assert returning(lambda out: out.mean(), "outputs").loss is None
-    for make in (lambda out: {"loss": out.mean(), "x": out.sum()}, lambda out: {"loss": out.mean(), "x": out}):
+    for make, path in (
+        (lambda out: {"loss": out.mean(), "x": out.sum()}, "output['loss']"),
+        (lambda out: {"loss": out.mean(), "x": out}, "output['loss']"),
+        (lambda out: (out, out.mean()), "output[1]"),
+    ):
         found = returning(make, "loss").loss
-        assert found is not None and found.path == "output['loss']"
-    found = returning(lambda out: (out, out.mean()), "loss").loss
-    assert found is not None and found.path == "output[1]"
+        assert found is not None and found.path == path
 
 
-@pytest.mark.parametrize(
-    "make", [lambda out: out, lambda out: (out.mean(), out.sum()), lambda out: out.detach().mean()]
-)
-def test_a_loss_that_is_not_there_is_an_error(make: Any) -> None:
+def test_a_loss_that_is_not_there_is_an_error() -> None:
     """Asked for a loss among outputs that have none, or several, it says what was found."""
-    with pytest.raises(TraceError, match=r"loss_mode='loss'.*got \{'output"):
-        returning(make, "loss")
+    for make in (lambda out: out, lambda out: (out.mean(), out.sum()), lambda out: out.detach().mean()):
+        with pytest.raises(TraceError, match=r"loss_mode='loss'.*got \{'output"):
+            returning(make, "loss")
 
 
 def test_an_output_that_is_an_input_or_repeated() -> None:
     """A model may return its input, or a mask: they are samples too, and no block makes them."""
-
-    def passed(self: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-        return self.layer(x), x, x > 0
-
-    model = Function(passed, layer=nn.Linear(4, 4))
-    found = trace(model, describe(model, (ROWS,), {})[1], CPU)
+    found = traced_function(lambda self, x: (self.layer(x), x, x > 0), ROWS, layer=nn.Linear(4, 4))
     assert [spec.kind for spec in found.outputs] == [SAMPLES, SAMPLES, SAMPLES]
     assert [spec.node in found.block_of for spec in found.outputs] == [True, False, False]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,20 +16,27 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.operators import Merge, rows
 from autovaruna.graph.verify import EagerVsGraph, compare
 from tests.catalogue import CASES
-from tests.graph.models import CPU, Function, named, traced, traced_function
+from tests.catalogue.small import Written
+from tests.graph.models import CPU, named, traced, traced_function
 
 X = torch.zeros(3, 4)
+aten = torch.ops.aten
+POSITIVE = torch.rand(3, 4) + 0.5
+PLAIN = {name: row for name, row in rows().items() if not {"*", "?", "."} & set(name)}
+PADDED = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8).sin()
+PADDING = torch.arange(6) >= torch.tensor([[6], [4], [3], [5]])
+WIDE = torch.zeros(3, 12)
+DRAWN = torch.randn(6, 8)
 
 
-def test_what_is_written_into_needs_a_gradient() -> None:
-    """Memory that was made without a gradient gets one by what is written into it, or into a view of it."""
+def filled(self: nn.Module, x: Tensor) -> Tensor:
+    out, other = torch.zeros_like(x), torch.ones_like(x)
+    out[:, :2] = self.layer(x)[:, :2]
+    other[:, :2] = x[:, :2]
+    return out.exp() + other.exp()
 
-    def filled(self: nn.Module, x: Tensor) -> Tensor:
-        out, other = torch.zeros_like(x), torch.ones_like(x)
-        out[:, :2] = self.layer(x)[:, :2]
-        other[:, :2] = x[:, :2]
-        return out.exp() + other.exp()
 
+def test_memory_without_a_gradient_gets_one_by_what_is_written_into_a_view_of_it() -> None:
     model = traced_function(filled, X, layer=nn.Linear(4, 4))
     assert [model.facts[named(model, start)].needs_gradient for start in ("zeros", "ones")] == [True, False]
 
@@ -45,102 +55,69 @@ def test_changes_are_seen_by_what_the_schema_says() -> None:
     assert model.changed_state == {"plain", "inside"}
 
 
+def dropped(self: nn.Module, x: Tensor) -> Tensor:
+    y = x[:, None, None]
+    dropping = F.scaled_dot_product_attention(y, y, y, dropout_p=0.5) + F.scaled_dot_product_attention(y, y, y)
+    x = dropping[:, 0, 0] + F.dropout(x, 0.5) + F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False)
+    return x + torch.bernoulli(x)
+
+
 def test_dropout_is_random_only_while_it_drops() -> None:
     """A dropout of probability zero, or under eval, draws nothing; attention's likewise."""
-
-    def dropped(self: nn.Module, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5) + F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False) + torch.bernoulli(x)
-
-    model = traced_function(dropped, X)
-    found = {name: fact.is_random for name, fact in model.facts.items() if "dropout" in name or "bernoulli" in name}
-    assert [name for name, is_random in found.items() if is_random] == ["dropout", "bernoulli"]
-
-    def attended(self: nn.Module, x: Tensor) -> Tensor:
-        y = x[:, None, None]
-        on = F.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
-        return on + F.scaled_dot_product_attention(y, y, y)
-
-    model = traced_function(attended, X)
-    assert [f.is_random for n, f in model.facts.items() if n.startswith("scaled")] == [True, False]
+    random = [name for name, fact in traced_function(dropped, X).facts.items() if fact.is_random]
+    assert random == ["scaled_dot_product_attention", "dropout", "bernoulli"]
 
 
-class Base(nn.Module):
-    """Has a running average, a count of its changes, a count of calls, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.register_buffer("average", torch.zeros(3))
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-
-class Corrected(Base):
-    """Corrects the average by the count of its changes."""
-
-    def forward(self, x: Tensor) -> Tensor:
+def corrected(self: Any, x: Tensor, region: Any = None) -> Tensor:
+    """Corrects a running average by the count of its changes."""
+    with region or nullcontext():
         self.calls += 1
         self.count += 1
         self.average.lerp_(x.detach().mean(0), 0.1)
-        return self.layer(x - self.average / (1 - 0.9**self.count)).sum(-1).mean()
+        mean = self.average / (1 - 0.9**self.count)
+    return self.layer(x - mean).sum(-1).mean()
 
 
-class CorrectedApart(Base):
-    """Does the same in a region without gradients."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.calls += 1
-            self.count += 1
-            self.average.lerp_(x.mean(0), 0.1)
-            mean = self.average / (1 - 0.9**self.count)
-        return self.layer(x - mean).sum(-1).mean()
+def corrected_apart(self: Any, x: Tensor) -> Tensor:
+    return corrected(self, x, torch.no_grad())
 
 
-class Cumulative(Base):
+def cumulative(self: Any, x: Tensor) -> Tensor:
     """Weighs what comes new by the count."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.count.add_(1)
-            self.calls += 1
-            self.average += (x.mean(0) - self.average) / self.count
-        return self.layer(x - self.average).sum(-1).mean()
+    with torch.no_grad():
+        self.count.add_(1)
+        self.calls += 1
+        self.average += (x.mean(0) - self.average) / self.count
+    return self.layer(x - self.average).sum(-1).mean()
 
 
-class Beside(Base):
+def beside(self: Any, x: Tensor) -> Tensor:
     """Counts beside an average, and follows its own weights; neither has to do with the average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = parametrizations.spectral_norm(self.layer)
-        self.slow = nn.Linear(3, 3).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.calls += 1
-            self.slow.weight.mul_(0.9).add_(self.norm.weight, alpha=0.1)
-        x = self.slow(self.norm(self.layer(x * torch.tanh(self.calls))))
-        with torch.no_grad():
-            self.average.lerp_(x.mean(0), 0.1)
-        return (x * self.average).sum(-1).mean()
+    with torch.no_grad():
+        self.calls += 1
+        self.slow.weight.mul_(0.9).add_(self.norm.weight, alpha=0.1)
+    x = self.slow(self.norm(self.layer(x * torch.tanh(self.calls))))
+    with torch.no_grad():
+        self.average.lerp_(x.mean(0), 0.1)
+    return (x * self.average).sum(-1).mean()
 
 
-VECTORS = {f"layer.parametrizations.weight.0.{name}" for name in ("_u", "_v")}
+OF_LAYER = {f"layer.parametrizations.weight.0.{name}" for name in ("_u", "_v")}
+STEADY: dict[Any, set[str]] = {
+    corrected: set(),
+    corrected_apart: set(),
+    cumulative: set(),
+    beside: {"slow.weight", "norm.num_batches_tracked"},
+}
 
 
-@pytest.mark.parametrize(
-    "model, steady",
-    [
-        (Corrected, {"calls"}),
-        (CorrectedApart, {"calls"}),
-        (Cumulative, {"calls"}),
-        (Beside, {"calls", "slow.weight", "norm.num_batches_tracked", *VECTORS}),
-    ],
-)
-def test_a_counter_goes_with_the_state_that_it_weighs(model: type[nn.Module], steady: set[str]) -> None:
-    assert traced(model(), torch.randn(4, 3)).steady_state == steady
+@pytest.mark.parametrize("forward", STEADY, ids=lambda forward: forward.__name__)
+def test_a_counter_goes_with_the_state_that_it_weighs(forward: Any) -> None:
+    layer = parametrizations.spectral_norm(nn.Linear(3, 3))
+    parts = {"layer": layer, "slow": nn.Linear(3, 3).requires_grad_(False), "norm": nn.BatchNorm1d(3)}
+    buffers = {"average": torch.zeros(3), "count": torch.zeros(()), "calls": torch.zeros((), dtype=torch.long)}
+    model = Written(forward, **parts, **buffers)
+    assert traced(model, torch.randn(4, 3)).steady_state == {"calls", *OF_LAYER, *STEADY[forward]}
 
 
 def shaped(self: nn.Module, x: Tensor) -> Tensor:
@@ -156,7 +133,7 @@ def shaped(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 64])
 def test_shapes_are_those_of_the_run(batch_size: int) -> None:
     """Every value of the graph has, for any batch size, the shape and bytes that a run of that size makes."""
-    model = Function(shaped, layer=nn.Linear(4, 4))
+    model = Written(shaped, layer=nn.Linear(4, 4))
     found = traced(model, X)
     seen: dict[str, Tensor] = {}
 
@@ -178,11 +155,6 @@ def test_shapes_are_those_of_the_run(batch_size: int) -> None:
             assert found.sizes.num_bytes(fake).at(batch_size) == value.numel() * value.element_size(), name
 
 
-aten = torch.ops.aten
-POSITIVE = torch.rand(3, 4) + 0.5
-PLAIN = {name: row for name, row in rows().items() if not {"*", "?", "."} & set(name)}
-
-
 def test_operators_that_are_listed_are_there_and_merge_as_they_say() -> None:
     """Totals that are added are sums; extremes are those of the parts' extremes."""
     assert not [name for name in PLAIN if not hasattr(aten, name)]
@@ -195,14 +167,6 @@ def test_operators_that_are_listed_are_there_and_merge_as_they_say() -> None:
             assert torch.equal(whole, operator(parts)), name
 
 
-PADDED = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8).sin()
-PADDING = torch.arange(6) >= torch.tensor([[6], [4], [3], [5]])
-
-
-def encoded(self: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
-    return self.encoder(x, src_key_padding_mask=padding)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("norm", "padding", "trains"),
@@ -211,15 +175,13 @@ def encoded(self: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
 )
 def test_padded_places_are_those_of_plain_pytorch(norm: nn.Module | None, padding: Tensor, trains: bool) -> None:
     """Once, they held what nobody had computed: plain PyTorch leaves padding out, and fills it with zeros."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = Function(encoded, encoder=nn.TransformerEncoder(layer, 2, norm=norm)).train(trains)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, norm=norm)
+    model = Written(lambda self, x, padding: self.encoder(x, src_key_padding_mask=padding), encoder=encoder)
+    model.train(trains)
     with torch.set_grad_enabled(trains):
         both = EagerVsGraph(traced(model, PADDED, padding), model, [PADDED, padding], CPU)
         (ours, *_), (plain, *_) = both.trace(), both.plain()
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
-
-
-WIDE = torch.zeros(3, 12)
 
 
 def by_positions(self: nn.Module, x: Tensor) -> Tensor:
@@ -230,7 +192,7 @@ def by_positions(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_branch_on_positions_is_that_of_plain_pytorch() -> None:
-    assert named(traced(Function(by_positions), WIDE), "cos")
+    assert named(traced(Written(by_positions), WIDE), "cos")
 
 
 def after_writing(x: Tensor) -> Tensor:
@@ -253,7 +215,7 @@ def test_other_numbers_still_stop_a_trace(kind: str) -> None:
         return torch.sin(x) if UNKNOWN[kind](x) else torch.cos(x)
 
     with pytest.raises(TraceError, match=r"cannot be traced|fixes its batch size"):
-        traced(Function(branch), WIDE)
+        traced(Written(branch), WIDE)
 
 
 def test_a_library_makes_no_other_mask_for_a_trace() -> None:
@@ -266,17 +228,11 @@ def test_a_library_makes_no_other_mask_for_a_trace() -> None:
     assert not [name for name in trace.nodes if name.startswith("cumsum") and trace.nodes[name].users]
 
 
-DRAWN = torch.randn(6, 8)
-
-
 @pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout2d, F.feature_alpha_dropout])
-def test_dropout_that_drops_nothing_is_none(drop: object) -> None:
-    def dropping(self: object, x: Tensor) -> Tensor:
-        x = drop(drop(x * 2, 0.0, True), 0.5, False)
-        return drop(x, 0.5, True)
-
-    nodes = traced_function(dropping, torch.randn(6, 8, 2, 2)).nodes.values()
-    assert sum("dropout" in str(node.target) for node in nodes) == 1
+def test_dropout_that_drops_nothing_is_none(drop: Any) -> None:
+    x = DRAWN[:, :, None, None]
+    model = traced_function(lambda self, x: drop(drop(drop(x * 2, 0.0, True), 0.5, False), 0.5, True), x)
+    assert sum("dropout" in str(node.target) for node in model.nodes.values()) == 1
 
 
 def test_a_model_of_nothing_else_computes_nothing() -> None:
@@ -285,8 +241,6 @@ def test_a_model_of_nothing_else_computes_nothing() -> None:
 
 
 def test_casts_to_the_dtype_that_is_there_are_none() -> None:
-    def casting(self: object, x: Tensor) -> Tensor:
-        return (x * 2).float().to(torch.float64).to(torch.float64, copy=True)
-
-    nodes = traced_function(casting, DRAWN).nodes.values()
-    assert [node.args[1] for node in nodes if node.target is torch.ops.aten.to.dtype] == [torch.float64] * 2
+    model = traced_function(lambda self, x: (x * 2).float().double().to(torch.float64, copy=True), DRAWN)
+    casts = [node for node in model.nodes.values() if node.target is torch.ops.aten.to.dtype]
+    assert [node.args[1] for node in casts] == [torch.float64] * 2

@@ -18,8 +18,8 @@ from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.products import some
 from tests.ranks import run_ranks
-from tests.reference import compare, plain_steps, sgd
-from tests.session.training import QUIET, pipeline, refuse, train, train_as_plain
+from tests.reference import compare, micro_batches, plain_micro_batched
+from tests.session.training import QUIET, Setup, pipeline, refuse, train, train_as_plain
 
 Loss = Callable[[Any, Tensor, Tensor], Any]
 SUM, MICRO_BATCH = {"reduction": "sum"}, {"batch_statistics": "micro-batch"}
@@ -88,7 +88,6 @@ NO_MEANS: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", some([*NO_MEANS], 8))
 def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
-    """The error names the line."""
     case = case_of(name, NO_MEANS[name])
     refuse(case, r"no mean over its samples: .*test_losses.py:\d+.*num_micro_batches=1", error=InputError)
 
@@ -98,10 +97,8 @@ def test_it_is_refused_before_anything_is_measured() -> None:
     case = case_of("hardest", lambda m, s, y: F.cross_entropy(s, y, reduction="none").topk(2)[0].mean())
 
     def be_rank(world: World) -> None:
-        model = case.model()
-        args, kwargs = case.batch(2, world.rank)
         with pytest.raises(InputError, match="no mean over its samples"):
-            AutoVaruna(model, sgd(model.parameters()), **QUIET)(*args, **kwargs)
+            AutoVaruna(case.model(), **QUIET)(**case.batch(2, world.rank)[1])
 
     run_ranks(2, be_rank)
 
@@ -129,21 +126,14 @@ def by_counts(m: Any, s: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(s, y) + 0.1 * CLASSES * (chosen * p.sum(0)).sum() / n**2
 
 
-class InParts(Model):
-    """Averages, by their samples, the losses of three micro-batches."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        parts = zip(x.tensor_split(3), y.tensor_split(3), strict=True)
-        return sum((super(InParts, self).forward(*part) * len(part[0]) / len(x) for part in parts), torch.zeros(()))
-
-
 @pytest.mark.parametrize("loss", (balance, routed, routed_to_two, by_counts), ids=lambda loss: loss.__name__)
 def test_a_load_balance_is_taken_of_micro_batches_where_that_is_asked_for(loss: Loss) -> None:
     """Its average is that over the micro-batches, however long they are."""
-    case, reference = case_of(loss.__name__, loss), Case("in_parts", lambda: InParts(loss), labelled)
+    case = case_of(loss.__name__, loss)
     batches = [case.batch(size, step) for step, size in enumerate((7, 6))]
     refuse(case, r"test_losses.py:\d+.*batch_statistics='micro-batch'", error=InputError)
-    compare(train(case, pipeline(2, settings=MICRO_BATCH), batches), plain_steps(reference, batches))
+    plain = plain_micro_batched(case, [micro_batches(batch, 3) for batch in batches])
+    compare(train(case, pipeline(2, settings=MICRO_BATCH), batches), plain)
 
 
 def scaled(m: Any, s: Tensor, y: Tensor) -> Tensor:
@@ -196,13 +186,9 @@ def test_a_mean_is_not(name: str) -> None:
 
 def test_another_output_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """It is not trained on: the model goes on."""
-
-    def perplexity(m: Any, s: Tensor, y: Tensor) -> dict[str, Tensor]:
-        loss = F.cross_entropy(s, y)
-        return {"loss": loss, "perplexity": loss.detach().exp()}
-
+    inner = Model(lambda m, s, y: {"loss": (loss := F.cross_entropy(s, y)), "perplexity": loss.detach().exp()})
     with caplog.at_level(logging.WARNING):
-        model = AutoVaruna(Model(perplexity), num_micro_batches=2, **QUIET)
+        model = AutoVaruna(inner, plan=Setup(num_micro_batches=2).plan, num_micro_batches=2, **QUIET)
         model(**labelled(6, 0)[1])["loss"].backward()
         model(**labelled(6, 1)[1])["loss"].backward()
     assert sum("['perplexity'] is no mean over the samples" in each for each in caplog.messages) == 1
@@ -232,12 +218,9 @@ def test_a_sum_is_added_up_or_refused(name: str) -> None:
     train_as_plain(case, pipeline(2, settings=SUM), 6, 6)
 
 
-WHOLE_BATCH = {**NO_MEANS, **SUMS}
-
-
-@pytest.mark.parametrize("name", some([*WHOLE_BATCH], 3))
+@pytest.mark.parametrize("name", some([*NO_MEANS, *SUMS], 3))
 def test_with_one_micro_batch_any_loss_is_that_of_plain_pytorch(name: str) -> None:
-    train_as_plain(case_of(name, WHOLE_BATCH[name]), pipeline(2, num_micro_batches=1), 6, 6)
+    train_as_plain(case_of(name, {**NO_MEANS, **SUMS}[name]), pipeline(2, num_micro_batches=1), 6, 6)
 
 
 ADDED: dict[str, Loss] = {
@@ -290,31 +273,19 @@ def test_the_size_is_that_of_the_whole_batch(name: str) -> None:
     train_as_plain(case_of(f"of size {name}", OF_SIZE[name], whole=True), pipeline(2), 7, 6)
 
 
-NO_NUMBER: list[tuple[str, Loss]] = [
-    (
-        "size of the batch is a number that clamp computes with",
-        lambda m, x, y: m.losses(m.layers[0](x).clamp(max=x.shape[0] / 2), y).mean(),
-    ),
-    ("no mean over its samples: mean", lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).mean()),
-    (
-        "no mean over its samples: square",
-        lambda m, x, y: (m.losses(m.layers[0](x), y).sum() + m.penalty()) / x.shape[0],
-    ),
-    (
-        "follow from their places in the batch, is computed with in mul",
-        lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
-    ),
-    (
-        "follow from their places in the batch, is computed with in add",
-        lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
-    ),
-    (
-        "follow from their places in the batch, is computed with in index",
-        lambda m, x, y: m.losses(m.layers[0](x) + m.layers[0].weight.repeat(9, 1)[torch.arange(x.shape[0])], y).mean(),
-    ),
-]
+SIZE, PLACES = "size of the batch is a number that", "follow from their places in the batch, is computed with in"
+NO_NUMBER: dict[str, Loss] = {
+    f"{SIZE} clamp computes with": lambda m, x, y: m.losses(m.layers[0](x).clamp(max=x.shape[0] / 2), y).mean(),
+    "no mean over its samples: mean": lambda m, x, y: (m.losses(m.layers[0](x), y) / x.shape[0]).mean(),
+    "no mean over its samples: square": lambda m, x, y: (m.losses(m.layers[0](x), y).sum() + m.penalty()) / x.shape[0],
+    f"{PLACES} mul": lambda m, x, y: m.losses(m.layers[0](x) * torch.arange(x.shape[0])[:, None], y).mean(),
+    f"{PLACES} add": lambda m, x, y: m.losses(m.layers[0](x) + torch.ones(x.shape[0], 1).cumsum(0), y).mean(),
+    f"{PLACES} index": lambda m, x, y: m.losses(
+        m.layers[0](x) + m.layers[0].weight.repeat(9, 1)[torch.arange(x.shape[0])], y
+    ).mean(),
+}
 
 
-@pytest.mark.parametrize(("words", "loss"), NO_NUMBER, ids=[words for words, _ in NO_NUMBER])
-def test_what_has_no_such_number_is_refused(words: str, loss: Loss) -> None:
-    refuse(Model(loss, whole=True), rf"{words}.* at .*test_losses", error=AutoVarunaError)
+@pytest.mark.parametrize("words", NO_NUMBER)
+def test_what_has_no_such_number_is_refused(words: str) -> None:
+    refuse(Model(NO_NUMBER[words], whole=True), rf"{words}.* at .*test_losses", error=AutoVarunaError)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections import ChainMap, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -20,13 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, RankError, TraceError
+from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.guards import Guards
-from autovaruna.runtime.world import World
 from autovaruna.session import recheck
-from tests.ranks import run_ranks
 from tests.reference import sgd
-from tests.session.training import QUIET, pipeline
+from tests.session.training import QUIET, descend, pipeline
 
 Act = Callable[[Any, Tensor], Tensor]
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
@@ -40,24 +38,20 @@ SLOPE = functools.partial(F.leaky_relu, negative_slope=0.1)
 CONFIG = ModuleType("own_config")
 CONFIG.TEMP = 1.0  # type: ignore[attr-defined]
 sys.modules["own_config"] = CONFIG
+COUNTED, REMEMBERED = SimpleNamespace(calls=0), dict[int, Tensor]()
+STEPS = ("a number", "a class", "another tensor", "a namespace", "a function in a dict", "a tensor in place")
 
 
 class Kind(enum.Enum):
-    """Says which branch a forward takes."""
-
     ONE, TWO = 1, 2
 
 
 @dataclasses.dataclass(slots=True)
 class Slotted:
-    """Has its attributes in slots."""
-
     temp: float = 1.0
 
 
 class Schedule:
-    """Has a number, and a method that reads a global."""
-
     step = 0
 
     def value(self) -> float:
@@ -123,8 +117,6 @@ def branching(self: Any, h: Tensor) -> Tensor:
 
 
 def closed(value: float) -> tuple[Act, Callable[[], None]]:
-    """Returns a function that reads a variable of its closure, and one that sets it."""
-
     def act(self: Any, h: Tensor) -> Tensor:
         return h * value
 
@@ -133,10 +125,6 @@ def closed(value: float) -> tuple[Act, Callable[[], None]]:
         value = 2.0
 
     return act, change
-
-
-def default(self: Any, h: Tensor, table: dict[str, Any] = TABLE) -> Tensor:
-    return h * table["deep"]["t"]
 
 
 CLOSED, CHANGE = closed(1.0)
@@ -151,15 +139,12 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "a base": (lambda self, h: h * self.of_base, lambda: setattr(Base, "of_base", 2.0)),
     "a class before its base": (lambda self, h: h * self.of_base, lambda: setattr(Net, "of_base", 2.0)),
     "a closure": (CLOSED, CHANGE),
-    "a default": (default, lambda: TABLE["deep"].update(t=2.0)),
+    "a default": (lambda self, h, table=TABLE: h * table["deep"]["t"], lambda: TABLE["deep"].update(t=2.0)),
     "a dict": (lambda self, h: h * TABLE["deep"]["t"], lambda: TABLE["deep"].update(t=2.0)),
     "a function in a dict": (lambda self, h: TABLE["act"](h), lambda: TABLE.update(act=torch.sin)),
     "a list": (lambda self, h: h * LIST[0], lambda: LIST.__setitem__(0, 2.0)),
     "one of many": (lambda self, h: h * MANY[7], lambda: MANY.__setitem__(7, 2.0)),
-    "deep inside": (
-        lambda self, h: h * DEEPER["a"][0]["b"][0]["c"],
-        lambda: DEEPER["a"][0]["b"][0].update(c=2.0),
-    ),
+    "deep inside": (lambda self, h: h * DEEPER["a"][0]["b"][0]["c"], lambda: DEEPER["a"][0]["b"][0].update(c=2.0)),
     "a queue": (lambda self, h: h * QUEUE[-1], lambda: QUEUE.append(2.0)),
     "another tensor": (lambda self, h: h * TENSOR, lambda: setattr(HERE, "TENSOR", torch.zeros(4))),
     "a tensor in place": (lambda self, h: h * WRITTEN.sum().item(), lambda: WRITTEN.zero_()),
@@ -181,24 +166,14 @@ CASES: dict[str, tuple[Act, Callable[[], object]]] = {
     "the environment": (lambda self, h: h * float(os.getenv("OWN", "1")), lambda: os.environ.update(OWN="2")),
     "by its name": (lambda self, h: h * globals()["WEIGHT"], lambda: setattr(HERE, "WEIGHT", 2.0)),
 }
-
-
 AT_FIRST = {"WEIGHT": 1.0, "UNREAD": 1.0, "TENSOR": TENSOR, "BRANCH": BRANCH, "helper": helper}
 
 
 def begin() -> None:
     """Puts everything back as it was when this file was read."""
     vars(HERE).update(AT_FIRST)
-    for owner, name in (
-        (ARGS.inner, "temp"),
-        (CONFIG, "TEMP"),
-        (SLOTTED, "temp"),
-        (HELD, "temp"),
-        (DEEP, "temp"),
-        (Net, "of_class"),
-        (Base, "of_base"),
-    ):
-        setattr(owner, name, 1.0)
+    ARGS.inner.temp = CONFIG.TEMP = SLOTTED.temp = HELD.temp = DEEP.temp = 1.0  # type: ignore[attr-defined]
+    Net.of_class = Base.of_base = THREAD.temp = Meta.of_meta = 1.0
     if "of_base" in vars(Net):
         del Net.of_base
     Schedule.step = 0
@@ -206,7 +181,6 @@ def begin() -> None:
     vars(LISTED).clear()
     CONTEXT.set(1.0)
     vars(helper).update(rate=1.0)
-    THREAD.temp = Meta.of_meta = 1.0
     TABLE.update(deep={"t": 1.0}, act=torch.relu)
     LIST[0] = MANY[7] = DEEPER["a"][0]["b"][0]["c"] = 1.0
     WRITTEN.fill_(1.0)
@@ -214,20 +188,26 @@ def begin() -> None:
     os.environ.pop("OWN", None)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_another_value_asks_for_another_trace(name: str) -> None:
-    """Once, the first value held for ever, without a word."""
-    begin()
-    act, change = CASES[name]
-    guards = Guards(Net(act))
-    guards.start()
+def notices(act: Act, change: Callable[[], object]) -> None:
+    """Asserts that a change asks for another trace."""
+    guards = started(Net(act))
     before = guards.words()
     assert guards.words() == before
     change()
     assert guards.words() != before
 
 
-STEPS = ("a number", "a class", "another tensor", "a namespace", "a function in a dict", "a tensor in place")
+def started(model: Net) -> Guards:
+    guards = Guards(model)
+    guards.start()
+    return guards
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_value_asks_for_another_trace(name: str) -> None:
+    """Once, the first value held for ever, without a word."""
+    begin()
+    notices(*CASES[name])
 
 
 def many(self: Any, h: Tensor) -> Tensor:
@@ -236,7 +216,7 @@ def many(self: Any, h: Tensor) -> Tensor:
     return h
 
 
-def losses(wrap: Callable[[Net, Any], Any], act: Act, changes: list[Callable[[], object]]) -> list[float]:
+def losses(wrap: Callable[[Net, Any], Any], act: Act, changes: Sequence[Callable[[], object]]) -> list[float]:
     """Returns the loss of a step before, and after each change."""
     begin()
     torch.manual_seed(0)
@@ -245,46 +225,31 @@ def losses(wrap: Callable[[Net, Any], Any], act: Act, changes: list[Callable[[],
     wrapped = wrap(model, optimizer)
     for change in (lambda: None, *changes):
         change()
-        loss = wrapped(X, Y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        found.append(wrapped(X, Y))
+        descend(found[-1], optimizer)
+    return [loss.item() for loss in found]
 
 
-def ours(model: Net, optimizer: Any) -> AutoVaruna:
-    return AutoVaruna(model, optimizer, num_micro_batches=1, **QUIET)
+def plain(model: Net, optimizer: Any) -> Net:
+    return model
+
+
+def ours(model: Net, optimizer: Any = None) -> Any:
+    return AutoVaruna(model, optimizer, plan=pipeline(1, num_micro_batches=1).plan, num_micro_batches=1, **QUIET)
 
 
 def test_steps_are_those_of_plain_pytorch() -> None:
     changes = [CASES[name][1] for name in STEPS]
-    expected = losses(lambda model, optimizer: model, many, changes)
-    assert losses(ours, many, changes) == pytest.approx(expected, rel=1e-5)
+    assert losses(ours, many, changes) == pytest.approx(losses(plain, many, changes), rel=1e-5)
 
 
 def test_what_no_step_reads_is_ignored() -> None:
     """One that is only printed, say."""
-    model = Net(lambda self, h: h if self.training else h * UNREAD)
-    wrapped = ours(model, sgd(model.parameters()))
+    wrapped = ours(Net(lambda self, h: h if self.training else h * UNREAD))
     for value in range(4):
         HERE.UNREAD = float(value)  # type: ignore[attr-defined]
         wrapped(X, Y)
     assert wrapped.num_traces == 1
-
-
-def test_a_value_of_one_rank_is_told() -> None:
-    """Ranks have values of their own here, for they are threads."""
-
-    def be_rank(world: World) -> None:
-        value = SimpleNamespace(temp=1.0)
-        wrapped = AutoVaruna(Net(lambda self, h: h * value.temp), plan=pipeline(2).plan, **QUIET)
-        wrapped(X, Y)
-        value.temp += world.rank
-        with pytest.raises(RankError, match=r"attributes is missing on rank 0, .*temp:2\.0 on rank 1"):
-            wrapped(X, Y)
-
-    run_ranks(2, be_rank)
 
 
 def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +258,6 @@ def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> No
     words = r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"
     with decimal.localcontext(decimal.Context(1)) as context, pytest.raises(TraceError, match=words):
         losses(ours, lambda self, h: h * float(context.prec), [lambda: setattr(context, "prec", 2)] * 10)
-
-
-COUNTED, REMEMBERED = SimpleNamespace(calls=0), dict[int, Tensor]()
 
 
 def remembering(self: Any, h: Tensor) -> Tensor:
@@ -317,7 +279,7 @@ def slopes(length: int) -> Tensor:
 @pytest.mark.parametrize("act", [remembering, lambda self, h: h * slopes(4)])
 def test_what_forward_keeps_outside_is_no_value_of_the_trace(act: Act) -> None:
     """Once, a table of positions, or a cache, held those that the trace had put there, and the first call failed."""
-    expected = losses(lambda model, optimizer: model, act, [lambda: None])
+    expected = losses(plain, act, [lambda: None])
     REMEMBERED.clear()
     slopes.cache_clear()
     assert losses(ours, act, [lambda: None]) == pytest.approx(expected, rel=1e-5)
@@ -329,23 +291,20 @@ def test_a_number_outside_that_forward_changes_is_refused() -> None:
         losses(ours, counting, [])
 
 
-def test_an_attribute_that_is_new_is_the_models() -> None:
-    model = Net(lambda self, h: h * getattr(self, "later", 1.0))
-    wrapped = ours(model, sgd(model.parameters()))
-    before = wrapped(X, Y).item()
-    wrapped.later = 2.0
-    assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before
-
-
-def test_a_model_that_was_prepared_is_followed() -> None:
-    """Once, no change of it was, by attributes either: its first call knew the trace."""
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_attribute_that_is_new_is_the_models(is_prepared: bool) -> None:
+    """Once, no change of a model that was prepared was followed: its first call knew the trace."""
     begin()
-    model = Net(lambda self, h: h * WEIGHT)
-    wrapped = ours(model, sgd(model.parameters()))
-    wrapped.prepare(X, Y)
-    before = wrapped(X, Y).item()
+    model = Net(lambda self, h: h * getattr(self, "later", 1.0) * WEIGHT)
+    wrapped = ours(model)
+    if is_prepared:
+        wrapped.prepare(X, Y)
+    first = wrapped(X, Y).item()
+    wrapped.later = 2.0
+    second = wrapped(X, Y).item()
+    assert second == pytest.approx(model(X, Y).item()) != first
     HERE.WEIGHT = 2.0  # type: ignore[attr-defined]
-    assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != before
+    assert wrapped(X, Y).item() == pytest.approx(model(X, Y).item()) != second
 
 
 class Asked(Net):
@@ -375,8 +334,7 @@ MODELS = Lazy(own=SimpleNamespace(temp=1.0))
 def test_what_code_comes_to_read_later_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, all that another method reads was one on a rank that had called it, and the ranks' calls did not fit."""
     model = Asked(lambda self, h: h)
-    guards = Guards(model)
-    guards.start()
+    guards = started(model)
     assert guards.words("score") == guards.words("where") == guards.words()
     monkeypatch.setenv("RANK", "1")  # as libraries set it, late
     model.seen = 1  # type: ignore[assignment]
@@ -387,18 +345,11 @@ def test_what_code_comes_to_read_later_is_no_change(monkeypatch: pytest.MonkeyPa
 
 def test_a_table_that_loads_what_it_holds_is_not_asked() -> None:
     """Once, all models of a library were imported, and one that could not be ended the first call."""
-    guards = Guards(Net(lambda self, h: h * MODELS["own"].temp))
-    guards.start()
-    before = guards.words()
-    MODELS["own"].temp = 2.0
-    assert guards.words() != before
+    notices(lambda self, h: h * MODELS["own"].temp, lambda: setattr(MODELS["own"], "temp", 2.0))
 
 
 def test_a_number_of_a_packages_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its methods are not read: once, those that a library of adapters names led to all of a library of the web."""
-    monkeypatch.setattr(pytest.Item, "temp", 1.0, raising=False)
-    guards = Guards(Net(lambda self, h: h * pytest.Item.temp))  # type: ignore[attr-defined]
-    guards.start()
-    before = guards.words()
-    monkeypatch.setattr(pytest.Item, "temp", 2.0)
-    assert guards.words() != before
+    item: Any = pytest.Item
+    monkeypatch.setattr(item, "temp", 1.0, raising=False)
+    notices(lambda self, h: h * pytest.Item.temp, lambda: setattr(item, "temp", 2.0))  # type: ignore[attr-defined]

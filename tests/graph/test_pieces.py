@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autovaruna.graph.call import describe
 from autovaruna.graph.pieces import Argument, ArgumentSource, Deferred, Piece, direct, extract, split_backward
-from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
 from autovaruna.profiler.measure import measure
-from tests.graph.models import Function, traced
+from tests.catalogue.small import Written
+from tests.graph.models import CPU, traced
 
 
 @dataclass
@@ -31,31 +30,25 @@ class Example:
     deferred: set[str]
     shape: tuple[int, ...] = (4, 6)
 
-    def model(self) -> Function:
+    def model(self) -> Written:
         torch.manual_seed(0)
-        return Function(self.function, **{name: make() for name, make in self.parts.items()})
+        return Written(self.function, **{name: make() for name, make in self.parts.items()})
 
 
 def weight(*shape: int) -> Callable[[], Tensor]:
     return lambda: nn.Parameter(torch.randn(*shape))
 
 
-def linear(wide: int = 6) -> Callable[[], nn.Module]:
-    return lambda: nn.Linear(6, wide)
-
-
-def frozen() -> nn.Module:
-    return nn.Linear(6, 6).requires_grad_(False)
+def linear() -> nn.Module:
+    return nn.Linear(6, 6)
 
 
 BOTH = {"a.weight", "a.bias"}
 EXAMPLES = {
-    "linear": Example(
-        lambda s, x: s.a(torch.tanh(s.b(x))), {"a": linear(), "b": linear()}, BOTH | {"b.weight", "b.bias"}
-    ),
-    "norm_stays": Example(lambda s, x: s.n(s.a(x)), {"a": linear(), "n": lambda: nn.LayerNorm(6)}, BOTH),
+    "linear": Example(lambda s, x: s.a(torch.tanh(s.b(x))), {"a": linear, "b": linear}, BOTH | {"b.weight", "b.bias"}),
+    "norm_stays": Example(lambda s, x: s.n(s.a(x)), {"a": linear, "n": lambda: nn.LayerNorm(6)}, BOTH),
     "in_a_block_each": Example(lambda s, x: F.linear(x, s.w) + s.w.square().sum(), {"w": weight(6, 6)}, {"w"}),
-    "used_twice": Example(lambda s, x: s.a(torch.relu(s.a(s.a(x)))), {"a": linear()}, BOTH),
+    "used_twice": Example(lambda s, x: s.a(torch.relu(s.a(s.a(x)))), {"a": linear}, BOTH),
     "transposed_and_sliced": Example(lambda s, x: (x @ s.w.t()[:, :3]) @ s.w[:3], {"w": weight(6, 6)}, {"w"}),
     "addmm": Example(lambda s, x: torch.addmm(s.b, x, s.w), {"w": weight(6, 5), "b": weight(5)}, {"w", "b"}),
     "experts": Example(lambda s, x: torch.bmm(torch.stack([x, x, x]), s.w), {"w": weight(3, 6, 5)}, {"w"}),
@@ -67,15 +60,16 @@ EXAMPLES = {
         (3, 2, 8, 8),
     ),
     "words": Example(
-        lambda s, x: s.a(s.e(x.argsort(1))), {"e": lambda: nn.Embedding(9, 6), "a": linear()}, BOTH | {"e.weight"}
+        lambda s, x: s.a(s.e(x.argsort(1))), {"e": lambda: nn.Embedding(9, 6), "a": linear}, BOTH | {"e.weight"}
     ),
-    "frozen": Example(lambda s, x: s.a(x) @ s.w, {"a": frozen, "w": weight(6, 6)}, {"w"}),
+    "frozen": Example(
+        lambda s, x: s.a(x) @ s.w, {"a": lambda: linear().requires_grad_(False), "w": weight(6, 6)}, {"w"}
+    ),
     "nothing": Example(lambda s, x: s.n(x), {"n": lambda: nn.LayerNorm(6)}, set()),
 }
 
 
 def whole(model: TracedModel) -> Piece:
-    """Returns the whole model as a piece."""
     return extract(model, model.block_of, [spec.node for spec in model.outputs])
 
 
@@ -89,10 +83,9 @@ def arguments(piece: Piece, model: nn.Module, x: Tensor) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_what_is_left_for_later_and_its_bits(name: str) -> None:
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_left_for_later_and_its_bits(example: Example) -> None:
     """Over three batches in flight, whose weight gradients come after all backwards; x gets its gradient before."""
-    example = EXAMPLES[name]
     model = example.model()
     batches = [torch.randn(example.shape, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     piece = whole(traced(model, batches[0]))
@@ -124,24 +117,15 @@ def test_what_is_left_for_later_and_its_bits(name: str) -> None:
         assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
-def in_one_block(use: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> Piece:
-    """Returns a piece whose one block uses a weight as it likes."""
-    graph = fx.Graph()
-    x, w = graph.placeholder("x"), graph.placeholder("w")
-    graph.output((use(graph, x, w),))
-    given = Argument(ArgumentSource.INPUT, "x"), Argument(ArgumentSource.PARAMETER, "w", 0)
-    return Piece(fx.GraphModule({}, graph), given, ("y",))
-
-
 def test_several_uses_in_a_block_are_added_as_one_backward_adds_them() -> None:
     """Each sum over the uses comes before the sum over micro-batches; in another order last bits differ."""
-
-    def thrice(graph: fx.Graph, x: fx.Node, w: fx.Node) -> fx.Node:
-        for _ in range(3):
-            x = graph.call_function(torch.ops.aten.mm.default, (graph.call_function(torch.tanh, (x,)), w))
-        return x
-
-    piece = in_one_block(thrice)
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    for _ in range(3):
+        x = graph.call_function(torch.ops.aten.mm.default, (graph.call_function(torch.tanh, (x,)), w))
+    graph.output((x,))
+    given = Argument(ArgumentSource.INPUT, "x"), Argument(ArgumentSource.PARAMETER, "w", 0)
+    piece = Piece(fx.GraphModule({}, graph), given, ("y",))
     split = split_backward(piece)
     assert split is not None and split.num_operations == 3
     weights = [torch.randn(9, 9, generator=torch.Generator().manual_seed(5)).requires_grad_() for _ in range(2)]
@@ -182,21 +166,12 @@ def test_only_operands_and_gradients_last_until_weight_gradients_are_computed() 
 
 
 def test_what_fails_is_shown_with_the_line_of_its_node() -> None:
-    model = Function(lambda self, x, y: torch.tanh(x @ y))
+    model = Written(lambda self, x, y: torch.tanh(x @ y))
     graph = torch.export.export(model, (torch.randn(3, 4), torch.randn(4, 2))).graph_module
     with pytest.raises(RuntimeError) as caught:
         direct(graph)(torch.randn(3, 4), torch.randn(5, 2))
     frame = traceback.extract_tb(caught.tb)[-1]
     assert frame.filename.startswith("<eval_with_key>") and (frame.line or "").startswith("matmul = ")
-
-
-CPU = torch.device("cpu")
-
-
-def traced_under(model: nn.Module, around: Any = nullcontext()) -> TracedModel:  # noqa: B008 - entered again
-    """Returns the graph of a call on six samples of four numbers."""
-    with around:
-        return trace(model, describe(model, (torch.ones(6, 4),), {})[1], CPU)
 
 
 def no_gradient_inside(self: nn.Module, x: Tensor) -> Tensor:
@@ -209,9 +184,9 @@ def no_gradient_inside(self: nn.Module, x: Tensor) -> Tensor:
 
 def test_what_is_under_no_grad_keeps_its_precision_and_its_grad_mode() -> None:
     """Story: torch.export loses ``torch.no_grad()`` inside ``torch.autocast`` when it makes regions of them."""
-    model = Function(no_gradient_inside, first=nn.Linear(4, 4), last=nn.Linear(4, 1))
+    model = Written(no_gradient_inside, first=nn.Linear(4, 4), last=nn.Linear(4, 1))
     x = torch.randn(6, 4)
-    piece = whole(traced_under(model))
+    piece = whole(traced(model, x))
     given = arguments(piece, model, x)
     (found,) = piece.module(*given)
     found.backward()
@@ -231,7 +206,8 @@ BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)
 def test_weights_that_are_cast_count_once_not_once_a_micro_batch(around: Any) -> None:
     """The copy of the weight is memory of the rank; what a micro-batch keeps does not hold it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1024, bias=False))
-    graph = traced_under(model, around)
+    with around:
+        graph = traced(model, torch.ones(6, 4))
     copies = sum(block.buffer_bytes for block in graph.graph.blocks)
     assert copies == (2 * (4 * 4 + 4 + 4 * 1024) if around is BFLOAT16 else 0)
     costs = measure(graph, model, [2], CPU, iterations=1)

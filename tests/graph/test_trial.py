@@ -14,9 +14,9 @@ from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.graph import trace as tracing
 from autovaruna.graph.trial import PartsTrial
 from autovaruna.session import traces
+from tests.catalogue.small import Written
 from tests.products import some
-from tests.reference import sgd
-from tests.session.training import QUIET, Setup, on_ranks, pipeline
+from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse
 
 SAMPLES, ROWS, WIDTH, MARKS = 6, 3, 6, 4
 Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -41,18 +41,6 @@ class Series(nn.Module):
         return (self.last(torch.tanh(hidden)).reshape(-1) - y.reshape(-1)).square().mean()
 
 
-class WithBuffer(nn.Module):
-    """Is kept whole for its branch on numbers, and holds one that it does not change; its backward may mix samples."""
-
-    def __init__(self, backward: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.backward, self.two = backward, nn.Buffer(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.backward.apply(x) * self.two
-        return made if float(x.detach().sum()) < 1e6 else x
-
-
 class DividedBackward(torch.autograd.Function):
     """Is the identity, whose gradient goes by the size of the batch."""
 
@@ -66,14 +54,21 @@ class DividedBackward(torch.autograd.Function):
         return gradient / ctx.size
 
 
+def kept(self: Any, x: Tensor) -> Tensor:
+    """Is kept whole for its branch on numbers, and holds one that it does not change; its backward mixes samples."""
+    made: Tensor = DividedBackward.apply(x) * self.two
+    return made if float(x.detach().sum()) < 1e6 else x
+
+
 def followed(m: Any, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:
     hidden = m.value(x) - m.seen
     m.seen.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
     return m.loss(hidden, y)  # type: ignore[no-any-return]
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(SAMPLES, ROWS, WIDTH), torch.randn(SAMPLES, MARKS), torch.randn(SAMPLES, ROWS)
+def batch() -> dict[str, Tensor]:
+    shapes = {"x": (SAMPLES, ROWS, WIDTH), "mark": (SAMPLES, MARKS), "y": (SAMPLES, ROWS)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
 MEETING: dict[str, Way] = {
@@ -118,8 +113,7 @@ def _blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(way: Way, **settings: Any) -> Any:
-    plan = Setup(num_micro_batches=2).plan
-    return AutoVaruna(Series(way), plan=plan, **{**QUIET, **settings})(*batch())
+    return AutoVaruna(Series(way), plan=Setup(num_micro_batches=2).plan, **{**QUIET, **settings})(**batch())
 
 
 @pytest.mark.parametrize("name", some([*MEETING], 7))
@@ -143,18 +137,11 @@ def test_a_sum_is_one_where_that_is_asked_for() -> None:
 
 def test_a_kept_module_that_only_reads_its_buffers_is_tried() -> None:
     model = Series(lambda m, x, mark, y: m.loss(m.kept(m.value(x)), y))
-    model.kept = WithBuffer(DividedBackward)
-    with pytest.raises(TraceError, match=r"gradient that goes back through .* is another"):
-        AutoVaruna(model, plan=Setup(num_micro_batches=2).plan, **QUIET)(*batch())
+    model.kept = Written(kept, two=torch.tensor(2.0))
+    refuse(model, r"gradient that goes back through .* is another", batch())
 
 
-FREE: dict[str, dict[str, Any]] = {
-    "weights": {"micro_batch_weight": lambda arguments: 1.0},
-    "statistics": {"batch_statistics": "micro-batch"},
-}
-
-
-@pytest.mark.parametrize("settings", FREE.values(), ids=FREE)
+@pytest.mark.parametrize("settings", [{"micro_batch_weight": lambda _: 1.0}, {"batch_statistics": "micro-batch"}])
 def test_a_loss_that_may_be_any_is_tried_up_to_where_samples_are_joined(settings: dict[str, Any]) -> None:
     """Else nothing would see that gradients go by other samples: the loss alone is left to the user."""
     with pytest.raises(TraceError, match=r"gradient that goes back through .* is another .*test_trial.py:\d+"):
@@ -165,41 +152,35 @@ def test_a_loss_that_may_be_any_is_tried_up_to_where_samples_are_joined(settings
 
 def test_one_sample_is_repeated_with_other_numbers() -> None:
     """All samples alike would hide that they meet."""
-    model = AutoVaruna(Series(MEETING["repeat"]), num_micro_batches=2, **QUIET)
-    with pytest.raises(TraceError, match="mixes the samples of a batch: add"):
-        model(*(each[:1] for each in batch()))
+    one = {name: each[:1] for name, each in batch().items()}
+    refuse(Series(MEETING["repeat"]), "mixes the samples of a batch: add", one)
 
 
-def test_one_micro_batch_has_plain_numbers() -> None:
-    tensors, model = batch(), Series(MEETING["repeat"])
-    expected = model(*tensors).item()
-    assert AutoVaruna(model, num_micro_batches=1, **QUIET)(*tensors).item() == expected
+def record_trials(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Returns the results of trials, to which each adds its own."""
+    tried: list[Any] = []
+    refusal = PartsTrial.refusal
+    monkeypatch.setattr(PartsTrial, "refusal", lambda self: tried.append(refusal(self)) or tried[-1])
+    return tried
 
 
 def test_it_can_be_turned_off_and_what_holds_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     run(MEETING["repeat"], check_parts=False)
-    tried: list[PartsTrial] = []
-    refusal = PartsTrial.refusal
-    monkeypatch.setattr(PartsTrial, "refusal", lambda self: (tried.append(self), refusal(self))[1])
-    for settings, num_tried in (({}, 1), ({}, 1), ({"reduction": "sum", "check_parts": False}, 1)):
+    tried = record_trials(monkeypatch)
+    for settings in ({}, {}, {"reduction": "sum", "check_parts": False}):
         run(ALONE["statistics"], **settings)
-        assert len(tried) == num_tried
+        assert tried == [None]
 
 
-def test_a_later_kind_of_call_is_tried_with_drawn_weights(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_kind_of_call_is_tried_with_drawn_weights(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank has all weights any more then."""
-    tried: list[Any] = []
-    refusal = PartsTrial.refusal
-    monkeypatch.setattr(PartsTrial, "refusal", lambda self: tried.append(refusal(self)))
-    args = batch()
+    tried, arguments = record_trials(monkeypatch), batch()
 
     def call(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        model(*args).backward()
+        model(**arguments).backward()
         model.eval()
-        model(*args)
+        model(**arguments)
 
     with caplog.at_level("INFO", "autovaruna.graph.trial"):
-        on_ranks(pipeline(2, num_micro_batches=2), Series(ALONE["statistics"]), call, sgd)
+        on_ranks(pipeline(2, num_micro_batches=2), Series(ALONE["statistics"]), call)
     assert tried == [None, None] and "not compared" not in caplog.text

@@ -17,7 +17,7 @@ from autovaruna.profiler.cache import ProfileCache, cache_of, environment
 from autovaruna.profiler.measure import Key, PartCost, lasting_parts, measure, parts_by_key, to_profile
 from autovaruna.profiler.work import layer_parts
 from tests.catalogue import PLAIN
-from tests.graph.models import Function
+from tests.catalogue.small import Written
 from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, profile, traced, traced_case
 
@@ -90,7 +90,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path: Path, caplo
 def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
     """Neither another number of layers, nor another batch size of the call, nor other names of modules matter."""
 
-    renamed = Function(lambda self, x: self.renamed(x).square().mean(), renamed=nn.Sequential())
+    renamed = Written(lambda self, x: self.renamed(x).square().mean(), renamed=nn.Sequential())
     for layer in Mlp(14).layers:
         renamed.get_submodule("renamed").extend([layer, nn.ReLU()])
     known = measured(Mlp(14), {}, torch.zeros(3, WIDTH))
@@ -131,7 +131,7 @@ def test_operators_of_other_libraries_are_measured_each_time() -> None:
     twice.register_fake(torch.empty_like)
     twice.register_autograd(lambda ctx, grad: grad * 2)
 
-    model = Function(lambda self, x: self.mlp(twice(self.mlp.layers[0](x))), mlp=Mlp(2))
+    model = Written(lambda self, x: self.mlp(twice(self.mlp.layers[0](x))), mlp=Mlp(2))
     graph = traced(model, torch.zeros(3, WIDTH))
     every = measure(graph, model, [2], CPU, iterations=1).keys()
     left_out = every - set(lasting_parts(graph, [2]))

@@ -26,7 +26,7 @@ from autovaruna.profiler.records import Profile
 from autovaruna.profiler.roofline import predict
 from autovaruna.profiler.work import MeasuredPart, Samples, block_parts, make_work
 from tests.catalogue import CASES
-from tests.graph.models import Function
+from tests.catalogue.small import Written
 from tests.products import some
 from tests.profiler.clock import plain_seconds, work_clock
 from tests.profiler.models import CPU, WIDTH, Mlp, on_cpu, profile, traced, traced_case
@@ -44,7 +44,7 @@ def test_identical_blocks_are_measured_once() -> None:
 def test_a_block_that_raises_is_named() -> None:
     """A failed measurement is an error that says block, module, size and reason; it is never filled in."""
     solve = lambda self, x: torch.linalg.solve(self.matrix, self.inner(x)).sum()  # noqa: E731
-    model = Function(solve, inner=nn.Linear(4, 4), matrix=torch.zeros(4, 4))  # which has no inverse
+    model = Written(solve, inner=nn.Linear(4, 4), matrix=torch.zeros(4, 4))  # which has no inverse
     graph = traced(model, torch.zeros(3, 4, 4))
     with pytest.raises(MeasureError, match=r"solve.*5 samples.*singular") as caught:
         measure(graph, model, [5], CPU)

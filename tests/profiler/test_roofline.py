@@ -14,7 +14,7 @@ from autovaruna.profiler import bytes
 from autovaruna.profiler.records import LinkCost
 from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, touched_bytes
 from tests.catalogue import CASES
-from tests.graph.models import Function
+from tests.catalogue.small import Written
 from tests.products import some
 from tests.profiler.models import CPU, WIDTH, Mlp, on_cpu, profile, traced, traced_case
 
@@ -111,7 +111,7 @@ def test_a_block_that_needs_numbers_is_named() -> None:
         x = self.linear(x)
         return x[x > 0].sum()
 
-    model = Function(chosen, linear=nn.Linear(WIDTH, WIDTH))
+    model = Written(chosen, linear=nn.Linear(WIDTH, WIDTH))
     graph = traced(model, torch.zeros(3, WIDTH))
     with pytest.raises(MeasureError, match=r"index.*measure the model instead"):
         predict(graph, model, [2], SPEC)

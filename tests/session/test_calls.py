@@ -18,18 +18,26 @@ from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import diagonal
 from tests.ranks import run_ranks
 from tests.reference import gradients_of, sgd
-from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline, same_gradients
+from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, same_gradients
 
 SETTINGS = {"inputs": "per_rank"}
 SETUPS = {
     "two": pipeline(2, num_micro_batches=2, settings=SETTINGS),
     "replicas": Setup(((0, 1),), num_micro_batches=2, settings=SETTINGS),
 }
+XS, Y = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 2
+SIZES = 4, 2
+BATCH = labelled(6, 0)[1]
+STAGES = {
+    "two": pipeline(2),
+    "whole": pipeline(2, num_micro_batches=1),
+    "recompute": pipeline(2, recompute=True),
+    "replicas": Setup(((0, 1),), num_micro_batches=4, settings={"inputs": "replicated"}),
+}
+SHARED = Setup(((0, 1),), settings={"shard_optimizer": True})
 
 
 class Agent(nn.Module):
-    """Has an actor and a critic."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 1)
@@ -97,56 +105,41 @@ def inner(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model.module(x), y)
 
 
-def batches(num: int = 3) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 2) for _ in range(num)]
-
-
 @pytest.mark.parametrize("loss_of", [by_method, by_acting, by_both, by_itself])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) -> None:
     """Once, each rank trained alone, and weights drifted apart without a word."""
 
-    def train(model: Any, optimizer: Any, part: slice) -> dict[str, Tensor]:
-        for x, y in batches():
-            descend(loss_of(model, x[part], y[part]), optimizer)
+    def train(model: Any, optimizer: Any, rank: int = 0, num_ranks: int = 2) -> dict[str, Tensor]:
+        y = Y.chunk(num_ranks)[rank]
+        for batch in XS:
+            x = batch.chunk(num_ranks)[rank]
+            descend(loss_of(model, x, y), optimizer)
             with torch.no_grad():
-                model.evaluate(x[part])
+                model.evaluate(x)
         assert model.count(torch.zeros(3)) == 3
         return model.state_dict()
 
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> dict[str, Tensor]:
-        return train(model, optimizer, slice(4 * rank, 4 * rank + 4))
-
     plain = Agent()
-    found = on_ranks(SETUPS[setup], plain, run)
-    expected = train(plain, sgd(plain.parameters()), slice(None))
+    found = on_ranks(SETUPS[setup], plain, train)
+    expected = train(plain, sgd(plain.parameters()), num_ranks=1)
     for state in found:
         torch.testing.assert_close(state, expected)
 
 
 @pytest.mark.parametrize("loss_of", [beside, inner])
 def test_gradients_from_beside_the_wrapper_are_noticed(loss_of: Callable[..., Tensor]) -> None:
+    """What does not go backward may be called there."""
+
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        x, y = batches(1)[0]
-        loss_of(model, x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]).backward()
+        x, y = XS[0].chunk(2)[rank], Y.chunk(2)[rank]
+        model.critic(model.body(x)).mean().item()
+        descend(F.cross_entropy(model(x), y), optimizer)
+        loss_of(model, x, y).backward()
         with pytest.raises(InputError, match=r"has called .* beside the wrapper.*model\.method"):
             optimizer.step()
 
     on_ranks(SETUPS["replicas"], Agent(), run)
-
-
-def test_what_goes_not_backward_may_be_called_beside_the_wrapper() -> None:
-    def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
-        x, y = batches(1)[0]
-        model.critic(model.body(x)).mean().item()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    on_ranks(SETUPS["replicas"], Agent(), run)
-
-
-SIZES = 4, 2
 
 
 def go_backward(first: nn.Module, critic: nn.Module, x: Tensor) -> None:
@@ -160,12 +153,10 @@ def go_backward(first: nn.Module, critic: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_gradients_go_through_several_calls(has_loss: bool) -> None:
     """Each rank has samples of its own, more on one: each call counts a rank's own loss, but only once."""
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    first, layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, out)) for out in (WIDTH, 1))
     judge = lambda self, x: F.softplus(self.layers(x)).mean() if has_loss else self.layers(x)  # noqa: E731
-    models = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), Written(judge, layers=layers)
+    models = first.double(), Written(judge, layers=layers).double()
     x = torch.randn(sum(SIZES), WIDTH, dtype=torch.float64)
-    for model in models:
-        model.double()
     copies = [copy.deepcopy(models) for _ in SIZES]
     go_backward(*models, x)
 
@@ -180,15 +171,6 @@ def test_gradients_go_through_several_calls(has_loss: bool) -> None:
         got = {name: gradient for of_rank in found for name, gradient in of_rank[place].items()}
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(got[name], parameter.grad, rtol=1e-9, atol=1e-12)
-
-
-BATCH = labelled(6, 0)[1]
-STAGES = {
-    "two": pipeline(2),
-    "whole": pipeline(2, num_micro_batches=1),
-    "recompute": pipeline(2, recompute=True),
-    "replicas": Setup(((0, 1),), num_micro_batches=4, settings={"inputs": "replicated"}),
-}
 
 
 def model_of(has_loss: bool) -> nn.Module:
@@ -230,17 +212,14 @@ def test_every_backward_gives_its_gradients(act: Callable[[Any], None], setup: s
 
 @pytest.mark.parametrize("has_loss", [False, True])
 def test_a_backward_that_keeps_nothing_is_the_last(has_loss: bool) -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> None:
+    def go_thrice(model: Any, optimizer: Any) -> None:
         loss = model(**BATCH).mean()
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
 
-    on_ranks(pipeline(2), model_of(has_loss), run)
-
-
-SHARED = Setup(((0, 1),), settings={"shard_optimizer": True})
+    as_plain(pipeline(2), model_of(has_loss), go_thrice)
 
 
 @pytest.mark.parametrize("setup", [pipeline(1), pipeline(1, recompute=True), SHARED])
@@ -248,22 +227,15 @@ SHARED = Setup(((0, 1),), settings={"shard_optimizer": True})
 def test_no_backward_goes_through_weights_that_have_changed(has_loss: bool, setup: Setup) -> None:
     """Plain PyTorch refuses it as well."""
 
-    def loss_of(model: Any) -> Tensor:
-        found = model(**BATCH)
-        return found if has_loss else F.cross_entropy(found, BATCH["y"])
-
     def step_between(model: Any, optimizer: Any) -> None:
-        first, second = loss_of(model), loss_of(model)
+        first, second = (model(**BATCH).square().mean() for _ in range(2))
         second.backward(retain_graph=True)
         optimizer.step()
-        with pytest.raises(RuntimeError, match=r"modified by an inplace|after weights have changed"):
-            first.backward()
-        with pytest.raises(RuntimeError, match=r"modified by an inplace|after weights have changed"):
-            second.backward()
+        for loss in (first, second):
+            with pytest.raises(RuntimeError, match=r"modified by an inplace|after weights have changed"):
+                loss.backward()
 
-    plain = model_of(has_loss)
-    on_ranks(setup, plain, lambda model, optimizer, rank: step_between(model, optimizer))
-    step_between(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    as_plain(setup, model_of(has_loss), step_between)
 
 
 def test_weights_that_no_gradient_needs_may_change() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,30 +21,22 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna
 from autovaruna.errors import InputError, PlanError, TraceError
-from tests.catalogue import PLAIN
-from tests.catalogue.case import Batch, Case, batch_size
+from tests.catalogue import PLAIN, REFUSED
+from tests.catalogue.case import Batch, Case
 from tests.catalogue.drawn import NUM_PATHS, draw_case, draw_mixed
 from tests.catalogue.small import WIDTH
 from tests.products import drawn_seeds, some
-from tests.reference import (
-    OPTIMIZERS,
-    Record,
-    bit_equal,
-    buffers_of,
-    compare,
-    copied,
-    part,
-    plain_micro_batched,
-    plain_steps,
-    ranges,
-    weights_of,
-)
-from tests.session.training import Setup, TooFewBlocksError, merge, on_ranks, train, with_state
+from tests.reference import OPTIMIZERS, Record, bit_equal, compare, micro_batches, plain_micro_batched, plain_steps
+from tests.session.training import Setup, TooFewBlocksError, merge, on_ranks, train
 
 STEPS = 2
 ONCE_WRONG = (68, 255)  # a value and the same under another name on both sides of a cut
 SHARED = ("interleaved", "deepest_first")
 SCHEDULES = ("gpipe", "1f1b", "varuna", "zero_bubble", *SHARED)
+Forward = Callable[[Batch], Tensor]
+WRONG_CALLS = (560,)  # a layer that one stage uses before and after another
+KINDS = ("train", "train", "train", "accumulate", "keep", "evaluate", "freeze", "reload", "clip")
+CASES = [case.without_dropout() for case in PLAIN if not case.has_batch_norm]
 
 
 def draw_setup(chance: random.Random, case: Case, num_stages: int) -> Setup:
@@ -54,19 +47,9 @@ def draw_setup(chance: random.Random, case: Case, num_stages: int) -> Setup:
     ranks = tuple(tuple(chance.sample(range(num_ranks), chance.randint(1, most))) for _ in range(num_stages))
     if schedule in SHARED:
         ranks = tuple((stage % num_ranks,) for stage in range(num_stages))
-    return Setup(
-        stage_ranks=ranks,
-        num_micro_batches=chance.randint(1, 7),
-        shares=tuple(sorted(chance.random() for _ in range(num_stages - 1))),
-        recompute=chance.random() < 0.4 and schedule != "zero_bubble",
-        schedule=schedule,
-        num_ranks=num_ranks,
-    )
-
-
-def micro_batches(batch: Batch, num_micro_batches: int) -> list[Batch]:
-    """Returns the parts that a run cuts the batch into, without empty ones."""
-    return [part(batch, start, end) for start, end in ranges(batch_size(batch), num_micro_batches) if end > start]
+    num_micro_batches, shares = chance.randint(1, 7), tuple(sorted(chance.random() for _ in range(num_stages - 1)))
+    recompute = chance.random() < 0.4 and schedule != "zero_bubble"
+    return Setup(ranks, num_micro_batches, shares, recompute, schedule, num_ranks=num_ranks)
 
 
 def hold(case: Case, setup: Setup, size: int, optimizer: str) -> None:
@@ -97,33 +80,28 @@ def test_a_drawn_graph_trains_as_plain_pytorch(seed: int) -> None:
         return
 
 
-Forward = Callable[[Batch], Tensor]
-WRONG_CALLS = (560,)  # a layer that one stage uses before and after another
-KINDS = ("train", "train", "train", "accumulate", "keep", "evaluate", "freeze", "reload", "clip")
-
-
+@dataclass(frozen=True)
 class Script:
     """A loop of training, the same for a plain model and for a wrapped one.
 
-    Args:
+    Attributes:
         seed: What it does depends on this alone.
         case: Its model.
     """
 
-    def __init__(self, seed: int, case: Case) -> None:
-        chance = random.Random(seed)
-        self._case = case
-        self._names = [name for name, _ in case.model().named_parameters() if not name.startswith("embedding")]
-        self._acts = ["train", *(chance.choice(KINDS) for _ in range(7)), "train"]
-        self._chance = chance.random()
+    seed: int
+    case: Case
 
     def run(self, model: nn.Module, whole: nn.Module, optimizer: Any, forward: Forward, clip: Any) -> list[Tensor]:
         """Runs it and returns the losses; `whole` is the model that was given, `model` what is called and saved."""
-        chance, losses = random.Random(self._chance), []
-        for act in self._acts:
-            args, kwargs = self._case.batch(chance.randint(1, 9), chance.randrange(1000))
+        chance, losses = random.Random(self.seed), list[Tensor]()
+        acts = ["train", *(chance.choice(KINDS) for _ in range(7)), "train"]
+        names = [name for name, _ in whole.named_parameters() if not name.startswith("embedding")]
+        chance = random.Random(chance.random())
+        for act in acts:
+            args, kwargs = self.case.batch(chance.randint(1, 9), chance.randrange(1000))
             batch = args, {**kwargs, "path": chance.randrange(NUM_PATHS)}
-            name, is_free = chance.choice(self._names), chance.random() < 0.5
+            name, is_free = chance.choice(names), chance.random() < 0.5
             if act in ("train", "accumulate", "keep", "clip"):
                 with model.no_sync() if act == "keep" and isinstance(model, AutoVaruna) else nullcontext():
                     losses.append(forward(batch))
@@ -156,14 +134,12 @@ def plain(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Reco
             loss = model(*args, **kwargs) * (args[0].shape[0] / size)
             if loss.requires_grad:
                 loss.backward()
-            total += copied(loss)
+            total += loss.detach()
         return total
 
-    def clip(most: float) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
     losses = script.run(model, model, optimizer, forward, clip)
-    return Record(losses, weights=weights_of(model), buffers=buffers_of(model))
+    return Record(losses, weights=dict(model.state_dict()))
 
 
 def wrapped(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Record:
@@ -174,7 +150,8 @@ def wrapped(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Re
                 loss.backward()
             return loss.detach()
 
-        return with_state(Record(script.run(model, model.module, optimizer, forward, model.clip_grad_norm_)), model)
+        losses = script.run(model, model.module, optimizer, forward, model.clip_grad_norm_)
+        return Record(losses, weights=dict(model.state_dict()))
 
     return merge(on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout)))
 
@@ -209,8 +186,18 @@ def test_a_drawn_model_that_may_mix_samples_is_right_or_refused(seed: int) -> No
     compare(got, plain_steps(case, [batch]), rtol=2e-4)
 
 
-NUM_STEPS = 3
-CASES = [case.without_dropout() for case in PLAIN if not case.has_batch_norm]
+@pytest.mark.parametrize("case", [case.without_dropout() for case in REFUSED], ids=str)
+def test_what_compares_samples_or_draws_by_numpy_is_right_or_refused(case: Case) -> None:
+    batch = case.batch(6, 1)
+    try:
+        got = train(case, Setup(num_micro_batches=3), [batch])
+    except TraceError as error:
+        assert "Expected" in str(error)
+        return
+    if case.is_always_random:  # the seed decides what it draws; that no plan changes it is for test_kept.py
+        assert got.losses[0].isfinite()
+    else:
+        compare(got, plain_micro_batched(case, [micro_batches(batch, 3)]))
 
 
 def draw_sizes(chance: random.Random, num_ranks: int) -> list[int]:
@@ -227,7 +214,7 @@ def test_any_setup_trains_as_plain_pytorch(seed: int) -> None:
     case = chance.choice(CASES)
     setup = draw_setup(chance, case, chance.randint(1, min(4, case.max_stages)))
     setup = replace(setup, num_micro_batches=setup.num_ranks + chance.randint(0, 4))
-    sizes = [draw_sizes(chance, setup.world_size) for _ in range(NUM_STEPS)]
+    sizes = [draw_sizes(chance, setup.world_size) for _ in range(3)]
     batches = [case.batch(sum(each), step) for step, each in enumerate(sizes)]
     optimizer = OPTIMIZERS[chance.choice(list(OPTIMIZERS))]
     options = {"max_norm": chance.choice([None, 0.1]), "num_accumulated": chance.choice([1, 3])}

@@ -19,13 +19,16 @@ from autovaruna.graph.call import describe
 from autovaruna.runtime.world import World
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.ranks import run_ranks
-from tests.reference import Record, compare, gradients_of, sgd
-from tests.session.training import QUIET, Setup, on_ranks, refuse
+from tests.reference import Record, compare, gradients_of
+from tests.session.training import QUIET, Setup, as_plain, on_ranks, pipeline, refuse
 
 BATCH = labelled(6, 0)[1]
 X = {"x": BATCH["x"]}
-ONE = QUIET | {"num_micro_batches": 2}
+ONE = QUIET | {"num_micro_batches": 2, "plan": Setup(num_micro_batches=2).plan}
 TWO = QUIET | {"num_micro_batches": 2, "num_stages": 2, "inputs": "replicated"}
+TOKENS = 11
+WHOLE = {"inputs": "replicated", "num_micro_batches": 1, "dynamic_batch": False}
+TOGETHER = r"inputs='replicated', num_micro_batches=1, dynamic_batch=False together"
 
 
 def two(forward: Callable[..., Any], **more: Any) -> Any:
@@ -46,43 +49,32 @@ class Options:
 def test_option_objects_are_told_apart_by_what_they_hold() -> None:
     """Equal ones, made anew for each call and on each rank, need no other trace; others do."""
 
-    def be_rank(world: World) -> list[float]:
-        torch.manual_seed(0)
-        wrapped = AutoVaruna(two(optional), **TWO)
+    def run(wrapped: AutoVaruna, optimizer: Any, rank: int) -> None:
         losses = [wrapped(**BATCH, options=Options(scale)).item() for scale in (2.0, 2.0, 3.0)]
         assert wrapped.num_traces == 2
-        return losses
+        assert losses[0] == losses[1] != losses[2]
 
-    losses = run_ranks(2, be_rank)[0]
-    assert losses[0] == losses[1] != losses[2]
+    on_ranks(pipeline(2, num_micro_batches=2), two(optional), run)
 
 
 def test_a_model_that_is_split_is_neither_wrapped_nor_cast_again() -> None:
     """Once, a second wrapper failed at its first call: 'Cannot copy out of meta tensor; no data!'."""
 
-    def be_rank(world: World) -> bool:
-        model = two(optional)
-        wrapped = AutoVaruna(model, **TWO, cuts=["last"])
+    def run(wrapped: AutoVaruna, optimizer: Any, rank: int) -> None:
+        model: Any = wrapped.module
         wrapped(**BATCH).backward()
-        if is_part := any(parameter.is_meta for parameter in model.parameters()):
-            for part in (model, nn.Sequential(model.first, model.last)):
-                with pytest.raises(InputError, match=r"split over the ranks by an earlier.*state_dict\(\)"):
-                    AutoVaruna(part, **TWO)
+        assert any(parameter.is_meta for parameter in model.parameters())
+        for part in (model, nn.Sequential(model.first, model.last)):
+            with pytest.raises(InputError, match=r"split over the ranks by an earlier.*state_dict\(\)"):
+                AutoVaruna(part, **TWO)
         model.half()  # once, the stage failed in its first operation, or took a dtype that no other rank knew of
         with pytest.raises(InputError, match=r"is torch.float16 on cpu, expected torch.float32.*torch\.autocast"):
             wrapped(**BATCH)
-        return is_part
 
-    assert any(run_ranks(2, be_rank))
-
-
-TOKENS = 11
-WHOLE = {"inputs": "replicated", "num_micro_batches": 1, "dynamic_batch": False}
-TOGETHER = r"inputs='replicated', num_micro_batches=1, dynamic_batch=False together"
+    on_ranks(pipeline(2, num_micro_batches=2, shares=(0.0,)), two(optional), run)
 
 
 def add_positions(self: Any, x: Tensor) -> Tensor:
-    """Has room for so many."""
     return x + self.table[: x.shape[0]]  # the positions
 
 
@@ -104,12 +96,7 @@ class TimeFirst(nn.Module):
         return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
 
 
-def recurrent(self: Any, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-    return self.last(self.cell(x, state)[0]).square().mean()
-
-
 def nodes(self: Any, x: Tensor, joined: Tensor) -> Tensor:
-    """Joins nodes by a matrix."""
     return self.last(joined @ self.first(x).relu()).log_softmax(1)[:, 0].mean().neg()
 
 
@@ -117,21 +104,16 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-def graph() -> nn.Module:
-    return Written(nodes, first=nn.Linear(4, WIDTH), last=nn.Linear(WIDTH, 3))
-
-
 torch.manual_seed(0)
+GRAPH, JOINED = Written(nodes, first=nn.Linear(4, WIDTH), last=nn.Linear(WIDTH, 3)), (random(7, 4), random(7, 7))
+recurrent = lambda self, x, state: self.last(self.cell(x, state)[0]).square().mean()  # noqa: E731
+RECURRENT = Written(recurrent, cell=nn.LSTM(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2))
 WORDS = (torch.arange(30).reshape(5, 6) % TOKENS, torch.arange(1, 31).reshape(5, 6) % TOKENS)
 CAUSES: dict[str, tuple[nn.Module, tuple[Any, ...], str]] = {
     "time first": (TimeFirst(False), WORDS, r"# the length\).*batch_first=False\) takes the first one for time.*"),
     "positions": (TimeFirst(True), WORDS, r"# the positions\): it holds for batch <= 5000 alone.*batch_first=True.*"),
-    "state": (
-        Written(recurrent, cell=nn.LSTM(WIDTH, WIDTH), last=nn.Linear(WIDTH, 2)),
-        (random(5, 6, WIDTH), (random(1, 6, WIDTH),) * 2),
-        r"which state_0 \(1, 6, 12\), .*",
-    ),
-    "graph": (graph(), (random(7, 4), random(7, 7)), r"joined \(7, 7\) joins rows of x \(7, 4\).*"),
+    "state": (RECURRENT, (random(5, 6, WIDTH), (random(1, 6, WIDTH),) * 2), r"which state_0 \(1, 6, 12\), .*"),
+    "graph": (GRAPH, JOINED, r"joined \(7, 7\) joins rows of x \(7, 4\).*"),
 }
 
 
@@ -148,19 +130,14 @@ def test_a_doubt_about_the_batch_names_its_cause_line_and_settings(cause: str) -
     model, arguments, words = CAUSES[cause]
     with pytest.raises(TraceError, match=rf"test_mistakes\.py:\d+ \(.*{words}{TOGETHER}"):
         AutoVaruna(model, **ONE)(*arguments)
-    expected = step_of(model, arguments)
-    for record in on_ranks(
-        Setup(((0, 1),), 1, settings=WHOLE), model, lambda wrapped, optimizer, rank: step_of(wrapped, arguments), sgd
-    ):
-        compare(record, expected)
+    as_plain(Setup(((0, 1),), 1, settings=WHOLE), model, lambda wrapped, optimizer: step_of(wrapped, arguments))
 
 
 @pytest.mark.parametrize("has_positions", (True, False))
 def test_an_encoder_with_a_mask_made_from_the_length_runs_once_the_batch_is_named(has_positions: bool) -> None:
     model = TimeFirst(has_positions)
     expected = step_of(model, WORDS)
-    wrapped = AutoVaruna(model, num_micro_batches=2, batch_dims={"src": 1, "y": 1}, **QUIET)
-    compare(step_of(wrapped, WORDS), expected)
+    compare(step_of(AutoVaruna(model, batch_dims={"src": 1, "y": 1}, **ONE), WORDS), expected)
 
 
 def masking(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -169,10 +146,6 @@ def masking(self: Any, x: Tensor, y: Tensor) -> Tensor:
     x.mul_(2)
     y[y == 1] = 0
     return F.cross_entropy(self.last(torch.tanh(self.first(x)) + x), y)
-
-
-def policy(self: Any, x: Tensor) -> torch.distributions.Distribution:
-    return torch.distributions.Categorical(logits=self.last(x))
 
 
 def bags(self: Any, offsets: Tensor, words: Tensor, y: Tensor) -> Tensor:
@@ -185,19 +158,16 @@ def seldom(self: Any, words: Tensor) -> Tensor:
     return self.table(words).square().mean()
 
 
+POLICY = two(lambda self, x: torch.distributions.Categorical(logits=self.last(x)))
+BAGS = two(bags, bag=nn.EmbeddingBag(9, WIDTH))
+OFFSETS = {"offsets": torch.tensor([0, 2, 3, 7]), "words": torch.arange(9), "y": torch.zeros(4).long()}
+SELDOM = Written(seldom, table=nn.Embedding(9, WIDTH, scale_grad_by_freq=True))
+WORDS_OF_FEW = {"words": torch.arange(8).view(4, 2) % 3}
 REFUSED: dict[str, tuple[nn.Module, str, dict[str, Tensor] | None]] = {
     "changed arguments": (two(masking), r"changes its arguments x, y in place.*x\.clone\(\)", None),
-    "no tensors": (two(policy), "returns nothing but Categorical, which hides its tensors", X),
-    "offsets": (
-        two(bags, bag=nn.EmbeddingBag(9, WIDTH)),
-        "offsets says where bags begin .*pad",
-        {"offsets": torch.tensor([0, 2, 3, 7]), "words": torch.arange(9), "y": torch.zeros(4).long()},
-    ),
-    "frequencies": (
-        Written(seldom, table=nn.Embedding(9, WIDTH, scale_grad_by_freq=True)),
-        "scale_grad_by_freq has gradients go by how often",
-        {"words": torch.arange(8).view(4, 2) % 3},
-    ),
+    "no tensors": (POLICY, "returns nothing but Categorical, which hides its tensors", X),
+    "offsets": (BAGS, "offsets says where bags begin .*pad", OFFSETS),
+    "frequencies": (SELDOM, "scale_grad_by_freq has gradients go by how often", WORDS_OF_FEW),
 }
 
 
@@ -207,27 +177,20 @@ def test_a_mistake_is_named(what: str) -> None:
 
 
 def statistics(self: Any, x: Tensor) -> Tensor:
-    """Averages its features."""
     hidden = self.norm(self.first(x))
     with torch.no_grad():
         self.mean.lerp_(hidden.mean(0), 0.1)
     return hidden.square().mean()
 
 
-class Masked(nn.Module):
+def mask(self: Any, hidden: Tensor) -> Tensor:
     """Fixes the batch size, so that it is kept whole, and has a buffer that it reads alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.mask * hidden.reshape(int(hidden.shape[0]), WIDTH)
+    return self.mask * hidden.reshape(int(hidden.shape[0]), WIDTH)
 
 
 def test_statistics_of_samples_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autovaruna"):
-        norm = nn.Sequential(nn.BatchNorm1d(WIDTH), Masked())
+        norm = nn.Sequential(nn.BatchNorm1d(WIDTH), Written(mask, mask=torch.ones(WIDTH)))
         AutoVaruna(two(statistics, norm=norm, mean=torch.zeros(WIDTH)), **ONE)(**X)
     assert "forward changes mean by the numbers of its samples" in caplog.text
 
@@ -283,18 +246,15 @@ def raising(self: Any, x: Tensor, y: Tensor) -> Tensor:
 def test_what_forward_raises_on_all_ranks_is_what_they_raise(refusing: tuple[int, ...]) -> None:
     """On one rank alone it is a refusal on all; the script's own except would leave the others behind."""
 
-    def be_rank(world: World) -> Exception:
+    def be_rank(world: World) -> None:
         model = two(raising)
         model.refused = [WIDTH] if world.rank in refusing else []
-        with pytest.raises(Exception) as found:
+        kind, words = (OwnError, "^too wide") if len(refusing) == 2 else (TraceError, "raises OwnError")
+        with pytest.raises(kind, match=words) as found:
             AutoVaruna(model, **TWO)(**BATCH)
-        return found.value
+        assert getattr(found.value, "code", 7) == 7
 
-    for error in run_ranks(2, be_rank):
-        if len(refusing) == 2:
-            assert isinstance(error, OwnError) and error.code == 7 and str(error) == "too wide"
-        else:
-            assert isinstance(error, TraceError) and "raises OwnError" in str(error)
+    run_ranks(2, be_rank)
 
 
 class Padded:
@@ -347,9 +307,9 @@ OBJECTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_a_batch_may_be_in_an_object(kind: str) -> None:
     """Once, no argument was a batch. Names are those of attributes and keys."""
-    samples, model = OBJECTS[kind](BATCH["x"], torch.ones(6, WIDTH)), two(taking)
-    compare(step_of(AutoVaruna(model, **ONE), (samples, BATCH["y"])), step_of(model, (samples, BATCH["y"])))
-    assert next(spec.name for spec in describe(model, (samples, BATCH["y"]), {})[1].inputs) == "samples_tensors"
+    arguments, model = (OBJECTS[kind](BATCH["x"], torch.ones(6, WIDTH)), BATCH["y"]), two(taking)
+    compare(step_of(AutoVaruna(model, **ONE), arguments), step_of(model, arguments))
+    assert describe(model, arguments, {})[1].inputs[0].name == "samples_tensors"
 
 
 class Hiding(OrderedDict[str, Any]):
@@ -372,6 +332,5 @@ class TwoSteps(torch.optim.SGD):
 
 
 def test_an_optimizer_that_wants_a_closure_is_told_the_settings() -> None:
-    model = graph()
     with pytest.raises(PlanError, match=r"(?s)requires a closure.*optimizer_bytes_factor.*num_stages=1 and num"):
-        AutoVaruna(model, TwoSteps(model.parameters(), lr=0.1), **WHOLE, **QUIET)(random(7, 4), random(7, 7))
+        AutoVaruna(GRAPH, TwoSteps(GRAPH.parameters(), lr=0.1), **WHOLE, **QUIET)(*JOINED)

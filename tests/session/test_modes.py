@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable
@@ -11,25 +12,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Case
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
-from tests.catalogue.structure import Answer
 from tests.products import diagonal, some
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
 from tests.session.training import (
     Setup,
+    as_plain,
     held,
     merge,
     needs_own_autograd,
     on_ranks,
     pipeline,
-    share_of,
+    token_of,
     train,
     train_rank,
 )
 
+XS = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
 Backward = Callable[[Any, int], None]
 SETUPS = {
     "one": Setup(),
@@ -69,22 +72,18 @@ def test_each_backward_may_start_from_other_outputs(name: str, setup: str) -> No
 
 
 def test_ranks_may_use_different_outputs() -> None:
-    """Each has the gradient of its own input."""
-    case, batch = CASES["outputs_tuple"], CASES["outputs_tuple"].batch(7, 0)
-    sizes = [4, 3]
+    case, sizes = CASES["outputs_tuple"], [4, 3]
+    model, x = case.model(), case.batch(7, 0)[0][0]
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> Record:
-        x = share_of(batch, sizes, rank)[0][0].clone().requires_grad_()
-        model(x)[rank].mean().backward()
-        assert x.grad is not None
-        return Record(gradients=[gradients_of(model) | {f"x of rank {rank}": x.grad}])
+        own = x.split(sizes)[rank].clone().requires_grad_()
+        model(own)[rank].mean().backward()
+        return Record(gradients=[gradients_of(model) | {f"x of rank {rank}": own.grad}])
 
-    found = merge(on_ranks(pipeline(2, num_micro_batches=4, settings={"inputs": "per_rank"}), case.model(), run))
-    model = case.model()
-    x = batch[0][0].clone().requires_grad_()
+    found = merge(on_ranks(pipeline(2, num_micro_batches=4, settings={"inputs": "per_rank"}), model, run))
+    x.requires_grad_()
     first, second = (model(each)[rank].mean() for rank, each in enumerate(x.split(sizes)))
     ((4 * first + 3 * second) / 7).backward()
-    assert x.grad is not None
     own = {f"x of rank {rank}": each for rank, each in enumerate(x.grad.split(sizes))}
     compare(found, Record(gradients=[gradients_of(model) | own]))
 
@@ -92,26 +91,15 @@ def test_ranks_may_use_different_outputs() -> None:
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "none"])
 def test_outputs_come_in_their_container(kind: str) -> None:
     case, batch = CASES[f"outputs_{kind}"], CASES[f"outputs_{kind}"].batch(7, 0)
-    expected = case.model()(*batch[0])
+    expected, structure = pytree.tree_flatten(case.model()(*batch[0]))
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
         output = model(*batch[0])
-        torch.testing.assert_close(flat(output), flat(expected))
-        assert type(output) is type(expected) and model.loss_mode == "outputs"
-        assert kind != "none" or (output[1] is None and output[2]["nothing"] is None)
-        assert kind != "dataclass" or output.note is None
+        assert pytree.tree_structure(output) == structure and model.loss_mode == "outputs"
+        for one, other in zip(pytree.tree_leaves(output), expected, strict=True):
+            assert one is other is None or torch.testing.assert_close(one, other) is None
 
-    on_ranks(pipeline(2), case.model(), run)
-
-
-def flat(value: Any) -> Any:
-    """Turns an `Answer` into a tuple, which comparisons know."""
-    return (value.scores, value.features) if isinstance(value, Answer) else value
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_a_loss_is_scaled_before_backward(setup: str) -> None:
-    hold(CASES["tied"], lambda loss, step: (loss * 8.0 / (step + 1)).backward(), SETUPS[setup], num_batches=2)
+    on_ranks(pipeline(2), case.model(), run, token=token_of(case))
 
 
 def scored(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,15 +166,12 @@ def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
     batch = case.batch(7, 0)
     needs_own_autograd(case, SETUPS[setup])
 
-    def gradient(model: nn.Module) -> Tensor:
+    def gradient(model: Any, optimizer: Any) -> Tensor:
         x = (batch[1]["x"] if is_loss else batch[0][0]).clone().requires_grad_()
         (model(x=x, y=batch[1]["y"]) if is_loss else model(x).square().mean()).mul(3.0).backward()
-        assert x.grad is not None
         return x.grad
 
-    expected = gradient(case.model())
-    for found in on_ranks(SETUPS[setup], case.model(), lambda model, optimizer, rank: gradient(model)):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    as_plain(SETUPS[setup], case.model(), gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
@@ -202,7 +187,7 @@ def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
         own = held(model)
         assert sorted(seen) == sorted([*own, *(f"{name}!" for name in own)])
 
-    on_ranks(pipeline(2), case.model(), run)
+    on_ranks(pipeline(2), case.model(), run, token=token_of(case))
 
 
 def test_the_callers_generator_is_untouched() -> None:
@@ -214,14 +199,13 @@ def test_the_callers_generator_is_untouched() -> None:
             model(**batch[1]).backward()
             assert torch.equal(before, torch.get_rng_state())
 
-    on_ranks(Setup(((0,), (0,)), recompute=True), case.model(), run)
+    on_ranks(Setup(((0,), (0,)), recompute=True), case.model(), run, token=token_of(case))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "schedule"),
-    some(diagonal([((0,), (1,), (2,)), ((0,), (0,), (1,))], ["1f1b", "varuna", "gpipe", "1f1b"]), 2),
-    ids=str,
-)
+FROZEN = diagonal([((0,), (1,), (2,)), ((0,), (0,), (1,))], ["1f1b", "varuna", "gpipe", "1f1b"])
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), some(FROZEN, 2), ids=str)
 def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> None:
     """Gradients then go back where none did when the order of instructions was chosen."""
     case, setup = CASES["skip"], Setup(ranks, 5, schedule=schedule)
@@ -234,19 +218,15 @@ def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> No
             parameter.requires_grad_(True)
         return train_rank(case, model, optimizer, [case.batch(7, 1), case.batch(7, 2)])
 
-    bit_equal(*(merge(on_ranks(each, case.model(), run)) for each in (setup, Setup(((0,),), 5))))
+    bit_equal(*(merge(on_ranks(each, case.model(), run, token=token_of(case))) for each in (setup, Setup(((0,),), 5))))
 
 
 def branching(self: Any, x: Tensor, more: bool) -> Tensor:
     """Uses a layer, and another one a second time, only when it is asked to."""
-    x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+    x = torch.tanh(self.second(torch.tanh(self.first(x))))
     if more:
-        x = torch.tanh(self.layers[1](self.layers[2](x)))
+        x = torch.tanh(self.second(self.third(x)))
     return self.head(x).square().mean()
-
-
-def make_branching() -> nn.Module:
-    return Written(branching, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), head=nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize(
@@ -254,8 +234,9 @@ def make_branching() -> nn.Module:
 )
 def test_layers_that_some_calls_do_not_use_are_the_same_everywhere(order: str, setup: Setup) -> None:
     """Each rank that holds such a layer, or holds one at a stage that this call does not need, gets its gradient."""
-    case = Case("branching", make_branching, lambda size, seed: ((torch.randn(size, 4), order[seed] == "t"), {}))
-    torch.manual_seed(3)
+    first, second, third, head = *(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 1)
+    model = Written(branching, first=first, second=second, third=third, head=head)
+    case = Case("branching", lambda: copy.deepcopy(model), lambda size, seed: ((XS[seed], order[seed] == "t"), {}))
     batches = [case.batch(6, step) for step in range(len(order))]
     compare(train(case, setup, batches), plain_steps(case, batches))
 
@@ -273,44 +254,28 @@ def test_modules_are_those_of_the_model() -> None:
         torch.testing.assert_close(second.buffers, first.buffers, rtol=0, atol=0)
         return second
 
-    got, one = (merge(on_ranks(setup, case.model(), run)) for setup in (pipeline(3), Setup()))
+    got, one = (merge(on_ranks(setup, case.model(), run, token=token_of(case))) for setup in (pipeline(3), Setup()))
     bit_equal(got, one)
 
 
 @pytest.mark.parametrize("name", ["dropout", "lstm", "conv_net_batch_norm", "outputs_dict"])
 def test_one_process_without_settings_is_the_plain_model(name: str) -> None:
-    case = CASES[name]
-    records = []
-    for wrap in (lambda model, optimizer: model, lambda model, optimizer: AutoVaruna(model, optimizer, progress=False)):
-        model = case.model()
-        optimizer = sgd(model.parameters())
-        wrapped = wrap(model, optimizer)
-        torch.manual_seed(11)
-        losses = []
-        for step in range(3):
-            batch = case.batch(7, step)
-            losses.append(case.loss_of(wrapped(*batch[0], **batch[1]), batch))
-            losses[-1].backward()
-            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        state = {key: value.clone() for key, value in wrapped.state_dict().items()}
-        records.append(Record([loss.detach() for loss in losses], weights=state))
-    bit_equal(*records)
+    case, model = CASES[name], CASES[name].model()
+    optimizer = sgd(model.parameters())
+    wrapped, batches = AutoVaruna(model, optimizer, progress=False), [case.batch(7, step) for step in range(3)]
+    torch.manual_seed(11)
+    found = train_rank(case, wrapped, optimizer, batches, max_norm=0.1)
+    torch.manual_seed(11)
+    bit_equal(found, plain_steps(case, batches, max_norm=0.1))
+
+
+def keeping(self: Any, x: Tensor) -> Any:
+    self.last = {"y": self.layer(x), "n": object()}
+    return self.last
 
 
 def test_one_process_returns_the_models_own_objects() -> None:
-    class Same(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last: Any = None
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Any:
-            self.last = {"y": self.layer(x), "n": object()}
-            return self.last
-
-    model = Same()
+    model = Written(keeping, layer=nn.Linear(3, 3))
     assert AutoVaruna(model)(torch.ones(2, 3)) is model.last
 
 

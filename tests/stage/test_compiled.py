@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -12,13 +12,19 @@ from torch._dynamo.utils import counters
 
 from autovaruna import AutoVaruna
 from tests.catalogue import CASES, Case
+from tests.catalogue.small import Classifier, hidden, labelled
 from tests.products import WHOLE
-from tests.reference import bit_equal, compare
-from tests.session.test_precision import MIXED, WAYS, Trained, train_in
-from tests.session.training import QUIET, Setup, pipeline
+from tests.reference import compare
+from tests.session.test_precision import MIXED, WAYS, Trained, same_bits, train_in
+from tests.session.training import QUIET, Ranks, Setup
 
-SIZES = (9, 7)
-KEPT = [("tied", "autocast"), ("dropout", "float32"), ("no_grad", "float32")]
+SMALL = Case("little dropout", lambda: Classifier(hidden(nn.Dropout(0.3))), labelled, has_dropout=True)
+KEPT = [
+    (CASES["tied"], "autocast", "aot_eager"),
+    (CASES["dropout"], "float32", "aot_eager"),
+    (MIXED, "scaler", "eager"),
+    (CASES["no_grad"], "float32", "aot_eager"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +35,17 @@ def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(case: Case, backend: object, num_stages: int = 2, way: str = "float32", recompute: bool = True) -> Trained:
-    setup = pipeline(num_stages, recompute=recompute, settings={"compile_stages": backend})
-    return train_in(WAYS[way], case, setup, [case.batch(size, step) for step, size in enumerate(SIZES)])
+def trained(
+    case: Case, backend: object, stages: Ranks = ((0,), (1,)), way: str = "float32", sizes: Sequence[int] = (9, 7)
+) -> Trained:
+    setup = Setup(stages, recompute=True, settings={"compile_stages": backend})
+    return train_in(WAYS[way], case, [case.batch(size, step) for step, size in enumerate(sizes)], setup=setup)
 
 
-@pytest.mark.parametrize(("name", "way"), KEPT if WHOLE else KEPT[:2])
-def test_a_backend_that_keeps_the_kernels_keeps_the_bits(name: str, way: str) -> None:
-    """Masks, uses of one parameter in several blocks, regions without gradients, and recomputation among them."""
-    bit_equal(trained(CASES[name], "aot_eager", way=way).record, trained(CASES[name], False, way=way).record)
-
-
-def test_autocast_inside_the_model_is_kept() -> None:
-    found, expected = trained(MIXED, "eager", way="scaler"), trained(MIXED, False, way="scaler")
-    bit_equal(found.record, expected.record)
-    assert found.scales == expected.scales
+@pytest.mark.parametrize(("case", "way", "backend"), KEPT if WHOLE else KEPT[:3], ids=str)
+def test_a_backend_that_keeps_the_kernels_keeps_the_bits(case: Case, way: str, backend: str) -> None:
+    """Masks, shared parameters, autocast in the model, regions without gradients, and recomputation among them."""
+    same_bits(trained(case, backend, way=way), trained(case, False, way=way))
 
 
 def test_buffers_change_once_a_micro_batch() -> None:
@@ -53,7 +55,7 @@ def test_buffers_change_once_a_micro_batch() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_is_within_rounding() -> None:
-    found, expected = (trained(CASES["dropout"], backend, num_stages=1) for backend in (True, False))
+    found, expected = (trained(SMALL, backend, ((0,),)) for backend in (True, False))
     compare(found.record, expected.record)
     assert counters["stats"]["unique_graphs"] > 0
 
@@ -63,13 +65,11 @@ def test_no_batch_size_compiles_again() -> None:
 
     Both stages are on one rank: of two threads that compile at once, torch lets one run without.
     """
-    case = CASES["dropout"]
     graphs = []
     for sizes in ((10,), (10, 9, 7, 16, 8)):
         torch._dynamo.reset()
         counters.clear()
-        setup = Setup(((0,), (0,)), settings={"compile_stages": "aot_eager"})
-        train_in(WAYS["float32"], case, setup, [case.batch(size, step) for step, size in enumerate(sizes)])
+        trained(CASES["dropout"], "aot_eager", ((0,), (0,)), sizes=sizes)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0
 

@@ -39,13 +39,10 @@ def measured(name: str, schedule: str, **settings: Any) -> tuple[Any, list[AutoV
     return merge(records), list(wrapped_models)
 
 
-def test_a_measured_plan_runs_as_it_was_predicted_and_keeps_the_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measured_plan_runs_as_predicted_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stage defers, every weight gradient is an instruction of the trace, and of the predicted rows beside it."""
-    monkeypatch.setattr(
-        search, "move_choices", lambda *_: lambda *_: ()
-    )  # it may find that a stage had better be whole
+    # The search may find that a stage had better be whole.
+    monkeypatch.setattr(search, "move_choices", lambda *_: lambda *_: ())
     path = tmp_path / "events.json"
     found, (model, _) = measured("chain", SPLIT, trace_events=True, trace_events_file=str(path))
     expected, _ = measured("chain", "1f1b")
@@ -86,6 +83,6 @@ def test_every_stage_has_something_left_for_later(whole: tuple[int, ...], monkey
 def test_compiled_stages_refuse_it_and_say_what_to_do() -> None:
     with pytest.raises(PlanError, match="compile_stages=False"):
         measured("chain", SPLIT, compile_stages="eager")
+    setup = pipeline(2, schedule=SPLIT, settings={"compile_stages": "eager"})
     with pytest.raises(PlanError, match="compile_stages=False"):
-        setup = pipeline(2, schedule=SPLIT, settings={"compile_stages": "eager"})
         train(CASES["chain"], setup, [CASES["chain"].batch(7, 0)])
