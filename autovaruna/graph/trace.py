@@ -23,7 +23,7 @@ from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.totals import mark_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, example, naming
+from autovaruna.graph.export.errors import EXAMPLE, EXAMPLE_OF, BatchSizeError, batch_dimensions, naming
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
@@ -95,7 +95,7 @@ def _with_tried_advice(
             _trace(model, call.with_batch(dimensions), device, options)
             return type(error)(text.replace(said, naming(dimensions)).replace(EXAMPLE, f"(batch_dims={dimensions})"))
     first = next(spec.name for spec in call.inputs if spec.is_batch)
-    text = text.replace(said, naming({})).replace(EXAMPLE, example(first))
+    text = text.replace(said, naming({})).replace(EXAMPLE, EXAMPLE_OF.format(first))
     return type(error)(text) if text != str(error) else error
 
 
