@@ -216,13 +216,10 @@ def _hint(model: nn.Module, call: CallSpec) -> int:
 
 
 def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
-    placeholders = exported.module.graph.find_nodes(op="placeholder")
     if not exported.is_dynamic:
         return Sizes(None, batch_size, exported.lengths)
-    length = next(
-        node.meta["val"].shape[0] for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch
-    )
-    symbol = length.node.expr
+    pairs = zip(exported.module.graph.find_nodes(op="placeholder"), call.inputs, strict=True)
+    symbol = next(node.meta["val"].shape[0] for node, spec in pairs if spec.is_batch).node.expr
     assert isinstance(symbol, sympy.Symbol)
     return Sizes(symbol, batch_size, exported.lengths)
 
