@@ -259,7 +259,7 @@ def mended_lstm() -> AbstractContextManager[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Puts something else in the place of an attribute of torch's, which may be missing, while the context lasts."""
+    """Puts something else in the place of an attribute, which may be missing, while the context lasts."""
     own = vars(owner).get(name, _MISSING)  # as it is there: what a class inherits, or wraps, stays so
     setattr(owner, name, value)
     try:

@@ -42,7 +42,7 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.model import OptimizerPart, WrappedModel, is_parallel, refuse_parallel_wrapper
+from autovaruna.session.model import OptimizerPart, WrappedModel, parallel_kinds, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import GivenPlan, Preparation, settings_with
 from autovaruna.session.run import Run
@@ -72,7 +72,7 @@ class _AsOwn:
 
 def _refuse_around(module: nn.Module, _: str, inner: nn.Module | None) -> None:
     """Refuses classes of torch's that train over the ranks around a wrapper, which they register as their module."""
-    if inner is not None and is_parallel(type(module)):
+    if inner is not None and parallel_kinds(type(module)):
         within = [inner, *(child for each in inner.modules() for child in each.children())]
         if any(isinstance(each, AutoVaruna) for each in within):
             refuse_parallel_wrapper(type(module), "The model that AutoVaruna wraps")

@@ -88,10 +88,6 @@ class CallSpec:
     def of(self, model: nn.Module) -> Callable[..., Any]:
         return model if self.method == "forward" else getattr(model, self.method)
 
-    def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Returns the tensors that a caller passes with the batch in the first dimension."""
-        return [spec.batch_first(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)]
-
     def arguments(self, tensors: Sequence[Tensor]) -> Any:
         """Returns ``(args, kwargs)`` for the model of tensors in the order of `inputs`, the batch first in each."""
         return self.tree.unflatten([spec.as_passed(each) for spec, each in zip(self.inputs, tensors, strict=True)])
@@ -192,7 +188,7 @@ class CallReader:
             return describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
         known = self._known.get(known_as) if forward is not None else None
         if known is not None:
-            return known.batch_first(tensors), known
+            return [spec.batch_first(each) for spec, each in zip(known.inputs, tensors, strict=True)], known
         found, call = describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()

@@ -55,7 +55,6 @@ class Grouping:
 
 
 def group(known: KnownGraph) -> Grouping:
-    """Groups the nodes of a graph."""
     is_given, parameters = known.sizes.is_given, known.parameters
     nodes = [
         node for node in known.module.graph.nodes if node.op in ("call_function", "call_module") and not is_given(node)

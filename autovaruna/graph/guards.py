@@ -305,7 +305,6 @@ class Guards:
         self._values = self._read()
 
     def _add(self, place: OutsidePlace, inner: set[int]) -> None:
-        """Adds what a place holds."""
         own = place.held
         counted = [name for name in place.names if name in own and place.path + name not in self._ignored]
         plain = [name for name in counted if is_plain(own[name])]

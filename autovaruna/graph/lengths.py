@@ -95,10 +95,6 @@ class Sizes:
         value = node.meta.get("val")
         return isinstance(value, Tensor) and (self.batch_dimension(value) is not None or self.depends_on_data(node))
 
-    def mixes_samples(self, value: Tensor) -> bool:
-        """Whether two dimensions of a value grow with the batch: samples meet each other in it."""
-        return self.symbol is not None and sum(self.grows(length) for length in value.shape) > 1
-
     def grows(self, length: Any) -> bool:
         expression = _expression(length)
         return isinstance(expression, sympy.Basic) and self.symbol in expression.free_symbols
@@ -123,8 +119,7 @@ def _number(value: Any, symbols: tuple[sympy.Symbol, ...], numbers: tuple[int, .
     expression = _expression(value)
     if not isinstance(expression, sympy.Basic):
         return expression
-    number = _at(expression, symbols, numbers)
-    return _plain_of(value, number)
+    return _plain_of(value, _at(expression, symbols, numbers))
 
 
 def _plain_of(size: Any, number: Any) -> Any:
@@ -224,7 +219,12 @@ def find_lengths(
     own = made.of(call)
     if own is None:
         raise TraceError("what a length may be cannot be told")
-    put_numbers(module, dict(zip(made.symbols, map(sympy.Integer, own), strict=True)))
+    numbers = dict(zip(made.symbols, map(sympy.Integer, own), strict=True))
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if _has(value, numbers):
+            node.meta[FREE] = value
+            node.meta["val"] = pytree.tree_map(lambda leaf: _with(leaf, numbers), value)
     return made
 
 
@@ -232,15 +232,6 @@ def _plain(length: Any) -> Any:
     """Returns a length as a number, or as an expression."""
     expression = length.node.expr if isinstance(length, torch.SymInt) else length
     return int(expression) if isinstance(expression, int | sympy.Integer) else expression
-
-
-def put_numbers(module: fx.GraphModule, numbers: Mapping[Any, Any]) -> None:
-    """Puts numbers in the place of symbols in the values of a graph."""
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if _has(value, numbers):
-            node.meta[FREE] = value
-            node.meta["val"] = pytree.tree_map(lambda leaf: _with(leaf, numbers), value)
 
 
 def free_value(node: fx.Node) -> Any:

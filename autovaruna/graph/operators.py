@@ -118,7 +118,6 @@ def is_of_batch(node: fx.Node) -> bool:
 
 
 def as_tensor(number: Any, dtype: torch.dtype) -> Tensor:
-    """Returns a number as a tensor."""
     return torch.scalar_tensor(number, dtype=dtype)
 
 

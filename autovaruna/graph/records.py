@@ -22,7 +22,6 @@ class Size:
     sample_bytes: Amount
 
     def at(self, micro_batch_size: float) -> float:
-        """Returns the bytes for a micro-batch of `micro_batch_size` samples."""
         return self.fixed_bytes + self.sample_bytes * micro_batch_size
 
 

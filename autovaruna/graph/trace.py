@@ -23,7 +23,7 @@ from autovaruna.graph.batch.refusals import refuse_mixing
 from autovaruna.graph.batch.totals import mark_totals
 from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
-from autovaruna.graph.export.errors import EXAMPLE, BatchSizeError, batch_dimensions, example, naming
+from autovaruna.graph.export.errors import EXAMPLE, EXAMPLE_OF, BatchSizeError, batch_dimensions, naming
 from autovaruna.graph.export.exported import PREFIX, Exported
 from autovaruna.graph.export.run import PLAIN, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
@@ -95,7 +95,7 @@ def _with_tried_advice(
             _trace(model, call.with_batch(dimensions), device, options)
             return type(error)(text.replace(said, naming(dimensions)).replace(EXAMPLE, f"(batch_dims={dimensions})"))
     first = next(spec.name for spec in call.inputs if spec.is_batch)
-    text = text.replace(said, naming({})).replace(EXAMPLE, example(first))
+    text = text.replace(said, naming({})).replace(EXAMPLE, EXAMPLE_OF.format(first))
     return type(error)(text) if text != str(error) else error
 
 
@@ -216,13 +216,10 @@ def _hint(model: nn.Module, call: CallSpec) -> int:
 
 
 def _sizes(exported: Exported, call: CallSpec, batch_size: int) -> Sizes:
-    placeholders = exported.module.graph.find_nodes(op="placeholder")
     if not exported.is_dynamic:
         return Sizes(None, batch_size, exported.lengths)
-    length = next(
-        node.meta["val"].shape[0] for node, spec in zip(placeholders, call.inputs, strict=True) if spec.is_batch
-    )
-    symbol = length.node.expr
+    pairs = zip(exported.module.graph.find_nodes(op="placeholder"), call.inputs, strict=True)
+    symbol = next(node.meta["val"].shape[0] for node, spec in pairs if spec.is_batch).node.expr
     assert isinstance(symbol, sympy.Symbol)
     return Sizes(symbol, batch_size, exported.lengths)
 

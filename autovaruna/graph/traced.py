@@ -261,7 +261,7 @@ class TracedModel(KnownGraph):
         """Whether submodules with parameters are kept whole: which of them they use may vary."""
         attributes = self.module.graph.find_nodes(op="get_attr")
         found = [getattr(self.module, str(node.target), None) for node in attributes]
-        return any(isinstance(each, OpaqueModule) and each.may_choose for each in found)
+        return any(isinstance(each, OpaqueModule) and each.num_parameters for each in found)
 
     @cached_property
     def runs_own_code(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,7 +114,8 @@ class PartsTrial:
 
     def refusal(self) -> AutoVarunaError | None:
         """Returns why the graph cannot run in micro-batches: they make other numbers; None: nothing is known of it."""
-        if self._num_drawn_bytes() > _free_bytes(self.device):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # a GPU says itself when there is none
+        if self.device.type == "cpu" and self._num_drawn_bytes() > free:
             self.untried = "its weights, which are elsewhere, do not fit here"
             return None
         varied = [
@@ -577,11 +577,6 @@ def _distances(whole: _Results, joined: _Results, runs: Sequence[_Results]) -> d
         one, other = (torch.zeros_like(found) if each is None else each for each in pair)
         off[name] = distance(one, other, least if name.startswith(_GRADIENT) else 0.0)
     return off | {name: max(distance(run.same[name], each) for run in runs) for name, each in whole.same.items()}
-
-
-def _free_bytes(device: torch.device) -> float:
-    """Returns the memory that is left; a GPU says itself when there is none."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type == "cpu" else math.inf
 
 
 def _layer_of(block: Block) -> str:

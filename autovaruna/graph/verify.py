@@ -208,7 +208,6 @@ class GraphRun(fx.Interpreter):
         return super().get_attr(target, args, kwargs) if known is None else known
 
     def value(self, node: fx.Node) -> Any:
-        """Returns what a node gives."""
         return super().run_node(node)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -291,7 +290,9 @@ def _compare(both: EagerVsGraph, plain: list[Tensor], ours: list[Tensor], model:
     found = [distance(one, other) for one, other in zip(ours, plain, strict=True)]
     if all(each <= allowed for each in found):
         return
-    bounds = [max(allowed, BY_ROUNDING * each) for each in _noise(both)]
+    rounded = [both.plain(Rounded(both.device, seed)) for seed in SEEDS]
+    noise = [max(distance(run[place], each) for run in rounded) for place, each in enumerate(plain)]
+    bounds = [max(allowed, BY_ROUNDING * each) for each in noise]
     worst = max(range(len(found)), key=lambda place: found[place] / bounds[place])
     if found[worst] <= bounds[worst]:
         return
@@ -349,12 +350,6 @@ def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
 def _wide(tensor: Tensor) -> Tensor:
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return flat.detach().reshape(-1).to(torch.float32 if flat.dtype in _NARROW else torch.float64)
-
-
-def _noise(both: EagerVsGraph) -> list[float]:
-    plain = both.plain()
-    runs = [both.plain(Rounded(both.device, seed)) for seed in SEEDS]
-    return [max(distance(run[place], each) for run in runs) for place, each in enumerate(plain)]
 
 
 def _where(both: EagerVsGraph, allowed: float) -> str:

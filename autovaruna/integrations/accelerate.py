@@ -129,7 +129,6 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer has a parameter of a model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for parameter in parameters_of(optimizer))
 

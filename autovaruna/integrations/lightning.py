@@ -89,6 +89,13 @@ class MetricsMonitor(pl.Callback):
                 logger.log_metrics(numbers, step=trainer.global_step)
 
 
+class _Wrappers(dict[str, AutoVaruna]):
+    """The wrappers of a LightningModule; a copy of it has none, for one of them may wrap the module itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Wrappers:
+        return _Wrappers()
+
+
 def _through_wrappers(name: str) -> Callable[..., Any]:
     """Returns a step of Lightning's in which calls of wrapped modules are calls of the wrappers."""
 
@@ -145,7 +152,7 @@ class AutoVarunaStrategy(DDPStrategy):
     @property
     def _wrappers(self) -> dict[str, AutoVaruna]:
         """The wrapper of each wrapped child by its name; that of the LightningModule itself has an empty one."""
-        wrappers: dict[str, AutoVaruna] = self.lightning_module.__dict__.setdefault(_WRAPPERS, {})
+        wrappers: _Wrappers = self.lightning_module.__dict__.setdefault(_WRAPPERS, _Wrappers())
         return wrappers
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -66,7 +66,8 @@ def _choose(backend: str, world: World) -> str:
     """Returns the backends for CPU and GPU tensors that torch is to open. Collective."""
     if backend == "gloo":
         return "gloo"
-    device = torch.device("cuda", local_rank(world)) if _has_gpu(world) else torch.device("cpu")
+    has_gpu = torch.cuda.is_available() and local_rank(world) < torch.cuda.device_count()
+    device = torch.device("cuda", local_rank(world)) if has_gpu else torch.device("cpu")
     lacking = lacking_for_nccl(world, device)
     if backend == "nccl" and lacking:
         raise ConfigError(f"init_process_group('nccl') needs a GPU for each rank: {'; '.join(lacking)}. Pass 'gloo'.")
@@ -74,10 +75,6 @@ def _choose(backend: str, world: World) -> str:
         return "gloo"
     torch.cuda.set_device(device)
     return "cpu:gloo,cuda:nccl"
-
-
-def _has_gpu(world: World) -> bool:
-    return torch.cuda.is_available() and local_rank(world) < torch.cuda.device_count()
 
 
 def local_rank(world: World) -> int:

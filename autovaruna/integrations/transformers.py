@@ -11,8 +11,8 @@ import copy
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
+from autovaruna._torch import replaced
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import ConfigError
@@ -190,15 +191,6 @@ class AutoVarunaMixin(_Other):
         )
         return "loss_function" in code.co_names and not is_mean
 
-    @contextmanager
-    def _model_replaced(self, model: Any) -> Iterator[None]:
-        """Has code that uses ``self.model`` find another one there."""
-        before, self.model = self.model, model
-        try:
-            yield
-        finally:
-            self.model = before
-
     # the batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -296,7 +288,7 @@ class AutoVarunaMixin(_Other):
         """Predicts a batch; with `predict_with_generate` each rank generates for its own samples, by a whole model."""
         if not getattr(self.args, "predict_with_generate", False):
             return super().prediction_step(model, inputs, *args, **kwargs)
-        with self._model_replaced(self._whole_model()):
+        with replaced(self, "model", self._whole_model()):
             return super().prediction_step(partial(self._call_on_own, model), inputs, *args, **kwargs)
 
     def _call_on_own(self, model: nn.Module, **inputs: Any) -> Any:
@@ -348,7 +340,7 @@ class AutoVarunaMixin(_Other):
 
     def _load_best_model(self) -> None:
         if not self._load_adapters(self.state.best_model_checkpoint):
-            with self._model_replaced(self._wrapper or self.model):
+            with replaced(self, "model", self._wrapper or self.model):
                 super()._load_best_model()
 
     def _load_adapters(self, folder: str) -> bool:

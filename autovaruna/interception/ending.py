@@ -27,12 +27,10 @@ _before: dict[int, Any] = {}
 
 
 def has_signal() -> bool:
-    """Says whether a signal has asked this process to end."""
     return bool(_signals)
 
 
 def record_training() -> None:
-    """Records that this process has made a step."""
     global has_trained
     has_trained = True
 

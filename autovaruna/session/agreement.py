@@ -98,11 +98,6 @@ class SharedCall:
         shapes = ((each.shape, each.dtype) for each in self.call.inputs if each.is_batch)
         return self.global_batch_size * tokens_of(shapes)
 
-    @property
-    def key(self) -> str:
-        """Digest that is equal for calls that one trace serves."""
-        return self.call.key
-
     def samples(self, start: int, size: int) -> list[Tensor]:
         """Returns this rank's tensors, the batch first in each, with some of its samples alone."""
         pairs = zip(self.tensors, self.call.inputs, strict=True)
@@ -144,7 +139,6 @@ class ScriptActions:
         self._loss = "none"
 
     def record(self, act: str) -> None:
-        """Counts an act."""
         self._counts[act] += 1
 
     @property
@@ -175,7 +169,6 @@ class ScriptActions:
         return *sorted(self._counts.items()), type(self.optimizer).__name__, self._digest, self._loss
 
     def words(self) -> dict[str, str]:
-        """Returns all of it in words."""
         words = {"the optimizer": "none" if self.optimizer is None else type(self.optimizer).__name__}
         words |= {f"the number of {act}": str(count) for act, count in self._counts.items()}
         words[f"the loss by which {words['the optimizer']} goes, which is to be what forward returns,"] = self._loss

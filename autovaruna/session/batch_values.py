@@ -129,28 +129,23 @@ class BatchValues:
     ) -> dict[str, Any]:
         piece, run = code
         inputs = dict(zip(self._traced.inputs, tensors, strict=True))
-        given = [self._argument(argument, inputs, size, totals) for argument in piece.arguments]
+
+        def value_of(argument: Argument) -> Any:
+            match argument.source:
+                case ArgumentSource.INPUT:
+                    return inputs[argument.name].detach().to(self._device).contiguous()  # as micro-batches are
+                case ArgumentSource.SIZE:
+                    return self._traced.sizes.in_call(free_value(self._traced.nodes[argument.name]), *size)
+                case ArgumentSource.BUFFER:
+                    return self._buffers()[argument.name]
+                case ArgumentSource.CONSTANT:
+                    return self._traced.constants[argument.name].to(self._device)
+                case _:
+                    return totals[argument.name]
+
+        given = map(value_of, piece.arguments)
         with torch.no_grad(), without_autocast() if is_autocast() else nullcontext():  # it enters it as its nodes say
             return dict(zip(piece.outputs, run(*given), strict=True))
-
-    def _argument(
-        self,
-        argument: Argument,
-        inputs: Mapping[str, Tensor],
-        size: tuple[int, tuple[int, ...]],
-        totals: Mapping[str, Any],
-    ) -> Any:
-        match argument.source:
-            case ArgumentSource.INPUT:
-                return inputs[argument.name].detach().to(self._device).contiguous()  # as micro-batches are
-            case ArgumentSource.SIZE:
-                return self._traced.sizes.in_call(free_value(self._traced.nodes[argument.name]), *size)
-            case ArgumentSource.BUFFER:
-                return self._buffers()[argument.name]
-            case ArgumentSource.CONSTANT:
-                return self._traced.constants[argument.name].to(self._device)
-            case _:
-                return totals[argument.name]
 
 
 def _widest(dtype: torch.dtype) -> torch.dtype:

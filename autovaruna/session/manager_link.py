@@ -91,7 +91,6 @@ class ManagerLink:
 
     @property
     def is_to_leave(self) -> bool:
-        """Whether this rank is to leave the job."""
         return self._snapshots is not None and (has_signal() or self._snapshots.is_to_leave)
 
     def agree(self, are_ready: bool, is_any_to_leave: bool) -> None:

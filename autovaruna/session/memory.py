@@ -43,7 +43,6 @@ def rank_memory(world: World, device: torch.device, settings: Settings) -> float
 
 
 def host_memory() -> float:
-    """Returns the bytes of memory that this host has."""
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 

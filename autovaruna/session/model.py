@@ -78,7 +78,9 @@ class WrappedModel:
     def check_parameters(self) -> None:
         """Finds other parameters before the split; refuses them later, and always what other libraries spread."""
         if self.engine is None:
-            _refuse_parallel_wrappers(self.module)
+            for path, module in self.module.named_modules():
+                kinds = {type(each).__name__ for each in parameter_table(module).values()} & {"DTensor"}
+                refuse_parallel_wrapper(type(module), path or "The model", kinds)
             self.move_to_device()
             if self.guards.replaced():
                 self.read_state()
@@ -199,30 +201,19 @@ class OptimizerPart:
             )
 
 
-def is_parallel(wrapper: type) -> bool:
-    """Says whether a class is one of torch's that train over the ranks."""
-    return bool(_parallel_kinds(wrapper))
-
-
-def _parallel_kinds(wrapper: type) -> set[str]:
+def parallel_kinds(wrapper: type) -> set[str]:
+    """Returns the names of torch's classes that train over the ranks, of those that a class is made of."""
     return {kind.__name__ for kind in wrapper.__mro__ if kind.__module__.startswith("torch.")} & _PARALLEL
 
 
 def refuse_parallel_wrapper(wrapper: type, what: str, others: Collection[str] = ()) -> None:
     """Refuses `what` a class of torch's that trains over the ranks wraps; `others` are names of more such classes."""
-    for kind in (*_parallel_kinds(wrapper), *others):
+    for kind in (*parallel_kinds(wrapper), *others):
         raise InputError(
             f"{what} is wrapped by {kind} of torch: got two libraries that would both spread the model over the ranks. "
             "Expected the model itself; leave that wrapper out (fully_shard() and parallelize_module() as well), and "
             "torch.distributed with it."
         )
-
-
-def _refuse_parallel_wrappers(model: nn.Module) -> None:
-    """Refuses a model that torch itself would train over the ranks, or of which ranks have shards."""
-    for path, module in model.named_modules():
-        kinds = {type(each).__name__ for each in parameter_table(module).values()} & {"DTensor"}
-        refuse_parallel_wrapper(type(module), path or "The model", kinds)
 
 
 def find_device(model: nn.Module, settings: Settings) -> torch.device:

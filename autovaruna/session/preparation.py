@@ -161,13 +161,6 @@ def settings_with(settings: Settings, given: GivenPlan | None) -> Settings:
     )
 
 
-def _for_outputs(plan: Plan) -> Plan:
-    """Returns a plan for a model whose loss is the script's: all forwards come before the script's backward."""
-    depth = plan.num_micro_batches
-    stages = (replace(stage, in_flight=depth, deferred=0) for stage in plan.stages)
-    return replace(plan, schedule="gpipe", stages=tuple(stages))
-
-
 def fingerprint_of(
     traced: TracedModel,
     settings: Settings,
@@ -247,8 +240,9 @@ class Preparation:
             raise RankError(f"Ranks {differing} were given another plan than rank 0; expected one plan on every rank.")
         if complaint := self._complaint_of(plan):
             raise PlanError(f"The given plan cannot run: {complaint}.")
-        if self._traced.loss is None and needs_gradient(self._traced):
-            plan = _for_outputs(plan)
+        if self._traced.loss is None and needs_gradient(self._traced):  # all forwards before the script's backward
+            stages = [replace(stage, in_flight=plan.num_micro_batches, deferred=0) for stage in plan.stages]
+            plan = replace(plan, schedule="gpipe", stages=tuple(stages))
         try:
             RankOrders(plan, graph)
         except ScheduleError as error:
@@ -283,7 +277,6 @@ class Preparation:
 
     @cached_property
     def assignment(self) -> Assignment:
-        """The stage of each node."""
         return assign(self._traced, [stage.blocks for stage in self.plan.stages])
 
     @cached_property
@@ -299,7 +292,6 @@ class Preparation:
 
     @cached_property
     def orders(self) -> RankOrders:
-        """The instructions of every rank."""
         return RankOrders(self.plan, self._traced.graph)
 
     def event_trace(self, run: Run) -> EventTrace | None:

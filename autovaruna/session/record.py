@@ -37,16 +37,9 @@ class RunRecord:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = EventLog(str(path))
         settings, world = run.settings, run.world
-        given = {
-            name: repr(value) for name, value in settings.as_dict().items() if settings.source_of(name) != "default"
-        }
-        details = {
-            "model": model,
-            "stages": stages,
-            "num_ranks": world.num_ranks,
-            "hosts": world.hosts,
-            "settings": given,
-        }
+        names = [name for name in settings.as_dict() if settings.source_of(name) != "default"]
+        details = {"model": model, "stages": stages, "num_ranks": world.num_ranks, "hosts": world.hosts}
+        details["settings"] = {name: repr(getattr(settings, name)) for name in names}
         threads = {"num_cores": len(os.sched_getaffinity(0)), "num_threads": torch.get_num_threads()}
         self._write("start", f"{model} trains, ranks: {world.num_ranks}", **(details | threads))
 
@@ -54,7 +47,6 @@ class RunRecord:
         self._log.record(what, text, is_shown=False, **details)
 
     def record_step(self) -> None:
-        """Records the step that has ended."""
         now = perf_counter()
         if self._num_written >= _NUM_FIRST_STEPS and now - self._written < _SECONDS_BETWEEN:
             return

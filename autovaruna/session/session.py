@@ -273,7 +273,6 @@ class Session:
             return self._agree(args, kwargs, method)
 
     def _report(self, call: CallSpec, tensors: Sequence[Tensor]) -> Report:
-        """Returns what this rank reports of its call."""
         run, manager, engine = self._run, self._run.manager, self._model.engine
         flags = STOP_WANTED * run.is_stop_wanted_here
         if manager is not None:

@@ -179,7 +179,7 @@ class Traces:
             self._known[key] = traced
             self.num_traced += 1
         if self._known[key].asks_for_one and shared.global_batch_size == 1:
-            key = f"{shared.key}/alone"
+            key = f"{shared.call.key}/alone"
             if key not in self._known:
                 self._known[key] = self._trace(shared, 1, is_alone=True)
                 self.num_traced += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def train(folder: Path, has_one_child: bool, num_ranks: int, resume: bool = Fals
     )  # fmt: skip
     model, samples = Classifier(has_one_child), loader(trainer.global_rank, num_ranks or 1)
     trainer.fit(model, samples, samples, ckpt_path=str(folder / "epoch=0.ckpt") if resume else None)
+    assert not deepcopy(model).__dict__.get("_autovaruna_wrappers")  # which would copy the module that they wrap
     found = trainer.test(model, samples, verbose=False)
     trainer.save_checkpoint(folder / "last.ckpt")
     return {"losses": model.losses, "test": found[0]["loss_of_all"], "is_plain": not trainer.strategy.model.training}

@@ -103,7 +103,7 @@ def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
 def step(dtype: torch.dtype = torch.float32, frozen: bool = False, p: float = 0.0) -> nn.Module:
     """Returns a model of one operation whose cost may differ."""
     linear = nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(not frozen)
-    return Function(lambda self, x: self.drop(self.linear(x)).square().mean(), linear=linear, drop=nn.Dropout(p))
+    return Written(lambda self, x: self.drop(self.linear(x)).square().mean(), linear=linear, drop=nn.Dropout(p))
 
 
 def signatures(model: nn.Module, x: Tensor) -> set[str]:

@@ -261,7 +261,6 @@ def _torn(node: fx.Node) -> str:
 
 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments of a node that hold tensors."""
     return [each for each in node.all_input_nodes if tensors_in(each.meta.get("val"))]
 
 

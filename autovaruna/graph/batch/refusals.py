@@ -85,7 +85,7 @@ class _Meetings:
         if not isinstance(node.target, OpOverload):
             return self._inside(node)
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and self._sizes.mixes_samples(value):
+        if isinstance(value, Tensor) and sum(map(self._sizes.grows, value.shape)) > 1:  # samples meet each other in it
             return f"the value {node.name} has the shape {tuple(value.shape)}"
         if words := self._by_place(node) or _in_bags(node) or self._by_count(node):
             return words

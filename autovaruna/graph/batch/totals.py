@@ -223,7 +223,6 @@ class _Marks:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node is a plain number, not a tensor."""
     return not isinstance(node.meta["val"], Tensor)
 
 

@@ -77,7 +77,6 @@ class SizeWatch:
         return called
 
     def record_free_lengths(self, lengths: Sequence[Any]) -> None:
-        """Records the free lengths as the trace starts."""
         self._lengths = [each.node for each in lengths if isinstance(each, torch.SymInt)]
 
     def _free(self) -> set[Any]:

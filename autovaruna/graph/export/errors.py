@@ -43,8 +43,8 @@ from autovaruna.graph.source_lines import (
 
 WHOLE = "inputs='replicated', num_micro_batches=1, dynamic_batch=False"
 """What has every rank pass the same batch, and the model see all of it at once."""
-_EXAMPLE = "in an argument {0} (batch_dims={{'{0}': 1}})"
-EXAMPLE = _EXAMPLE.format("x")
+EXAMPLE_OF = "in an argument {0} (batch_dims={{'{0}': 1}})"
+EXAMPLE = EXAMPLE_OF.format("x")
 _OTHERWISE = (
     "Expected a model that treats samples one by one, so that a batch can go through in micro-batches. Pass tensors "
     f"whose first dimension is the batch (batch_first=True), or say which one it is {EXAMPLE}; "
@@ -107,7 +107,8 @@ def check_operations(module: fx.GraphModule, held: Mapping[str, Any]) -> None:
         InModuleError: the inside of a function transform is in the graph, or an operation that takes functions.
     """
     for node in module.graph.nodes:
-        if node.op == "get_attr" and _is_lost(str(node.target), held):
+        lost = held.get(str(node.target)) if node.op == "get_attr" and "lifted_tensor" in str(node.target) else None
+        if isinstance(lost, FakeTensor) and not isinstance(lost, nn.Parameter):
             raise TraceError(
                 f"The trace has lost how a value is made that {', '.join(map(str, node.users))} uses. Expected "
                 "operations of torch; move what makes it into a submodule, which may then be kept whole."
@@ -177,12 +178,6 @@ def refuse_backward(name: str) -> TraceError:
         "leaves that to the caller; move what needs gradients into a submodule, which is then kept whole as one "
         "operation, or write the derivative as operations."
     )
-
-
-def _is_lost(target: str, held: Mapping[str, Any]) -> bool:
-    """Whether an attribute is a value of the trace, and none of the model."""
-    value = held.get(target) if "lifted_tensor" in target else None
-    return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 
 def model_error(flat: nn.Module, inputs: list[Tensor], mode: FakeTensorMode) -> Exception | None:
@@ -314,11 +309,6 @@ def quiet_failure() -> Iterator[None]:
         with redirect_stderr(written):
             yield
         sys.stderr.write(written.getvalue())
-
-
-def example(name: str) -> str:
-    """Returns how to say of an input that its second dimension is the batch."""
-    return _EXAMPLE.format(name)
 
 
 def advice(model: nn.Module, call: CallSpec, paths: Collection[str] | None = None) -> str:

@@ -47,8 +47,13 @@ def _handled(function: Function, plain: Callable[..., Any], handler: Handler) ->
         context, given = args[0] if has_context else None, args[has_context:]
         # torch turns gradients off for a forward, and tells by what its context has whether they were on
         may_train = context is None or bool(context.next_functions) or not any(context.needs_input_grad)
-        if may_train:
-            _refuse_weights(function, (given, plain, function.backward))
+        if may_train and (holder := holder_of_weights((given, plain, function.backward))):
+            raise TraceError(  # its backward would find them elsewhere
+                f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
+                "among its tensors, so that their gradients are its own affair. Expected a function of tensors: pass "
+                "each weight to apply() and return its gradient; for a function that only saves memory use "
+                "torch.utils.checkpoint, or recompute='all'."
+            )
         return handler(function, given, may_train, partial(plain, *args, **kwargs))
 
     return forward
@@ -70,17 +75,6 @@ def holder_of_weights(given: Any) -> str:
                 return type(each).__qualname__
             waiting.append(each)
     return ""
-
-
-def _refuse_weights(function: Function, held: tuple[Any, ...]) -> None:
-    """Refuses a function that uses the weights of a module, which its backward would find elsewhere."""
-    if holder := holder_of_weights(held):
-        raise TraceError(
-            f"The torch.autograd.Function {function.__qualname__} uses the weights of {holder}, which are not "
-            "among its tensors, so that their gradients are its own affair. Expected a function of tensors: pass each "
-            "weight to apply() and return its gradient; for a function that only saves memory use "
-            "torch.utils.checkpoint, or recompute='all'."
-        )
 
 
 def _within(value: Any) -> Iterator[Any]:

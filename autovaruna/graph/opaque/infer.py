@@ -95,7 +95,6 @@ class OpaqueTrial:
     is_differentiated: bool
 
     def returned(self) -> Returned:
-        """Returns what the module returns."""
         sizes = _SIZES if isinstance(self.batch[0], torch.SymInt) else (int(self.batch[0]),)
         found = self._tried(sizes)
         trees = [tree for _, tree, _ in found]

@@ -120,7 +120,6 @@ class OpaqueCalls:
         return self.call(name, module, spare, *args, **kwargs)
 
     def call(self, path: str, module: nn.Module, spare: Spare, *args: Any, **kwargs: Any) -> Any:
-        """Leaves a node for a call of a module."""
         try:
             return self._leave_node(path, module, spare, args, kwargs)
         except StateError as error:

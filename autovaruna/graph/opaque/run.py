@@ -110,7 +110,6 @@ class OpaqueModule:
 
     Attributes:
         num_parameters: how many of the tensors of its state are parameters; buffers follow them.
-        may_choose: whether it may use parameters in one call that it does not use in another.
         is_own_function: whether it is an autograd function of the script.
         line: ``file:line (code)`` of the user's line that calls it.
     """
@@ -130,7 +129,6 @@ class OpaqueModule:
         self._modules = {False: module, True: stand_in}
         self._places = {is_stand_in: places_of(each) for is_stand_in, each in self._modules.items()}
         self._call, self.returned, self.num_parameters = call, returned, num_parameters
-        self.may_choose = num_parameters > 0
         self.is_own_function = isinstance(module, KeptFunction) and module.is_own
 
     def adds_up(self, place: int) -> bool:
