@@ -30,7 +30,7 @@ def result_of(*rows: tuple[float, int] | tuple[float, int, str], **costs: float)
 def test_what_a_fault_costs_beside_the_restart(rows, copy_steps: int, lost: float, restart: float, done: float):
     result = result_of(*rows, copy_steps=copy_steps)
     found = (result.lost_steps, result.restart_steps, result.done_steps)
-    assert result.ideal_steps >= result.done_steps and result.num_restarts == (restart > 0)
+    assert (result.ideal_steps == result.done_steps) == (restart == 0) == (result.num_restarts == 0)
     assert found == (pytest.approx(lost), pytest.approx(restart), pytest.approx(done))
 
 
