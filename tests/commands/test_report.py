@@ -146,7 +146,10 @@ START |= {"stages": ["layers.0 .. 1", "layers.2 .. 3"], "settings": {}}
         ([START, account(**{"all-reduce": 0.4})], "Sums of gradients over replicas take 20%"),
         ([START, {"event": "step", "step": 18, "loss": float("nan")}], "not a number from step 18 on"),
         ([START, {"event": "step", "step": 18, "memory_bytes/rank_1": 1e15}], "Rank 1 uses"),
-        ([START, *({"event": "step", "step": k, "seconds/step": 1e3} for k in range(18, 68))], "times what was predicted"),
+        (
+            [START, *({"event": "step", "step": k, "seconds/step": 1e3} for k in range(18, 68))],
+            "times what was predicted",
+        ),
     ],
 )
 def test_what_to_try_next(events: list[dict[str, Any]], words: str, trained: Trained, tmp_path: Path) -> None:
