@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from dataclasses import dataclass
 from time import thread_time
 from typing import Any
 
@@ -77,22 +77,32 @@ def _torch_calls(model: nn.Module, call: CallSpec, device: torch.device) -> list
     return recorder.calls
 
 
+@dataclass
+class _WatchedCalls:
+    """Calls of one kind; `calls` is what the traced forward calls of torch."""
+
+    calls: list[Any]
+    num_calls: int = 1
+
+
 class TraceRecheck:
     """Rechecks traces on one rank: ranks do so in turns, and an error of one reaches all as they agree on the call."""
 
     def __init__(self, model: nn.Module, traces: Traces, world: World, step_seconds: float) -> None:
         self._model, self._traces, self._world = model, traces, world
-        self.kinds: dict[str, list[Any]] = {}  # what the traced forward calls of torch, by graph
-        self._num_calls = Counter[str]()
+        self.kinds: dict[str, _WatchedCalls] = {}
         self._seconds_left = TIME_SHARE * _NUM_STEPS * step_seconds  # seconds that checks may take yet
         self._expected_seconds = 0.0
 
     def record(self, traced: TracedModel, call_seconds: float) -> None:
         """Records what a forward calls of torch that has just been traced, in a call that took so long."""
         self._seconds_left += TIME_SHARE * call_seconds
-        is_possible = traced.needs_gradient and self._expected_seconds <= self._seconds_left
-        if is_possible and (calls := self._calls_now(traced)):
-            self.kinds[traced.key], self._num_calls[traced.key] = calls, 1
+        if (
+            traced.needs_gradient
+            and self._expected_seconds <= self._seconds_left
+            and (calls := self._calls_now(traced))
+        ):
+            self.kinds[traced.key] = _WatchedCalls(calls)
             self._expected_seconds /= 2  # the next one is warm
 
     def recheck(self, traced: TracedModel) -> bool:
@@ -101,22 +111,17 @@ class TraceRecheck:
         Raises:
             TraceError: it is not.
         """
-        key = traced.key
-        self._num_calls[key] += 1
-        if key not in self.kinds or self._num_calls[key] not in _DUE or self._expected_seconds > self._seconds_left:
+        kind = self.kinds.get(traced.key)
+        if kind is None:
             return False
-        if _DUE.index(self._num_calls[key]) % self._world.num_ranks != self._world.rank:
+        kind.num_calls += 1
+        if kind.num_calls not in _DUE or self._expected_seconds > self._seconds_left:
             return False
-        if (calls := self._calls_now(traced)) != self.kinds[key]:
-            found = self._traces.retrace(traced)
-            if not is_same_graph(found, traced):
-                raise TraceError(
-                    f"forward of {type(self._model).__name__} does something else than when it was traced: "
-                    f"{difference(traced, found)}. It reads something that the script, or forward itself, has changed "
-                    "and that is not followed, so steps since then may have used its old value. Make it an argument of "
-                    "forward, a buffer, or an attribute of a module; recheck_trace=False does not look at it."
-                )
-            self.kinds[key] = calls
+        if _DUE.index(kind.num_calls) % self._world.num_ranks != self._world.rank:
+            return False
+        if (calls := self._calls_now(traced)) != kind.calls:
+            self._compare_anew(traced)
+            kind.calls = calls
         return True
 
     def _calls_now(self, traced: TracedModel) -> list[Any]:
@@ -130,3 +135,13 @@ class TraceRecheck:
         finally:
             self._expected_seconds = thread_time() - before
             self._seconds_left -= self._expected_seconds
+
+    def _compare_anew(self, traced: TracedModel) -> None:
+        found = self._traces.retrace(traced)
+        if not is_same_graph(found, traced):
+            raise TraceError(
+                f"forward of {type(self._model).__name__} does something else than when it was traced: "
+                f"{difference(traced, found)}. It reads something that the script, or forward itself, has changed and "
+                "that is not followed, so steps since then may have used its old value. Make it an argument of "
+                "forward, a buffer, or an attribute of a module; recheck_trace=False does not look at it."
+            )
