@@ -34,6 +34,7 @@ _LEADS: dict[type, tuple[str, ...]] = {
 """What leads from an object on to code, and to what this is given."""
 _HOLDERS = (local, ChainMap, UserDict)  # classes of Python's own whose objects hold what a script has set
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "autovaruna", "mpi4py"} - {"__main__", "types", "argparse"}
+_LIBRARIES |= {"pytest", "_pytest"}  # an `assert` of a test leads to all of it
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__setstate__", "__reduce__"})
 """Methods that no forward calls, of those that Python calls without a name in the code."""
 _WORDS_OF_CLASSES = frozenset({"__doc__", "__module__", "__qualname__", "__annotations__", "__dict__", "__slots__"})

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import pluggy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, TraceError
 from autovaruna.graph.guards import Guards
+from autovaruna.graph.outside import read_outside
 from autovaruna.session import recheck
 from tests.reference import sgd
 from tests.session.training import QUIET, descend, pipeline
@@ -350,6 +352,19 @@ def test_a_table_that_loads_what_it_holds_is_not_asked() -> None:
 
 def test_a_number_of_a_packages_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its methods are not read: once, those that a library of adapters names led to all of a library of the web."""
-    item: Any = pytest.Item
-    monkeypatch.setattr(item, "temp", 1.0, raising=False)
-    notices(lambda self, h: h * pytest.Item.temp, lambda: setattr(item, "temp", 2.0))  # type: ignore[attr-defined]
+    manager: Any = pluggy.PluginManager
+    monkeypatch.setattr(manager, "temp", 1.0, raising=False)
+    notices(lambda self, h: h * pluggy.PluginManager.temp, lambda: setattr(manager, "temp", 2.0))  # type: ignore[attr-defined]
+
+
+def test_an_assertion_does_not_lead_to_what_runs_the_tests() -> None:
+    """Once, it led to variables of the environment that another thread sets for a moment, and ranks differed."""
+
+    class Checked(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            assert input.dim() == 2
+            return super().forward(input) * WEIGHT
+
+    found = {place.path for place in read_outside([Checked(4, 4)], ["forward"])}
+    assert any("test_outside" in path for path in found)
+    assert not any("pytest" in path or "environ" in path for path in found)
