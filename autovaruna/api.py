@@ -220,6 +220,7 @@ class AutoVaruna(nn.Module):
         """
         if self._wrapped.engine is None and not self._session.is_plain:
             raise OrderError("adopt() is for a model that has been split: got no prepare(), nor a call, before it.")
+        record_scalers_of_callers()
         self._optimizer_part.adopt(optimizer, self._wrapped.device)
 
     @_AsOwn

@@ -30,13 +30,18 @@ class LossScale:
     def __init__(self, optimizer: Optimizer | None, scaler: GradScaler | None, world: World) -> None:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise InputError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler.")
-        self._optimizer = optimizer
+        self._optimizer: Optimizer | None = None
         self._known: ref[GradScaler] | None = None if scaler is None else ref(scaler)
         self._num_looked_at, self._is_ambiguous = 0, False
         self._world, self._last = world, 1.0
         self._unseen_factor: float | None = None  # of the last float16 step, if it went backward without a scaler
         if optimizer is not None:
-            UNSCALERS[optimizer] = ref(self)
+            self.follow(optimizer)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Takes the optimizer whose gradients a scaler unscales."""
+        self._optimizer, self._num_looked_at = optimizer, 0
+        UNSCALERS[optimizer] = ref(self)
 
     def expected_factor(self, is_half: bool) -> float:
         """Returns the factor to go backward with.
@@ -58,6 +63,11 @@ class LossScale:
             return 1.0
         self._unseen_factor = self._last
         return self._last
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether the loop's scaler is known, with which gradients may overflow."""
+        return self._scaler is not None
 
     @property
     def words(self) -> str:

@@ -311,8 +311,7 @@ class SplitStep(Step):
         if rank.world.rank == 0 and not backwards.num:
             self._say_where_the_loss_is(gradients)
         backwards.record("of its outputs")
-        has_scaler = rank.loss_scale.words != "none"  # whose gradients may overflow
-        total = None if has_scaler else _total(gradients)
+        total = None if rank.loss_scale.has_scaler else _total(gradients)
         stage = self._program.graph.plan.num_stages - 1
         where = f"the gradient of rank {rank.world.rank}'s loss is not finite at the outputs of stage {stage}"
         started = [number for number, each in zip(self._numbers, gradients, strict=True) if each is not None]

@@ -278,8 +278,8 @@ class StateCopies:
         self._kept.append(given)
         self._known.append((ref(given), version_of(given), own))
 
-    def write_back(self, *_: object) -> None:
-        """Copies what has been written since into the model; also a hook of the optimizer."""
+    def write_back(self) -> None:
+        """Copies what has been written since into the model."""
         if not self._known:
             return
         known, self._known = self._known, []

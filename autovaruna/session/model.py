@@ -114,29 +114,26 @@ class OptimizerPart:
         self.cut: CutOptimizer | None = None  # this rank has the state of its own parameters
         self.proxy: OptimizerProxy | None = None  # what is due before and after its steps
         self._model, self._run = model, run
-        if optimizer is None:
-            return
-        cut = CutOptimizer(optimizer, model.names_by_id())
-        if not is_alone():
-            cut.check()
-        proxy = self._watch(cut)
-        run.installed.callback(SCALERS.acquire())
-        proxy.before.append(model.borrowed.write_back)
-        if not is_alone():
-            self._direct_calls = DirectCalls(model.module)
-            run.installed.callback(self._direct_calls.stop)
-            proxy.before.append(self._refuse_own_gradients)
+        if optimizer is not None:
+            cut = CutOptimizer(optimizer, model.names_by_id())
+            if not is_alone():
+                cut.check()
+            self._watch(cut)
 
-    def _watch(self, cut: CutOptimizer) -> OptimizerProxy:
+    def _watch(self, cut: CutOptimizer) -> None:
+        """Installs what is due around the optimizer's steps, until the run ends."""
         self.cut, self.proxy = cut, OptimizerProxy(cut.optimizer, OWN_PART)
-        remove = WeakMethod(self.proxy.remove)
-        self._run.installed.callback(lambda: None if (method := remove()) is None else method())
-        metrics = self._run.metrics
+        remove, installed, metrics = WeakMethod(self.proxy.remove), self._run.installed, self._run.metrics
+        installed.callback(lambda: None if (method := remove()) is None else method())
+        installed.callback(SCALERS.acquire())
         self._run.actions.watch(self.proxy, cut.optimizer, cut.names)
         metrics.follow_optimizer(cut.optimizer)
-        self.proxy.before.append(metrics.begin_optimizer)
+        self.proxy.before += [metrics.begin_optimizer, self._model.borrowed.write_back]
         self.proxy.after.append(metrics.end_optimizer)
-        return self.proxy
+        if not is_alone():
+            self._direct_calls = DirectCalls(self._model.module)
+            installed.callback(self._direct_calls.stop)
+            self.proxy.before.append(self._refuse_own_gradients)
 
     @property
     def raw(self) -> torch.optim.Optimizer | None:
@@ -161,6 +158,8 @@ class OptimizerPart:
         """Adopts an optimizer that was made from ``parameters()`` of this rank after the split. Collective."""
         cut = self._joined(optimizer)
         self._watch(cut)
+        if self._model.engine is not None:
+            self._model.engine.loss_scale.follow(optimizer)
         self.step_over_part(self._model.placement, device)
 
     def _joined(self, optimizer: torch.optim.Optimizer) -> CutOptimizer:

@@ -13,6 +13,7 @@ from autovaruna import AutoVaruna, InputError, OrderError, PlanError, RankError
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.world import World
 from autovaruna.session import measuring
+from tests.catalogue import DEVICE
 from tests.ranks import run_ranks
 from tests.session.training import QUIET, Setup, descend, pipeline, trace_shared
 
@@ -138,3 +139,24 @@ def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
         AutoVaruna(net, plan=setup.plan).adopt(torch.optim.SGD(net.parameters(), 0.1))
     expected = pytest.approx(plain_losses(), rel=1e-5)
     assert all(found == expected for found in run_ranks(setup.world_size, be_rank))
+
+
+def test_an_overflow_on_one_rank_skips_the_step_of_an_optimizer_that_was_made_after_the_split() -> None:
+    """Once, the other rank stepped: only an optimizer of the start had its gradients unscaled on all ranks at once."""
+    setup, nets = SETUPS["2 stages"], [make_net() for _ in range(2)]
+
+    def be_rank(world: World) -> tuple[float, bool]:
+        model = AutoVaruna(nets[world.rank], plan=setup.plan, inputs="replicated", optimizer_bytes_factor=0, **QUIET)
+        model.prepare(X)
+        own = [each for each in model.parameters() if not each.is_meta]
+        optimizer, scaler = torch.optim.SGD(own, 0.1), torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
+        model.adopt(optimizer)
+        scaler.scale(model(X).square().mean()).backward()
+        if world.rank == 1:
+            own[0].grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
+        before = [each.detach().clone() for each in own]
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), all(map(torch.equal, before, own))
+
+    assert run_ranks(2, be_rank) == [(2.0, True)] * 2
