@@ -85,13 +85,13 @@ class _Rules:
         self.joins: list[tuple[tuple[str, ...], str]] = []
 
     def tuples_stay_whole(self) -> None:
-        """Applies rule 1."""
+        """Joins what takes a tuple apart with what makes it."""
         for node in self.nodes:
             if node.target is operator.getitem:
                 self._join([node, *node.all_input_nodes], "a value of several tensors stays with what takes it apart")
 
     def what_data_decide_stays(self) -> None:
-        """Applies rules 4 and 7."""
+        """Joins values whose shapes depend on data with their users, and numbers with what they were counted from."""
         data = [node for node in self.nodes if self.known.sizes.depends_on_data(node)]
         for node in data:
             self._join([node, *node.users], "a value whose shape depends on data stays with its users")
@@ -100,7 +100,7 @@ class _Rules:
             self._join([number, *sources], "a number out of a tensor stays with what it was counted from")
 
     def changes_stay_with_what_they_change(self) -> None:
-        """Applies rules 2 and 3."""
+        """Joins what touches memory up to the last write to it; all that does, if the memory outlives the call."""
         outliving = self.known.outliving_storages()
         last_write: dict[int, int] = {}
         for node in self.nodes:
@@ -116,7 +116,7 @@ class _Rules:
             self._join(members, "memory that is changed in place stays with what made or read it before")
 
     def changes_of_a_module_stay_together(self) -> None:
-        """Applies rule 8: in another mode, or with other options, one operation may use what two change now."""
+        """Joins them: in another mode, or with other options, one operation may use what two change now."""
         buffers = self.known.buffers
         owners = {_owner(name) for name in (*self.known.parameters.values(), *buffers.values())}
         inner = {"", *(owner[:end] for owner in owners for end, letter in enumerate(owner) if letter == ".")}
@@ -134,7 +134,7 @@ class _Rules:
             self._join(members, "what a module without modules changes of itself stays together")
 
     def join_users_out_of_order(self, nodes: Sequence[fx.Node]) -> bool:
-        """Applies rule 5; returns whether anything was joined."""
+        """Joins users of the first value whose gradients would be summed in another order; returns whether any was."""
         place = {node: index for index, block in enumerate(self.ordered(nodes)) for node in block}
         for value in nodes:
             users = [user for user in value.users if user in place and self.facts[user.name].needs_gradient]
@@ -148,7 +148,7 @@ class _Rules:
         return False
 
     def join_cycles(self, nodes: Sequence[fx.Node]) -> None:
-        """Applies rule 6."""
+        """Joins operations of which each waits for the other."""
         for groups in nx.strongly_connected_components(self._waiting(nodes)):
             self._join(groups, "operations that wait for each other both ways stay together")
 

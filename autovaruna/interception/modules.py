@@ -1,4 +1,4 @@
-"""Sees backwards through modules that a script has called beside the wrapper, by a hook of all modules."""
+"""Installs hooks of all modules: one sees backwards beside the wrapper, one sees what wraps the wrapper."""
 
 from __future__ import annotations
 

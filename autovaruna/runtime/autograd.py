@@ -33,11 +33,11 @@ def arrive(tensor: Tensor, gradients: dict[str, Tensor], name: str) -> Tensor:
     return arrived
 
 
-def go_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], is_kept: bool = False) -> None:
+def go_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], retains_graph: bool = False) -> None:
     """Runs backward as ``torch.autograd.backward``, whose checks take as long as a small stage computes."""
     for root, gradient in zip(roots, gradients, strict=True):
         assert root.shape == gradient.shape, f"gradient of shape {gradient.shape} for a tensor of shape {root.shape}"
-    run_engine(tuple(roots), tuple(gradients), is_kept, False, (), allow_unreachable=True, accumulate_grad=True)
+    run_engine(tuple(roots), tuple(gradients), retains_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 Gradients = Sequence[Tensor | None]
@@ -63,16 +63,16 @@ class _Published(SingleLevelFunction):
                 "A second derivative of a step: got create_graph=True, but a step computes numbers alone. Expected a "
                 "backward without it; compute a penalty on gradients in a submodule of the model, which is kept whole."
             )
-        finish, is_kept = ctx.finish, bool(is_graph_kept())
+        finish, retains_graph = ctx.finish, bool(is_graph_kept())
         if finish is None:
             raise OrderError(
                 "Backward through the same step a second time: its gradients have been given out. Call the model "
                 "again, or pass retain_graph=True to every backward but the last."
             )
-        if not is_kept:
+        if not retains_graph:
             ctx.finish = None
         with own_code():
-            return None, None, None, None, *finish(gradients, is_kept)
+            return None, None, None, None, *finish(gradients, retains_graph)
 
 
 def follows_a_call(tensor: Tensor) -> bool:
@@ -100,7 +100,7 @@ def while_unchanged(finish: Finish, held: Mapping[str, Tensor], saved: Collectio
     weights = {name: held[name] for name in saved if name in held}
     versions = {name: version_of(weight) for name, weight in weights.items()}
 
-    def checked(gradients: Gradients, is_kept: bool) -> Gradients:
+    def checked(gradients: Gradients, retains_graph: bool) -> Gradients:
         changed = [name for name, weight in weights.items() if version_of(weight) != versions[name]]
         if changed:
             raise OrderError(
@@ -108,6 +108,6 @@ def while_unchanged(finish: Finish, held: Mapping[str, Tensor], saved: Collectio
                 "the model had, whose gradients need those (an optimizer has stepped, say). Expected all backwards of "
                 "a call before that; go backward first, or call the model again."
             )
-        return finish(gradients, is_kept)
+        return finish(gradients, retains_graph)
 
     return checked

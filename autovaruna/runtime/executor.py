@@ -65,7 +65,7 @@ class Executor:
     Attributes:
         outputs: those of this rank's stages, by (output, micro-batch).
         input_gradients: those that this rank's stages make, by (input, micro-batch).
-        keeps_graphs: whether the same backwards may run again.
+        retains_graphs: whether the same backwards may run again.
     """
 
     def __init__(self, call: ModelCall, rank: RankContext) -> None:
@@ -73,7 +73,7 @@ class Executor:
         self._call, self._rank, self._mail, self._world = call, rank, rank.mail, rank.world
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
-        self.keeps_graphs = False
+        self.retains_graphs = False
         own = program.batch.owned_by(rank.world.rank)
         self._samples = OwnSamples(call.inputs, program.traced.batch_inputs, own)
         self._state = ChangedState(program.traced, len(program.batch.micro_batches))
@@ -141,7 +141,7 @@ class Executor:
         state = self._in_flight[stage.index, task.part.index]
         assert state.stash is not None, "a stage that recomputes has kept what it received"
         state.tensors = state.stash.pop()
-        if self.keeps_graphs:
+        if self.retains_graphs:
             state.stash = Stash(state.tensors, is_offloaded=self._rank.offload)
         with self._state.restored(stage, state.before):
             state.returned = self._run_stage(stage, task.part, state, keeps_graph=True)
@@ -150,18 +150,18 @@ class Executor:
     def _backward(self, stage: StageModule, task: Task) -> None:
         place = stage.index, task.part.index
         state = self._in_flight[place]
-        is_kept = self.keeps_graphs and stage.index not in self._program.graph.recomputing
+        retains_graph = self.retains_graphs and stage.index not in self._program.graph.recomputing
         roots, gradients = list[Tensor](), list[Tensor]()
         for name, gradient in self._received_gradients(stage, task):
             if gradient is not None and (root := state.returned[name]).requires_grad:
                 roots.append(root)
                 gradients.append(gradient)
-        if not is_kept:
+        if not retains_graph:
             state.returned = NOTHING
-        if not self.keeps_graphs:
+        if not self.retains_graphs:
             del self._in_flight[place]
         if roots:
-            go_backward(roots, gradients, is_kept)
+            go_backward(roots, gradients, retains_graph)
         if state.deferred is not None:
             self._deferred[place] = state.deferred
         for kind, names in task.sends:

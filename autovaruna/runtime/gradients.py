@@ -182,10 +182,10 @@ class GradientBook:
         self.may_have_kept = False
         self._begun: Summation | None = None
 
-    def begin(self, origin: str, *, is_summed: bool) -> None:
+    def begin(self, root_names: str, *, is_summed: bool) -> None:
         """Begins a step; its gradients are summed stage by stage, if they are and ranks know what they will sum."""
         self.may_have_kept |= not is_summed
-        order = self._orders.get(origin) if is_summed and not self._varies else None
+        order = self._orders.get(root_names) if is_summed and not self._varies else None
         self._begun = None if order is None else Summation(order, self._world, self._parameters)
 
     def end_stage(self, stage: int) -> None:
@@ -201,18 +201,18 @@ class GradientBook:
         """Keeps gradients of this rank back until the next `pop_kept`."""
         _add_to(self._kept, accumulators)
 
-    def total(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> dict[str, Tensor]:
+    def total(self, accumulators: Mapping[ParameterUse, Tensor], root_names: str | None) -> dict[str, Tensor]:
         """Returns the gradients of the global batch, of each parameter of this rank that no other rank owns.
 
         `begin` may have started some sums. Collective for ranks that hold a stage.
 
         Args:
             accumulators: This rank's; they are overwritten.
-            origin: What the backward started from; None: several, so that ranks must agree anew.
+            root_names: What the backward started from; None: several, so that ranks must agree anew.
         """
         summation, self._begun = self._begun, None
-        if summation is None or origin is None:
-            summation = Summation(self._agree(accumulators, origin), self._world, self._parameters)
+        if summation is None or root_names is None:
+            summation = Summation(self._agree(accumulators, root_names), self._world, self._parameters)
         return summation.finish(accumulators)
 
     def pop_kept(self) -> dict[str, Tensor]:
@@ -228,15 +228,15 @@ class GradientBook:
         self._begun = None
         _pop_gradients(self._stages)
 
-    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], origin: str | None) -> SumOrder:
-        """Returns what is summed: all that has a gradient on any rank. Collective, once an origin.
+    def _agree(self, accumulators: Mapping[ParameterUse, Tensor], root_names: str | None) -> SumOrder:
+        """Returns what is summed: all that has a gradient on any rank. Collective, once a set of roots.
 
         Where a call goes backward from the same outputs, its graph gives the same parameters a gradient, unless a
         module that is kept whole chooses among its own.
         """
-        origin = None if self._varies else origin
-        if origin in self._orders:
-            return self._orders[origin]
+        root_names = None if self._varies else root_names
+        if root_names in self._orders:
+            return self._orders[root_names]
         every = [(name, use.block) for name, uses in self._uses.items() for use in uses]
         here = np.packbits(np.array([use in accumulators for use in every], bool)).tobytes()
         rows = self._world.exchange("agreeing on gradients", block=here).blocks()
@@ -246,8 +246,8 @@ class GradientBook:
         holders = {name: self._placement.ranks_of(name) for name, uses in live.items() if uses}
         own = {name: live[name] for name in holders if self._world.rank in holders[name]}
         order = SumOrder(own, holders, self._placement.owners)
-        if origin is not None:
-            self._orders[origin] = order
+        if root_names is not None:
+            self._orders[root_names] = order
         return order
 
 

@@ -95,11 +95,11 @@ class Stream(NamedTuple):
 
 
 class MessageKind(NamedTuple):
-    """Messages with the same layouts: of one graph, on one route, for one micro-batch size."""
+    """Messages with the same layouts: of one graph, on one route, for one size of micro-batch or number of them."""
 
     graph: str
     route: Stream
-    micro_batch_size: int
+    size: int
 
 
 class Parcel(NamedTuple):
@@ -113,7 +113,7 @@ class Parcel(NamedTuple):
 class Messages:
     """The messages of one graph under one plan; `key` tells them from those of other graphs.
 
-    `origin` names the outputs that a backward starts from: where calls differ in that, messages on the way back do.
+    `root_names` names the outputs that a backward starts from: where calls differ in that, messages on the way back do.
     """
 
     split: Split
@@ -129,27 +129,27 @@ class Messages:
         source, destination = self._ends(edge, part)
         return Parcel(MessageKind(self.key, Stream(source, destination, 4 * edge.index), part.size), edge.values)
 
-    def gradients(self, edge: StageEdge, part: MicroBatch, origin: str) -> Parcel:
+    def gradients(self, edge: StageEdge, part: MicroBatch, root_names: str) -> Parcel:
         source, destination = self._ends(edge, part)
         route = Stream(destination, source, 4 * edge.index + 1)
-        return Parcel(MessageKind(self.key + origin, route, part.size), edge.gradients)
+        return Parcel(MessageKind(self.key + root_names, route, part.size), edge.gradients)
 
     def output(self, place: int, part: MicroBatch, receiver: int) -> MessageKind:
         return self.numbers(place, self.maker_of(place, part), receiver, part.size)
 
     def numbers(self, place: int, maker: int, receiver: int, size: int) -> MessageKind:
-        """Returns the message of an output without samples, of `size` micro-batches."""
+        """Returns the message of an output: one without samples goes for `size` micro-batches at once."""
         return MessageKind(self.key, Stream(maker, receiver, 4 * place + 3), size)
 
-    def output_gradient(self, place: int, part: MicroBatch, origin: str) -> MessageKind:
+    def output_gradient(self, place: int, part: MicroBatch, root_names: str) -> MessageKind:
         route = Stream(part.origin, self.maker_of(place, part), 4 * place + 3)
-        return MessageKind(f"{self.key}/back{origin}", route, part.size)
+        return MessageKind(f"{self.key}/back{root_names}", route, part.size)
 
-    def input_gradient(self, name: str, part: MicroBatch, receiver: int, origin: str) -> MessageKind:
+    def input_gradient(self, name: str, part: MicroBatch, receiver: int, root_names: str) -> MessageKind:
         holders = self.split.input_gradients
         tag = INPUT_GRADIENT_TAG + sorted(holders).index(name)
         route = Stream(self.plan.rank_of(holders[name], part.index), receiver, tag)
-        return MessageKind(self.key + origin, route, part.size)
+        return MessageKind(self.key + root_names, route, part.size)
 
     def maker_of(self, place: int, part: MicroBatch) -> int:
         """Returns the rank that makes an output of a micro-batch."""

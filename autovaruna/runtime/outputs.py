@@ -123,13 +123,13 @@ def _weights(batch: GlobalBatch, device: torch.device) -> Tensor:
 class GradientExchange:
     """Exchanges the gradients of one call that do not belong to parameters: of its outputs and of its inputs.
 
-    `made` are those of inputs that this rank's stages make, by (input, micro-batch). `origin` names the outputs that
-    the backward starts from.
+    `made` are those of inputs that this rank's stages make, by (input, micro-batch). `root_names` names the outputs
+    that the backward starts from.
     """
 
     def __init__(self, call: ModelCall, rank: RankContext, made: Mapping[tuple[str, int], Tensor | None]) -> None:
         self.program, self.world, self.mail, self.inputs = call.program, rank.world, rank.mail, call.inputs
-        self.made, self._call, self.origin = made, call.name, ""
+        self.made, self._call, self.root_names = made, call.name, ""
         self._gradients: dict[int, Tensor | None] = {}
 
     def spread_output_gradients(self, gradients: Sequence[Tensor | None], zeros: Sequence[Tensor]) -> None:
@@ -140,7 +140,7 @@ class GradientExchange:
         own = [place for place, gradient in enumerate(gradients) if gradient is not None]
         what = f"agreeing on the outputs of {self._call} that backward starts from"
         used = {int(place) for places in self.world.gather_numbers(own, what) for place in places}
-        self.origin = f"/{sorted(used)}"
+        self.root_names = f"/{sorted(used)}"
         self._gradients = {
             place: zero if gradient is None and place in used else gradient
             for place, (gradient, zero) in enumerate(zip(gradients, zeros, strict=True))
@@ -155,7 +155,7 @@ class GradientExchange:
             for place, spec in specs.items():
                 is_there = batch.has(program.messages.maker_of(place, part), part)
                 if spec.kind is OutputKind.SAMPLES and self._gradients[place] is not None and not is_there:
-                    kind = program.messages.output_gradient(place, part, self.origin)
+                    kind = program.messages.output_gradient(place, part, self.root_names)
                     self.mail.send([self._own_part(place, spec, part)], kind)
 
     def output_gradient(self, place: int, part: MicroBatch) -> Tensor | None:
@@ -166,7 +166,7 @@ class GradientExchange:
         if spec.kind is OutputKind.SAMPLES:
             if batch.has(self.world.rank, part):
                 return self._own_part(place, spec, part)
-            return self.mail.receive(self.program.messages.output_gradient(place, part, self.origin))[0]
+            return self.mail.receive(self.program.messages.output_gradient(place, part, self.root_names))[0]
         if spec.kind is OutputKind.SAME:
             return gradient if part.index == min(batch.micro_batches) else None
         return gradient * part.weight
@@ -178,7 +178,7 @@ class GradientExchange:
             if name in batch_inputs:
                 part = batch.micro_batches[m]
                 for receiver in batch.receivers(part):
-                    kind = self.program.messages.input_gradient(name, part, receiver, self.origin)
+                    kind = self.program.messages.input_gradient(name, part, receiver, self.root_names)
                     self.mail.send([gradient], kind)
         return {
             name: self._gather_parts(name) if name in batch_inputs else self._sum_everywhere(name)
@@ -200,7 +200,7 @@ class GradientExchange:
     def _gather_parts(self, name: str) -> Tensor | None:
         rank, messages = self.world.rank, self.program.messages
         mine = self.program.batch.owned_by(rank)
-        parts = [self.mail.receive(messages.input_gradient(name, part, rank, self.origin))[0] for part in mine]
+        parts = [self.mail.receive(messages.input_gradient(name, part, rank, self.root_names))[0] for part in mine]
         if all(part is None for part in parts):
             return None
         filled = [

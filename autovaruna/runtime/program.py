@@ -105,18 +105,18 @@ class Program:
             }
         return self._seeds
 
-    def tasks(self, kinds: tuple[Kind, ...], origin: str = "") -> list[Task]:
+    def tasks(self, kinds: tuple[Kind, ...], root_names: str = "") -> list[Task]:
         """Returns this rank's tasks of some kinds, in order, without those of empty micro-batches.
 
-        `origin` names the outputs that a backward starts from, where calls differ in that.
+        `root_names` names the outputs that a backward starts from, where calls differ in that.
         """
-        known = self._tasks.get((kinds, origin))
+        known = self._tasks.get((kinds, root_names))
         if known is None:
             full = self.batch.micro_batches
             chosen = [each for each in self.graph.instructions if each.kind in kinds and each.micro_batch in full]
             last = {each.stage: each for each in chosen if each.kind in (Kind.BACKWARD, Kind.WEIGHT)}
-            known = [self._task(each, origin, last.get(each.stage) is each) for each in chosen]
-            self._tasks[kinds, origin] = known
+            known = [self._task(each, root_names, last.get(each.stage) is each) for each in chosen]
+            self._tasks[kinds, root_names] = known
         return known
 
     def weight_of(self, rank: int) -> float:
@@ -128,7 +128,7 @@ class Program:
         own = sum(part.size for part in self.batch.micro_batches.values() if part.origin == rank)
         return self.weight_of(rank) * own / max(self.batch.num_samples_of(rank), 1)
 
-    def _task(self, step: Instruction, origin: str, ends_stage: bool) -> Task:
+    def _task(self, step: Instruction, root_names: str, ends_stage: bool) -> Task:
         part, stage, messages = self.batch.micro_batches[step.micro_batch], self.split.stages[step.stage], self.messages
         receives: list[Parcel] = []
         sends: list[Parcel] = []
@@ -137,8 +137,8 @@ class Program:
             receives, own = self._received(stage, part)
             sends = [messages.activations(edge, part) for edge in stage.leaving]
         elif step.kind is Kind.BACKWARD:
-            receives = [messages.gradients(edge, part, origin) for edge in stage.leaving if edge.gradients]
-            sends = [messages.gradients(edge, part, origin) for edge in stage.arriving if edge.gradients]
+            receives = [messages.gradients(edge, part, root_names) for edge in stage.leaving if edge.gradients]
+            sends = [messages.gradients(edge, part, root_names) for edge in stage.arriving if edge.gradients]
         return Task(step, part, tuple(receives), tuple(sends), own, ends_stage)
 
     def _received(self, stage: StagePart, part: MicroBatch) -> tuple[list[Parcel], tuple[str, ...]]:

@@ -106,8 +106,8 @@ class Step(ABC):
         if Kind.FORWARD in kinds:
             self._executor.hand_out_samples()
         if Kind.BACKWARD in kinds:
-            self._book.begin(self._exchange.origin, is_summed=self._is_summed)
-        return self._program.tasks(kinds, self._exchange.origin)
+            self._book.begin(self._exchange.root_names, is_summed=self._is_summed)
+        return self._program.tasks(kinds, self._exchange.root_names)
 
     def _sum(self) -> StepGradients:
         """Returns the gradients of the step once they are there; not summed where they are kept back."""
@@ -116,7 +116,7 @@ class Step(ABC):
         if not self._is_summed:
             return StepGradients(own=own, inputs=inputs)
         began = perf_counter()
-        totals, kept = self._book.total(own, self._exchange.origin), self._backwards.pop_kept()
+        totals, kept = self._book.total(own, self._exchange.root_names), self._backwards.pop_kept()
         self._rank.metrics.sum_seconds += perf_counter() - began
         return StepGradients(totals=totals, kept=kept, inputs=inputs)
 
@@ -211,7 +211,7 @@ class WholeStep(Step):
         published |= self._publish(outputs, self._refuse)
         return [published.get(place) for place in program.outputs]
 
-    def _give_out(self, gradients: Gradients, is_kept: bool) -> Gradients:
+    def _give_out(self, gradients: Gradients, retains_graph: bool) -> Gradients:
         """Gives out the gradients of the step, scaled by what comes into the loss.
 
         summed in the call   sums asked for now   gradients of this step     gradients kept back before
@@ -220,7 +220,7 @@ class WholeStep(Step):
         no                   yes                  kept back, then summed and given out with those of before
         no                   no                   kept back                  stay kept back
         """
-        found, backwards = self._pop_gradients(is_kept), self._backwards
+        found, backwards = self._take_gradients(retains_graph), self._backwards
         if gradients[0] is None:
             backwards.record("none")
             return self._for_sources({}, found.kept, {})
@@ -242,15 +242,15 @@ class WholeStep(Step):
                 kept = backwards.pop_kept()
         return self._for_sources(totals, kept, _scaled(found.inputs, scale))
 
-    def _pop_gradients(self, is_kept: bool) -> StepGradients:
+    def _take_gradients(self, retains_graph: bool) -> StepGradients:
         """Returns the gradients of the step; copies if another backward may come. Those kept before go out once."""
         found, self._gradients = self._gradients, StepGradients()
-        if not is_kept:
+        if not retains_graph:
             return found
         self._gradients = StepGradients(found.own, found.totals, {}, found.inputs)
         return StepGradients(_copies(found.own), _copies(found.totals), found.kept, _copies(found.inputs))
 
-    def _refuse(self, gradients: Gradients, is_kept: bool) -> Gradients:
+    def _refuse(self, gradients: Gradients, retains_graph: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""
         others = [spec for place, spec in self._delivered.items() if place != self._program.loss_place]
         self._backwards.record("of other outputs")
@@ -299,10 +299,10 @@ class SplitStep(Step):
         zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
         return list(self._publish(outputs, partial(self._go_backward, zeros)).values())
 
-    def _go_backward(self, zeros: Sequence[Tensor], gradients: Gradients, is_kept: bool) -> Gradients:
+    def _go_backward(self, zeros: Sequence[Tensor], gradients: Gradients, retains_graph: bool) -> Gradients:
         """Runs all backwards for the gradients of this rank's outputs."""
         rank, backwards = self._rank, self._backwards
-        if is_kept and self._program.graph.splitting:
+        if retains_graph and self._program.graph.splitting:
             raise OrderError(
                 "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
@@ -323,7 +323,7 @@ class SplitStep(Step):
         backwards.show_gradients_elsewhere(self._is_summed)
         with self._guarded():
             self._exchange.spread_output_gradients(gradients, zeros)
-            self._executor.keeps_graphs = is_kept
+            self._executor.retains_graphs = retains_graph
             self._executor.run(self._prepare(_BACKWARDS), self._exchange.output_gradient)
             found = self._sum()
             rank.world.flush()  # others wait for it, and this rank may wait for them by itself
