@@ -33,7 +33,7 @@ from autovaruna.graph.guards import is_plain
 from autovaruna.graph.methods import OwnMethods, method_of, own_calls
 from autovaruna.interception.gradients import record_scalers_of_callers
 from autovaruna.interception.installed import ProcessPiece
-from autovaruna.interception.modules import own_code, watch_registrations
+from autovaruna.interception.modules import watch_registrations
 from autovaruna.planner.records import Plan
 from autovaruna.runtime.clipping import clip_grad_norm, total_norm
 from autovaruna.runtime.environment import promise
@@ -227,25 +227,8 @@ class AutoVaruna(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model on this rank's mini-batch; returns the global batch's loss, and outputs of own samples."""
         if torch.compiler.is_dynamo_compiling():  # torch.compile around the wrapper: there is nothing in it to compile
-            return torch.compiler.disable(self._forward)(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return self._forward(*args, **kwargs)
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._persistence.poll()
-        self._wrapped.borrowed.write_back()
-        if self._session.is_plain:
-            with self._session.reported():
-                self._session.at_border()
-                return self._session.plain.call(args, kwargs)
-        return self._call("forward", args, kwargs)
-
-    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
-        """Calls a method of the model on all ranks. Collective."""
-        with own_code():
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
-                    return self._session.call(args, kwargs, method)
-            return self._session.call(args, kwargs, method)
+            return torch.compiler.disable(self._session.call)(args, kwargs)  # type: ignore[no-untyped-call]
+        return self._session.call(args, kwargs)
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the model: on all ranks if what it returns follows from weights, else as it is.
@@ -260,9 +243,7 @@ class AutoVaruna(nn.Module):
         if not (may_follow and self._methods.follow_weights(name, args, kwargs, device, is_split)):
             with own_calls(self.module, self._call_itself):
                 return plain(*args, **kwargs)
-        self._persistence.poll()
-        self._wrapped.borrowed.write_back()
-        return self._call(name, args, kwargs)
+        return self._session.call(args, kwargs, name)
 
     @property
     def _counts(self) -> bool:

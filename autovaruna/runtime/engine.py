@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +38,16 @@ from autovaruna.stage.module import StageModule
 from autovaruna.stage.split import Assignment, Split, carry_over, split
 
 logger = logging.getLogger(__name__)
-Programs = Callable[[GlobalBatch, str, tuple[int, ...]], Program]
-"""Returns the program of a batch, by the key of its messages and the lengths that vary."""
-
 _KNOWN_SIZES = 1024
 _KNOWN_BATCHES = 8
 """Batches of other sizes whose messages are kept: the last one of an epoch, for example."""
+
+
+class _KnownGraph(NamedTuple):
+    """A graph that is split and bound, and what makes its program for a batch, the key of its messages, and lengths."""
+
+    graph: BoundGraph
+    program_of: Callable[[GlobalBatch, str, tuple[int, ...]], Program]
 
 
 def _stages_with(kind: Kind, schedule: Schedule) -> frozenset[int]:
@@ -57,6 +61,7 @@ class Engine:
     Attributes:
         placement: who holds which parameter, and which buffer that calls have changed.
         orders: the instructions of every rank, for each graph.
+        asks_for_sums: whether gradients are to be summed over ranks, in a backward that comes now.
         of_model: says in errors which model this is, behind other words.
 
     Raises:
@@ -73,6 +78,7 @@ class Engine:
     device: torch.device
     seed: int
     loss_scale: LossScale
+    asks_for_sums: Callable[[], bool]
     metrics: Metrics = field(default_factory=Metrics)
     of_model: str = ""
     trace: EventTrace | None = None
@@ -83,7 +89,7 @@ class Engine:
             raise PlanError(SPLIT_REFUSAL)
         if settings.offload and device.type != "cuda" and world.rank == 0:
             logger.info("offload=True changes nothing on %s, whose memory is the host's", device.type)
-        self._known: dict[str, tuple[BoundGraph, Programs]] = {}
+        self._known: dict[str, _KnownGraph] = {}
         self._books: list[GradientBook] = []
         self._recent: OrderedDict[str, None] = OrderedDict()
         self.backwards = Backwards(self.state, self._books)
@@ -101,6 +107,7 @@ class Engine:
             backwards=self.backwards,
             loss_scale=self.loss_scale,
             metrics=self.metrics,
+            asks_for_sums=self.asks_for_sums,
             delivers_all=settings.outputs == "all",
             offload=settings.offload,
             trace=self.trace,
@@ -113,7 +120,6 @@ class Engine:
         number: int,
         batch: GlobalBatch,
         of_batch: Mapping[float, dict[str, Tensor]],
-        asks_for_sums: Callable[[], bool],
         lengths: tuple[int, ...] = (),
     ) -> Any:
         """Runs one call and returns what the model returns. Collective.
@@ -124,7 +130,7 @@ class Engine:
                 node.
             lengths: Those that vary in the graph, in this call.
         """
-        graph, program_of = self._bound(traced)
+        graph, program_of = self._known_graph(traced)
         needs_gradient = torch.is_grad_enabled() and traced.needs_gradient
         if needs_gradient and not self.plan.needs_gradient:
             raise InputError(
@@ -138,7 +144,6 @@ class Engine:
             needs_gradient=needs_gradient,
             inputs=dict(zip(traced.inputs, tensors, strict=True)),
             of_batch=of_batch,
-            asks_for_sums=asks_for_sums,
             name=f"call {number + 1}{self.of_model}",
         )
         is_whole = needs_gradient and traced.loss is not None
@@ -151,13 +156,13 @@ class Engine:
         ]
         return traced.output_tree.unflatten(delivered, Undelivered)
 
-    def _bound(self, traced: TracedModel) -> tuple[BoundGraph, Programs]:
-        """Returns a graph's stages, bound to the parameters as they are now, and what makes programs of them."""
+    def _known_graph(self, traced: TracedModel) -> _KnownGraph:
+        """Returns a graph whose stages are bound to the parameters as they are now."""
         if traced.key not in self._known:
             graph = self._bind(traced)
-            self._known[traced.key] = graph, lru_cache(_KNOWN_BATCHES)(partial(Program, graph))
+            self._known[traced.key] = _KnownGraph(graph, lru_cache(_KNOWN_BATCHES)(partial(Program, graph)))
         known = self._known[traced.key]
-        for stage in known[0].stages.values():
+        for stage in known.graph.stages.values():
             if not stage.is_bound():
                 stage.bind()
         return known
@@ -225,9 +230,9 @@ class Engine:
     def forget(self, key: str) -> None:
         """Forgets a graph, unless it has kept gradients back. All ranks do at the same call."""
         known = self._known.get(key)
-        if known is not None and not known[0].book.may_have_kept:
+        if known is not None and not known.graph.book.may_have_kept:
             del self._known[key]
-            self._books.remove(known[0].book)
+            self._books.remove(known.graph.book)
         self._rank.mail.forget(key)
 
     @property

@@ -43,6 +43,7 @@ OutputGradient = Callable[[int, MicroBatch], Tensor | None]
 class RankContext:
     """What all calls of a model have in common on this rank, which holds these `parameters`.
 
+    `asks_for_sums()`: gradients are to be summed over ranks; what it returns when a backward comes counts.
     `delivers_all`: steps return outputs beside the loss; `offload`: what waits for a recompute is on the host.
     """
 
@@ -54,6 +55,7 @@ class RankContext:
     backwards: Backwards
     loss_scale: LossScale
     metrics: Metrics
+    asks_for_sums: Callable[[], bool]
     delivers_all: bool
     offload: bool
     trace: EventTrace | None

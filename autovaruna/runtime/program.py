@@ -7,7 +7,7 @@ Task: an instruction of the schedule (2F0: stage 2, forward, micro-batch 0), wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,7 +162,6 @@ class ModelCall:
         seed: with number and micro-batch, what random operations draw from.
         inputs: this rank's mini-batch, by name.
         of_batch: what micro-batches are given of the whole batch, by the weight of their loss and the name of the node.
-        asks_for_sums: whether gradients are to be summed over ranks; what it returns when a backward comes counts.
         name: what to call it in errors.
     """
 
@@ -172,5 +171,4 @@ class ModelCall:
     needs_gradient: bool
     inputs: Mapping[str, Tensor]
     of_batch: Mapping[float, Mapping[str, Tensor]]
-    asks_for_sums: Callable[[], bool]
     name: str

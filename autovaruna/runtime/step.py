@@ -81,7 +81,7 @@ class Step(ABC):
         self._call, self._rank, self._program = call, rank, call.program
         self._backwards, self._book = rank.backwards, call.program.graph.book
         self._executor = Executor(call, rank)
-        self._is_summed = call.asks_for_sums()
+        self._is_summed = rank.asks_for_sums()
 
     def run(self, placement: Placement) -> list[Tensor | None]:
         """Runs the call; returns the model's outputs, None for those that are not delivered. Collective."""
@@ -228,7 +228,7 @@ class WholeStep(Step):
         factor = gradients[0].item()
         backwards.record(f"{factor:g}")
         self._rank.loss_scale.record(factor)
-        is_asked = self._call.asks_for_sums()
+        is_asked = self._rank.asks_for_sums()
         backwards.show_gradients_elsewhere(is_asked)
         scale = factor / self._factor
         totals, kept = _scaled(found.totals, scale), found.kept
@@ -307,7 +307,7 @@ class SplitStep(Step):
                 "A backward with retain_graph=True: got the schedule zero_bubble, whose stages keep nothing for "
                 "another one. Expected one backward, of the sum of all losses; or another schedule."
             )
-        self._is_summed = self._call.asks_for_sums()
+        self._is_summed = rank.asks_for_sums()
         if rank.world.rank == 0 and not backwards.num:
             self._say_where_the_loss_is(gradients)
         backwards.record("of its outputs")

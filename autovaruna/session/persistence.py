@@ -17,7 +17,8 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
-from autovaruna.session.model import OptimizerPart, WrappedModel, find_device
+from autovaruna.session.device import find_device
+from autovaruna.session.model import OptimizerPart, WrappedModel
 from autovaruna.session.run import Run
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from autovaruna.graph.guards import full_name
 from autovaruna.graph.side_effects import apply_changes
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
+from autovaruna.interception.modules import own_code
 from autovaruna.log import long_call, phase
 from autovaruna.runtime.batch import GlobalBatch, cut_batch, weight_micro_batches
 from autovaruna.runtime.engine import Engine
@@ -47,9 +48,10 @@ from autovaruna.session.agreement import (
     input_groups,
 )
 from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_batch_weights
+from autovaruna.session.device import on_own_gpu
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.session.model import OptimizerPart, WrappedModel, on_own_gpu
+from autovaruna.session.model import OptimizerPart, WrappedModel
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import GivenPlan, Preparation
@@ -108,7 +110,7 @@ class Session:
         self._scaler = scaler
         self._num_steps = 0  # of the optimizer, at the call before
         self._number_of_copy = copies.add(self)
-        self.plain = PlainCalls(model.module, run)
+        self._plain = PlainCalls(model.module, run)
         self._reader = CallReader(model.module, run.settings.batch_inputs, run.settings.batch_dims)
         self._batch_values: dict[str, BatchValues] = {}
 
@@ -130,11 +132,20 @@ class Session:
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward") -> Any:
         """Calls the model, or a method of it, on all ranks; the first call plans and splits it. Collective."""
-        with self.reported():
-            return self._call(args, kwargs, method)
+        self._persistence.poll()
+        self._model.borrowed.write_back()
+        with self._reported():
+            if self.is_plain:
+                self._at_border()
+                return self._plain.call(args, kwargs)
+            with own_code():
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False), torch.no_grad():  # what a call prepares is for later steps, too
+                        return self._call(args, kwargs, method)
+                return self._call(args, kwargs, method)
 
     @contextmanager
-    def reported(self) -> Iterator[None]:
+    def _reported(self) -> Iterator[None]:
         """Reports to the manager of the job, if there is one, that the rank is in a call."""
         manager, engine = self._run.manager, self._model.engine
         if manager is not None:
@@ -149,7 +160,7 @@ class Session:
         shared = self._agree(args, kwargs, method)
         exchanged = perf_counter() - began
         self._same_inputs.compare(shared, warns=run.world.rank == 0)
-        self.at_border()
+        self._at_border()
         engine = model.engine or self._start(shared)
         batch = self._cut(shared, engine.plan.num_micro_batches)
         assert self.traces is not None
@@ -161,9 +172,7 @@ class Session:
         if torch.is_grad_enabled():
             start = perf_counter() - exchanged if is_new else began  # to trace is no part of a step
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
-        returned = engine.run(
-            traced, shared.tensors, shared.number, batch, values, lambda: run.is_synchronising, lengths
-        )
+        returned = engine.run(traced, shared.tensors, shared.number, batch, values, lengths)
         apply_changes(model.module, traced.changes)
         for key in self.traces.forget_oldest():
             engine.forget(key)
@@ -175,7 +184,7 @@ class Session:
             model.guards.settle()
         return returned
 
-    def at_border(self) -> None:
+    def _at_border(self) -> None:
         """Does what is due between two steps: a snapshot, or the end of the run. Collective, if it is due."""
         run, manager, num_steps = self._run, self._run.manager, self._run.num_steps
         has_stepped, self._num_steps = num_steps != self._num_steps, num_steps
@@ -439,6 +448,7 @@ class Session:
             device=device,
             seed=self._seed(self._number_of_copy),
             loss_scale=LossScale(self._optimizer.raw, self._scaler, world),
+            asks_for_sums=lambda: run.is_synchronising,
             metrics=run.metrics,
             of_model=run.of_model,
             trace=None if self._number_of_copy else preparation.event_trace(run),
