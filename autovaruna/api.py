@@ -1,8 +1,8 @@
 """Defines `AutoVaruna`: the one line that turns a training script into a pipeline- and data-parallel one.
 
 The wrapper shows the modules, parameters and attributes of the model as its own, and hands the work on: calls to
-`Session`, states and checkpoints to `Persistence`. What these share is the `WrappedModel`, its `OptimizerPart` and the
-`Run`.
+`Session`, states and checkpoints to `Persistence`. What these share is the `WrappedModel`, its `WrappedOptimizer` and
+the `Run`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.weights import SplitModel
 from autovaruna.runtime.world import World
 from autovaruna.session.manager_link import refuse_several
-from autovaruna.session.model import OptimizerPart, WrappedModel, parallel_kinds, refuse_parallel_wrapper
+from autovaruna.session.model import WrappedModel, WrappedOptimizer, parallel_kinds, refuse_parallel_wrapper
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.preparation import GivenPlan, Preparation, settings_with
 from autovaruna.session.run import Run
@@ -148,12 +148,12 @@ class AutoVaruna(nn.Module):
         self.training = module.training
         self._training_run = run = Run(settings)
         self._wrapped = model = WrappedModel(module, optimizer, run)
-        self._optimizer_part = part = OptimizerPart(optimizer, model, run)
+        self._wrapped_optimizer = own = WrappedOptimizer(optimizer, model, run)
         run.install()
         finalize(self, run.installed.close).atexit = False
         self._methods = OwnMethods(module, model.guards)
-        self._persistence = Persistence(model, part, run)
-        self._session = Session(model, part, run, self._persistence, scaler=scaler, copies=copies)
+        self._persistence = Persistence(model, own, run)
+        self._session = Session(model, own, run, self._persistence, scaler=scaler, copies=copies)
 
     # what it is
 
@@ -221,7 +221,7 @@ class AutoVaruna(nn.Module):
         if self._wrapped.engine is None and not self._session.is_plain:
             raise OrderError("adopt() is for a model that has been split: got no prepare(), nor a call, before it.")
         record_scalers_of_callers()
-        self._optimizer_part.adopt(optimizer, self._wrapped.device)
+        self._wrapped_optimizer.adopt(optimizer, self._wrapped.device)
 
     @_AsOwn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -484,7 +484,7 @@ class AutoVaruna(nn.Module):
         if run.manager is not None:
             run.listen()
             run.set_step(step)
-            run.manager.keep_state(self._optimizer_part.proxy, **parts)
+            run.manager.keep_state(self._wrapped_optimizer.proxy, **parts)
 
     # the module that it shows
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autovaruna.checkpoint.encoding import Json, decode, encode
 from autovaruna.checkpoint.tensor_file import Reader, Rows, lay_out
 from autovaruna.errors import CheckpointError
-from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer
+from autovaruna.runtime.optimizer import OWNERSHIP, CutOptimizer
 from autovaruna.runtime.weights import OwnedState, Placement
 from autovaruna.runtime.world import World
 
@@ -234,7 +234,7 @@ def load_optimizer(
     names = iter(every)
     for given, group in zip(known["param_groups"], optimizer.optimizer.param_groups, strict=True):
         options = decode({key: value for key, value in given.items() if key != "params"}, reader.tensor)
-        start, parameters = sum(len(each["params"]) for each in groups), OWN_PART.own(group["params"])
+        start, parameters = sum(len(each["params"]) for each in groups), OWNERSHIP.own(group["params"])
         for place, parameter in enumerate(parameters, start):
             name = next(names)
             if name in by_first:
@@ -256,7 +256,7 @@ def _decode_state(given: Json, now: Mapping[str, Any], parameter: Tensor, reader
 
 def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.dtype | None]) -> None:
     """Undoes casts of state tensors to the dtype of their parameters, but of those that had it when saved."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in OWN_PART.own(group["params"])]
+    parameters = [parameter for group in optimizer.param_groups for parameter in OWNERSHIP.own(group["params"])]
     for place, content in own.items():
         now = optimizer.state[parameters[place]]
         for key, value in content.items():
@@ -268,7 +268,7 @@ def _keep_dtypes(optimizer: Any, own: Mapping[int, Any], saved: Sequence[torch.d
 def _own_names(optimizer: CutOptimizer, state: OwnedState) -> list[str]:
     """Returns the first names of this rank's parameters in the groups as they are now, in order."""
     names = {id(state.tensor(name)): name for name in state.places}
-    own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in OWN_PART.own(group["params"])]
+    own = [names.get(id(each)) for group in optimizer.optimizer.param_groups for each in OWNERSHIP.own(group["params"])]
     if None in own:
         raise CheckpointError(
             "The optimizer has parameters that are not the model's (any more): make it from model.parameters() after "

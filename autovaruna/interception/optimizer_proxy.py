@@ -54,7 +54,7 @@ def cut_groups(optimizer: Optimizer, own: Own) -> Iterator[None]:
         give_back(optimizer, whole)
 
 
-class OwnedPart(Protocol):
+class Ownership(Protocol):
     """This rank's part of a split model, as steps need it."""
 
     def own(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -100,14 +100,14 @@ class OptimizerProxy:
     It is there before the model is split, for what a step is given to call may be the call of the model that splits it.
     """
 
-    def __init__(self, optimizer: Optimizer, part: OwnedPart) -> None:
+    def __init__(self, optimizer: Optimizer, ownership: Ownership) -> None:
         self.is_on = False
         """Whether groups are cut down; until then, and where that is not right, nothing is."""
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         self.on_clear: Callable[[], None] | None = None
         self.on_loss: Callable[[Any], None] | None = None
-        self._optimizer, self._part, self._depth = optimizer, part, 0
+        self._optimizer, self._ownership, self._depth = optimizer, ownership, 0
         self._whole: Whole | None = None
         self._undo = _with_hooks(optimizer)
         self._before_step = optimizer.register_step_pre_hook(self._enter)
@@ -147,10 +147,10 @@ class OptimizerProxy:
         if not self.is_on:
             plain(*args, **kwargs)
             return
-        with cut_groups(self._optimizer, self._part.own):
+        with cut_groups(self._optimizer, self._ownership.own):
             plain(*args, **kwargs)
         if (args[0] if args else kwargs.get("set_to_none", True)) is not False:
-            self._part.clear(parameters_of(self._optimizer))
+            self._ownership.clear(parameters_of(self._optimizer))
 
     def _enter(self, *_: Any) -> None:
         self._depth += 1
@@ -162,7 +162,7 @@ class OptimizerProxy:
 
     def _cut_down(self) -> None:
         if self.is_on:
-            self._whole = cut_down(self._optimizer, self._part.own)
+            self._whole = cut_down(self._optimizer, self._ownership.own)
             _on_this_thread.outermost = _on_this_thread.outermost or self
 
     @property
@@ -179,7 +179,7 @@ class OptimizerProxy:
             self._give_back()
             if _on_this_thread.outermost is self:
                 _on_this_thread.outermost = None
-                self._part.spread(listed)
+                self._ownership.spread(listed)
         for act in self.after:
             act()
 

@@ -41,7 +41,7 @@ _DOES = {
 }
 
 
-class OwnPart:
+class RankOwnership:
     """What this rank holds of split models, as the steps of optimizers need it."""
 
     def own(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -57,7 +57,7 @@ class OwnPart:
         spread_steps(parameters)
 
 
-OWN_PART = OwnPart()
+OWNERSHIP = RankOwnership()
 
 
 class CutOptimizer:
@@ -130,13 +130,13 @@ class CutOptimizer:
         for each in away:
             del state[each]
         try:
-            with cut_groups(self.optimizer, OWN_PART.own):
+            with cut_groups(self.optimizer, OWNERSHIP.own):
                 return type(self.optimizer).state_dict(self.optimizer)
         finally:
             state.update(away)
 
     def load_own(self, state: dict[str, Any]) -> None:
-        with cut_groups(self.optimizer, OWN_PART.own):
+        with cut_groups(self.optimizer, OWNERSHIP.own):
             type(self.optimizer).load_state_dict(self.optimizer, state)
 
     def state_dict(self, placement: Placement, world: World) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _cut_at_first_step(optimizer: Optimizer, *_: Any) -> None:
         return  # its lists are those of the one that steps with it
     if home := next(iter((*away, *shared.values())), None):
         num_ranks = 1 + max(home.rank, *home.ranks)
-        proxy = OptimizerProxy(optimizer, OWN_PART)
+        proxy = OptimizerProxy(optimizer, OWNERSHIP)
         _later.add(proxy)
         step_over_own_part(proxy, optimizer, num_ranks, home.device, is_shared=bool(shared))
         _show_whole_state(proxy, optimizer, parameters)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from autovaruna.errors import InputError
 from autovaruna.interception.gradients import UNSCALERS, Overflows, enabled_scalers, num_recorded
 from autovaruna.interception.optimizer_proxy import cut_groups
-from autovaruna.runtime.optimizer import OWN_PART
+from autovaruna.runtime.optimizer import OWNERSHIP
 from autovaruna.runtime.world import World
 
 
@@ -113,7 +113,7 @@ class LossScale:
         is_over = False
         assert self._optimizer is not None
         try:
-            with cut_groups(self._optimizer, OWN_PART.own):
+            with cut_groups(self._optimizer, OWNERSHIP.own):
                 own = plain()
             is_over = any(bool(flag.item()) for flag in own.values())
         except Exception as raised:

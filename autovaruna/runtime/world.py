@@ -427,6 +427,11 @@ def on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = 
     return results[0]
 
 
+def on_first(world: World, act: Callable[[], Result], what: str) -> Result:
+    """Returns on every rank what `act` returns on rank 0; an error there is an error on all. Collective."""
+    return gather_on_all(world, lambda: act() if world.rank == 0 else None, what)[0]  # type: ignore[return-value]
+
+
 def gather_on_all(world: World, act: Callable[[], Result], what: str, *, waits: bool = False) -> list[Result]:
     """Returns what `act` returns on each rank; an error on one rank is an error on all. Collective."""
     result: Result | None = None

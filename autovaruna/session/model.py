@@ -18,7 +18,7 @@ from autovaruna.interception.modules import DirectCalls
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.runtime.engine import Engine
 from autovaruna.runtime.environment import is_alone
-from autovaruna.runtime.optimizer import OWN_PART, CutOptimizer, step_over_own_part
+from autovaruna.runtime.optimizer import OWNERSHIP, CutOptimizer, step_over_own_part
 from autovaruna.runtime.weights import OwnedState, Placement, StateCopies
 from autovaruna.runtime.world import on_all
 from autovaruna.session.device import move_to_own_device
@@ -103,7 +103,7 @@ class WrappedModel:
                 )
 
 
-class OptimizerPart:
+class WrappedOptimizer:
     """The optimizer, if there is one, of which this rank steps over its part."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, model: WrappedModel, run: Run) -> None:
@@ -118,7 +118,7 @@ class OptimizerPart:
 
     def _watch(self, cut: CutOptimizer) -> None:
         """Installs what is due around the optimizer's steps, until the run ends."""
-        self.cut, self.proxy = cut, OptimizerProxy(cut.optimizer, OWN_PART)
+        self.cut, self.proxy = cut, OptimizerProxy(cut.optimizer, OWNERSHIP)
         remove, installed, metrics = WeakMethod(self.proxy.remove), self._run.installed, self._run.metrics
         installed.callback(lambda: None if (method := remove()) is None else method())
         installed.callback(SCALERS.acquire())

@@ -18,7 +18,7 @@ from autovaruna.errors import InputError, OrderError
 from autovaruna.runtime.optimizer import CutOptimizer
 from autovaruna.runtime.weights import load_part, whole_state
 from autovaruna.session.device import find_device
-from autovaruna.session.model import OptimizerPart, WrappedModel
+from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.run import Run
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class PendingCheckpoint:
 class Persistence:
     """The state of a wrapped model under its own names, in memory and in checkpoints."""
 
-    def __init__(self, model: WrappedModel, optimizer: OptimizerPart, run: Run) -> None:
+    def __init__(self, model: WrappedModel, optimizer: WrappedOptimizer, run: Run) -> None:
         self.pending: PendingCheckpoint | None = None
         self.seed: int | None = None  # what random nodes were seeded from in the run that was loaded
         self._model, self._optimizer, self._run = model, optimizer, run

@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -56,7 +55,7 @@ from autovaruna.profiler.measure import device_name
 from autovaruna.runtime.optimizer import sharing_of
 from autovaruna.runtime.timeline import EventTrace
 from autovaruna.runtime.weights import Placement, placement_of
-from autovaruna.runtime.world import gather_on_all, on_all
+from autovaruna.runtime.world import gather_on_all, on_all, on_first
 from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import replay
 from autovaruna.session.agreement import SharedCall
@@ -74,7 +73,6 @@ from autovaruna.session.record import NUM_TRACED_STEPS, start_record
 from autovaruna.session.run import Run
 from autovaruna.stage.split import Assignment, assign
 
-Result = TypeVar("Result")
 GivenPlan = Plan | Callable[[Graph], Plan]
 """A plan of the user's, or what makes one for the graph of a traced model."""
 _GLOBAL_BATCH = "global batch"  # where a fingerprint's shapes have the number of samples of all ranks
@@ -209,7 +207,7 @@ class Preparation:
         self.held_memory = HeldMemory(model.device, model.module, resident_before)
         seed = torch.initial_seed() if settings.seed is None else settings.seed
         self.seed = int(world.broadcast_object(seed, 0, "agreeing on the seed"))
-        self._on_first(self._dump_graph, "writing the graph")
+        on_first(self._world, self._dump_graph, "writing the graph")
         self._sharing = self._try_sharing()
         self._fingerprint = self._describe_run()
         self.plan = self._checked(given_plan) if given_plan is not None else self._saved_plan() or self._new_plan()
@@ -352,7 +350,7 @@ class Preparation:
         if self._settings.load_deployment is False:
             return None
         read = partial(read_saved_plan, self._settings, self._fingerprint, self._traced.graph)
-        return self._on_first(read, "loading the deployment")
+        return on_first(self._world, read, "loading the deployment")
 
     def measured_again(self) -> Plan:
         """Returns the plan as it is predicted by what is measured now; nothing changes. Collective."""
@@ -363,9 +361,9 @@ class Preparation:
         problem = self._measured_problem()
         search = partial(plan_with_sharing, problem, self._sharing, make_plan)
         with phase(logger, "planning"):
-            self.plan = self._on_first(search, "planning")
+            self.plan = on_first(self._world, search, "planning")
         if self._settings.save_deployment:
-            self._on_first(self._keep_plan, "saving the deployment")
+            on_first(self._world, self._keep_plan, "saving the deployment")
             self._ask_for_fewer(problem)
         return self.plan
 
@@ -378,10 +376,6 @@ class Preparation:
         request = Request(problem, self._fingerprint, self._sharing, str(path.parent), shares_memory)
         with suppress(OSError):  # it would only save time
             request.write(Path(place.folder, AHEAD))
-
-    def _on_first(self, act: Callable[[], Result], what: str) -> Result:
-        """Returns, on every rank, what `act` returns on rank 0. Collective."""
-        return gather_on_all(self._world, lambda: act() if self._world.rank == 0 else None, what)[0]  # type: ignore[return-value]
 
     def _keep_plan(self) -> None:
         file = self._settings.deployment_file

@@ -51,7 +51,7 @@ from autovaruna.session.batch_values import BatchValues, ValuesOfBatch, micro_ba
 from autovaruna.session.device import on_own_gpu
 from autovaruna.session.manager_link import refuse_several
 from autovaruna.session.memory import give_back_freed_memory, keep_freed_memory, resident_bytes
-from autovaruna.session.model import OptimizerPart, WrappedModel
+from autovaruna.session.model import WrappedModel, WrappedOptimizer
 from autovaruna.session.persistence import Persistence
 from autovaruna.session.plain_call import PlainCalls
 from autovaruna.session.preparation import GivenPlan, Preparation
@@ -97,7 +97,7 @@ class Session:
     def __init__(
         self,
         model: WrappedModel,
-        optimizer: OptimizerPart,
+        optimizer: WrappedOptimizer,
         run: Run,
         persistence: Persistence,
         *,

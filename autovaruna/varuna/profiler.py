@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from autovaruna.profiler.measure import Key, PartCost, merge, parts_by_key, to_p
 from autovaruna.profiler.records import Cluster, Profile
 from autovaruna.profiler.work import all_parts
 from autovaruna.runtime.environment import get_world
-from autovaruna.runtime.world import World, gather_on_all, on_all
+from autovaruna.runtime.world import World, gather_on_all, on_all, on_first
 from autovaruna.session.device import find_device
 from autovaruna.session.measuring import MeasuredModel, SpeedWatch, describe_cluster, measured_profile, optimizer_factor
 from autovaruna.session.session import as_in_training
@@ -37,6 +37,7 @@ from autovaruna.varuna.grid import Grid, GridOption, choice_at, choices, device_
 from autovaruna.varuna.step import GetBatch, Inputs, sample_batch
 
 logger = logging.getLogger(__name__)
+_WRITING = "writing the profile"
 
 
 def subject_of(
@@ -230,7 +231,7 @@ class Profiler:
                 self.world, lambda: optimizer_factor(self._optimizer, self.settings), "trying the optimizer"
             )
         facts = Facts(self.gpus_per_node, factor)
-        self._on_first(lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts))
+        on_first(self.world, lambda: self.folder.write(graph=traced.graph, cluster=cluster, facts=facts), _WRITING)
         wanted = parts_by_key(traced, sizes)
         found = merge([cache.read(wanted) for cache in self._caches]) if self.rank == 0 else {}
         costs: dict[Key, PartCost] = self.world.broadcast_object(found, 0, "reading saved measurements")
@@ -240,7 +241,7 @@ class Profiler:
             logger.info("%d of %d measurements are still to be made", len(missing), len(wanted))
             return None
         profile = to_profile(traced, {key: costs[key] for key in wanted}, self.device)
-        self._on_first(lambda: self.folder.write(profile=profile))
+        on_first(self.world, lambda: self.folder.write(profile=profile), _WRITING)
         return profile
 
     def _measure(self, size: int, known: dict[Key, PartCost]) -> dict[Key, PartCost]:
@@ -254,12 +255,8 @@ class Profiler:
             if self._others:
                 self._others.write(fresh)
 
-        self._on_first(save)
+        on_first(self.world, save, _WRITING)
         return fresh
-
-    def _on_first(self, act: Callable[[], None]) -> None:
-        """Writes on rank 0; an error there is an error on all. Collective."""
-        on_all(self.world, act if self.rank == 0 else lambda: None, "writing the profile")
 
 
 class AutoConfig:
