@@ -29,8 +29,8 @@ from autovaruna.config.settings import Settings, resolve, whole_number
 from autovaruna.elastic.snapshot import HasPosition
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.facts import tensors_in
-from autovaruna.graph.guards import is_plain
-from autovaruna.graph.methods import OwnMethods, method_of, own_calls
+from autovaruna.graph.guards import is_constant
+from autovaruna.graph.methods import OwnMethods, is_own_method, own_calls
 from autovaruna.interception.gradients import record_scalers_of_callers
 from autovaruna.interception.installed import ProcessPiece
 from autovaruna.interception.modules import watch_registrations
@@ -526,13 +526,13 @@ class AutoVaruna(nn.Module):
         if "module" not in self.__dict__ or name == "module":
             raise AttributeError(name)
         value = getattr(self.module, name)
-        return wraps(value)(partial(self._call_method, name)) if method_of(self.module, value, name) else value
+        return wraps(value)(partial(self._call_method, name)) if is_own_method(self.module, value, name) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets numbers on the wrapped model (``model.temperature = 0.5``), and what it has and the wrapper does not."""
         module = self.__dict__.get("module")
         is_own = module is None or name in self.__dict__ or hasattr(type(self), name)
-        is_number = not name.startswith("_") and (is_plain(value) or isinstance(value, Tensor))
+        is_number = not name.startswith("_") and (is_constant(value) or isinstance(value, Tensor))
         is_own = is_own or not (is_number or hasattr(module, name))
         super().__setattr__(name, value) if is_own else setattr(module, name, value)
 

@@ -67,7 +67,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [hook for table in tables for hook in table.values()]
 
 
-def is_plain(value: object) -> bool:
+def is_constant(value: object) -> bool:
     """Says whether an object is a number, a text or the like, or a tuple of such: nothing in it can change."""
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
 
@@ -101,7 +101,7 @@ def entries(
     """
     seen = set() if seen is None else seen
     is_code = with_code and callable(value) and not isinstance(value, nn.Module)
-    if is_code or is_plain(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
+    if is_code or is_constant(value) or isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
         yield path, value
     elif is_array(type(value)):
         yield path, words(value)
@@ -307,13 +307,13 @@ class Guards:
     def _add(self, place: OutsidePlace, inner: set[int]) -> None:
         own = place.held
         counted = [name for name in place.names if name in own and place.path + name not in self._ignored]
-        plain = [name for name in counted if is_plain(own[name])]
+        plain = [name for name in counted if is_constant(own[name])]
         if plain:
             self._getters.append((itemgetter(*plain), own))
         self._last |= {place.path + name: own[name] for name in plain}
         self._where |= {place.path + name: (own, name) for name in counted if isinstance(own, dict)}
         for name in counted:
-            if not is_plain(own[name]):
+            if not is_constant(own[name]):
                 self._add_other(place.path + name, own, name, inner)
 
     def _add_other(self, full: str, place: Mapping[str, Any], name: str, inner: set[int]) -> None:
@@ -336,7 +336,7 @@ class Guards:
 
     def _count(self, name: str, value: Any, version: Any = 0) -> Any:
         """Returns a value that is equal on every rank: how often an object was replaced, or written into."""
-        if is_plain(value):
+        if is_constant(value):
             return value
         known, before, count = self._counts.get(name, (value, version, 0))
         is_other = known != value if isinstance(value, _Many) else known is not value

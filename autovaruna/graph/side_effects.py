@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autovaruna._torch import FakeTensor
 from autovaruna.errors import TraceError
 from autovaruna.graph.constant_values import is_known
-from autovaruna.graph.guards import OF_MODULES, Unusable, UsedError, entries, full_name, is_plain, records, restored
+from autovaruna.graph.guards import OF_MODULES, Unusable, UsedError, entries, full_name, is_constant, records, restored
 from autovaruna.graph.outside import OutsidePlace, is_installed, read_outside
 from autovaruna.graph.source_lines import where_raised
 from autovaruna.log import warn_once
@@ -63,7 +63,7 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    return is_plain(one) and is_plain(other) and type(one) is type(other) and one == other
+    return is_constant(one) and is_constant(other) and type(one) is type(other) and one == other
 
 
 def left_tensors(model: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ from autovaruna.graph.call import CallSpec
 from autovaruna.graph.cuts import Marker
 from autovaruna.graph.export.errors import EXAMPLE, EXAMPLE_OF, BatchSizeError, batch_dimensions, naming
 from autovaruna.graph.export.exported import PREFIX, Exported
-from autovaruna.graph.export.run import PLAIN, TraceOptions, export
+from autovaruna.graph.export.run import DEFAULTS, TraceOptions, export
 from autovaruna.graph.export.watchers import marked, script_hooks, untouched
 from autovaruna.graph.facts import Fact, KnownGraph, learn
 from autovaruna.graph.grouping import Builder, Grouping, crossing_sizes, group, locate, merge_free_blocks
@@ -65,7 +65,7 @@ def _refuse_writing(exported: Exported, facts: dict[str, Fact], model: nn.Module
             )
 
 
-def trace(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions = PLAIN) -> TracedModel:
+def trace(model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions = DEFAULTS) -> TracedModel:
     """Traces one call of a model in its present mode, without running it or holding its numbers.
 
     Forward hooks of the script that change what the model computes are traced with it; others watch its steps. The

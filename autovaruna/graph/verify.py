@@ -136,7 +136,7 @@ class EagerVsGraph:
         named = state_of(own)
         return [each.detach().clone() for each in (*outputs, *(named[name] for name in self.state))]
 
-    def trace(self, nodes: dict[str, tuple[fx.Node, Any]] | None = None) -> list[Tensor]:
+    def traced_graph(self, nodes: dict[str, tuple[fx.Node, Any]] | None = None) -> list[Tensor]:
         """Runs the graph; returns the same. `nodes` gets the last node of each module, by path, with its value."""
         clones = self._clones()
         named = {name: clones.get(id(tensor), tensor) for name, tensor in state_of(self.model).items()}
@@ -265,7 +265,7 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
     """
     both = EagerVsGraph(traced, model, tensors, device)
     try:
-        plain, ours = both.plain(), both.trace()
+        plain, ours = both.plain(), both.traced_graph()
     except Exception as error:  # the step will say so, if it is one of the model
         logger.info("the trace was not compared with the model: %s: %s", type(error).__name__, first_line(error))
         return
@@ -356,7 +356,7 @@ def _where(both: EagerVsGraph, allowed: float) -> str:
     returned: ModuleOutputs = {}
     nodes: dict[str, tuple[fx.Node, Any]] = {}
     both.plain(returned=returned)
-    both.trace(nodes)
+    both.traced_graph(nodes)
     for path, tensors in returned.items():
         if not path or path not in nodes:
             continue

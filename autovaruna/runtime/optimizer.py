@@ -29,7 +29,7 @@ from autovaruna.interception.optimizer_proxy import (
     watch_steps,
 )
 from autovaruna.profiler.optimizer_trial import Steps, steps_of
-from autovaruna.runtime.remote_parameter import PLAIN, RemoteTensor
+from autovaruna.runtime.remote_parameter import RemoteTensor, without_overrides
 from autovaruna.runtime.weights import Placement, from_rank, shared_parameter, split_models, spread_steps, steps_here
 from autovaruna.runtime.world import World
 
@@ -48,7 +48,7 @@ class RankOwnership:
         return [each for each in parameters if steps_here(each)]
 
     def clear(self, parameters: Sequence[Tensor]) -> None:
-        with PLAIN():  # one after the other through `RemoteTensor` takes long
+        with without_overrides():  # one after the other through `RemoteTensor` takes long
             for each in parameters:
                 if not steps_here(each):
                     each.grad = None

@@ -30,7 +30,7 @@ from autovaruna._torch import (
 )
 from autovaruna.errors import InputError
 
-PLAIN = DisableTorchFunctionSubclass
+without_overrides = DisableTorchFunctionSubclass
 _BY_SHAPE_ALONE = frozenset({"view_as", "expand_as", "reshape_as", "is_same_size"})
 _MOVES = frozenset({"to", "cpu", "cuda", "type", "type_as"})
 _EMPTY = frozenset({"new", "new_empty", "new_empty_strided", "empty_like"})
@@ -81,10 +81,10 @@ class RemoteTensor(Tensor):
                 code = caller.f_code  # a function of torch.nn.init, which leaves alone what is on meta
                 arguments = {name: caller.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
                 _initialise(getattr(nn.init, code.co_name), arguments)
-            with PLAIN():
+            with without_overrides():
                 return func(*args)
         if func is Tensor.detach:  # a state_dict detaches all parameters
-            with PLAIN():
+            with without_overrides():
                 return _wrapped(func(*args), args[0].home)
         return _Operation(func, args, dict(kwargs or {})).run()
 
@@ -100,7 +100,9 @@ def remote_like(tensor: Tensor, home: Home) -> Tensor:
 
 def show_remote_gradients(parameters: Sequence[RemoteTensor]) -> None:
     """Gives those of the parameters that need a gradient one that is elsewhere, too."""
-    with PLAIN():  # a step looks at every parameter, and as a rule finds that zero_grad() has taken all gradients
+    with (
+        without_overrides()
+    ):  # a step looks at every parameter, and as a rule finds that zero_grad() has taken all gradients
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 known = parameter.gradient
@@ -110,7 +112,7 @@ def show_remote_gradients(parameters: Sequence[RemoteTensor]) -> None:
 
 
 def _wrapped(tensor: Tensor, home: Home) -> RemoteTensor:
-    with PLAIN():
+    with without_overrides():
         made = tensor.as_subclass(RemoteTensor)
     made.home = home
     return made
@@ -179,7 +181,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _initialise(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Calls a function with zeros in the place of tensors that are elsewhere, for what it draws."""
-    with PLAIN(), torch.no_grad():
+    with without_overrides(), torch.no_grad():
         away = {name: each for name, each in arguments.items() if isinstance(each, RemoteTensor)}
         function(**{**arguments, **{name: _blank(each, each.home.device) for name, each in away.items()}})
 
@@ -213,7 +215,7 @@ class _Operation:
         if isinstance(self._first, RemoteTensor):
             return self._without_numbers()
         if self._name in _BY_SHAPE_ALONE:
-            with PLAIN():
+            with without_overrides():
                 return self._func(*self._args, **self._kwargs)
         if not isinstance(self._first, Tensor) or not self._is_of_one_parameter():
             self.refuse()
@@ -223,7 +225,7 @@ class _Operation:
         """Makes a tensor of numbers that this rank knows; one for the parameter's own is elsewhere, too."""
         if not isinstance(self._first, RemoteTensor):
             self.refuse()
-        with PLAIN():
+        with without_overrides():
             if self._name in _EMPTY:
                 like = self._func(*self._args, **(self._kwargs | {"device": "meta"} if self._name != "new" else {}))
                 if like.shape == self._home.shape:
@@ -247,7 +249,7 @@ class _Operation:
 
     def _follow(self, owner: Tensor) -> Tensor:
         """Lets a tensor of the script's own, which is written by numbers that are elsewhere, be there from now on."""
-        with PLAIN():
+        with without_overrides():
             is_own = type(owner) is Tensor and not (owner.requires_grad or is_view(owner))
             if not is_own or num_uses_of_storage(owner) > _USES:
                 self.refuse()
@@ -276,7 +278,7 @@ class _Operation:
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (self._args, self._kwargs))
         is_attribute = self._name in ("__get__", "__set__")
         try:
-            with PLAIN(), nullcontext() if is_attribute else _Draws(self, self._home.device):
+            with without_overrides(), nullcontext() if is_attribute else _Draws(self, self._home.device):
                 found = self._func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:  # what meta has no kernel for is one
             if "meta" in str(error).lower() or self._name == "__format__":
@@ -300,7 +302,7 @@ class _Operation:
             value = [remote_like(value[0], self._home)]
             if name == "data":
                 return None
-        with PLAIN():
+        with without_overrides():
             return self._func(owner, *value)
 
     def _move(self) -> Any:
@@ -311,7 +313,7 @@ class _Operation:
             return owner.to(target.home.device, target.dtype)
         dtype = self._kwargs.get("dtype") or next((each for each in rest if isinstance(each, torch.dtype)), None)
         dtype = dtype or next((each.dtype for each in rest if isinstance(each, Tensor)), owner.dtype)
-        with PLAIN():
+        with without_overrides():
             return owner if dtype == owner.dtype else _wrapped(owner.to(dtype), self._home)
 
     def _for_each(self) -> Any:

@@ -23,7 +23,7 @@ from autovaruna.graph.module_state import replace_tensor
 from autovaruna.graph.random import seed_generators, untouched_generator
 from autovaruna.planner.records import Plan, share_out
 from autovaruna.runtime.buckets import GradientSums
-from autovaruna.runtime.remote_parameter import PLAIN, Home, RemoteGradient, RemoteTensor, release
+from autovaruna.runtime.remote_parameter import Home, RemoteGradient, RemoteTensor, release, without_overrides
 from autovaruna.runtime.transport.layout import distinct
 from autovaruna.runtime.world import World
 from autovaruna.stage.split import Assignment
@@ -245,7 +245,7 @@ class SplitModel:
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns the gradients by first name of their parameters."""
-        with PLAIN():  # many may be elsewhere
+        with without_overrides():  # many may be elsewhere
             gradients = {name: each.grad for name, each in self.parameters().items()}
         return {name: each for name, each in gradients.items() if each is not None}
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from autovaruna.config.settings import Settings, replicas_of
 from autovaruna.errors import InputError, RankError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.guards import is_plain
+from autovaruna.graph.guards import is_constant
 from autovaruna.interception.optimizer_proxy import OptimizerProxy
 from autovaruna.profiler.optimizer_trial import asks_for_closure
 from autovaruna.runtime.exchange import differences
@@ -164,7 +164,7 @@ class ScriptActions:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         raw = [value for group in groups for name, value in group.items() if name != "params"]
         if self._raw is None or len(raw) != len(self._raw) or not all(map(is_, raw, self._raw)):
-            self._raw = raw if all(map(is_plain, raw)) else None
+            self._raw = raw if all(map(is_constant, raw)) else None
             self._digest = crc32(repr(list(self._options())).encode())
         return *sorted(self._counts.items()), type(self.optimizer).__name__, self._digest, self._loss
 
@@ -191,7 +191,7 @@ def _plain(value: object) -> object:
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    return value if is_plain(value) else None
+    return value if is_constant(value) else None
 
 
 def check_alike(

@@ -81,16 +81,16 @@ class SpeedWatch:
 
         Speed 1 is that of short samples on the typical rank. A manager has seen many steps, and less is noise to it.
         """
-        speeds, place = self._persistent("mean"), job_place()
+        speeds, place = self._relative_speeds("mean"), job_place()
         if place is None or len(place.factors) != len(speeds):
             return speeds
         return tuple(min(speed, 1.0 / factor) for speed, factor in zip(speeds, place.factors, strict=True))
 
     def speeds_of_samples(self) -> tuple[float, ...]:
         """Returns the speed of each rank for work so short that other programs seldom interrupt it."""
-        return self._persistent("typical")
+        return self._relative_speeds("typical")
 
-    def _persistent(self, kind: str) -> tuple[float, ...]:
+    def _relative_speeds(self, kind: str) -> tuple[float, ...]:
         """Returns the speeds by one number of each `Pace`, relative to the typical rank's."""
         samples = []
         for paces in self._samples:
@@ -107,10 +107,10 @@ def persistent_speeds(samples: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """
     middles = [sorted(speeds)[len(speeds) // 2] for speeds in samples]
     to_middle = [[speed / middle for speed in speeds] for speeds, middle in zip(samples, middles, strict=True)]
-    return tuple(_persistent(middles) * _persistent(speeds) for speeds in zip(*to_middle, strict=True))
+    return tuple(_where_alike(middles) * _where_alike(speeds) for speeds in zip(*to_middle, strict=True))
 
 
-def _persistent(speeds: Sequence[float]) -> float:
+def _where_alike(speeds: Sequence[float]) -> float:
     is_slower = all(speed <= 1 / _NOISE for speed in speeds)
     is_faster = all(speed >= _NOISE for speed in speeds)
     return median(speeds) if is_slower or is_faster else 1.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, AutoVarunaError, TraceError
 from autovaruna.graph.call import CallSpec
-from autovaruna.graph.export.run import PLAIN, TraceOptions
+from autovaruna.graph.export.run import DEFAULTS, TraceOptions
 from autovaruna.graph.records import Graph
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
@@ -119,7 +119,7 @@ _one_at_a_time = Lock()
 
 
 def trace_once(
-    token: object, model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions = PLAIN
+    token: object, model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions = DEFAULTS
 ) -> TracedModel:
     """Traces a call of one of several equal models; the graph holds no numbers, so it serves them all.
 

@@ -274,7 +274,7 @@ class TraceOptions:
     counted: frozenset[tuple[str, str]] = frozenset()
 
 
-PLAIN = TraceOptions()
+DEFAULTS = TraceOptions()
 
 
 @dataclass(frozen=True)
