@@ -94,6 +94,7 @@ class Pace:
     mean: float
 
 
+@without_autocast()  # in float16 it takes a CPU seconds
 def measure_pace(device: torch.device) -> Pace:
     """Measures the fixed kernel, for long enough that programs that share a core with this one have had their turns."""
     now = own_clock(device)
