@@ -46,6 +46,7 @@ class Script:
 
 
 SCRIPTS: list[Script] = []
+ONE_GRAPH = '`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph'
 
 
 def script(change: str = "", refusal: str = "", is_replicated: bool = False) -> Callable[[Train], Train]:
