@@ -132,16 +132,12 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-def read(reader: CallReader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reader.read(args, kwargs, Guards(ANYTHING).words())
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_what_is_known_is_what_a_description_says(grad: bool) -> None:
     reader = CallReader(ANYTHING)
     with torch.set_grad_enabled(grad):
         for args, kwargs in CALLS * 3:
-            tensors, call = read(reader, args, kwargs)
+            tensors, call = reader.read(args, kwargs, Guards(ANYTHING).words())
             expected, described = describe(ANYTHING, args, kwargs)
             assert call == described and call.key == described.key
             assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]

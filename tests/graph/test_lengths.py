@@ -23,6 +23,7 @@ from tests.session.training import merge, on_ranks, pipeline, share_of, train_ra
 
 NUM_STEPS = 200 if WHOLE else 6
 LONGEST = 200
+NO_BATCH: Any = None  # batches are drawn
 T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
 
 
@@ -32,9 +33,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True
-        )  # smooth: rounding flips no ReLU
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True)  # rounding flips no ReLU
         self.body = nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -66,13 +65,13 @@ def drawn(case: Case, num_steps: int) -> list[tuple[Batch, list[int]]]:
 
 
 def case_of(name: str, model: str, config: str, fields: dict[str, Any]) -> Case:
-    return Case(name, lambda: make(model, config, fields), lambda size, seed: ((), {}), needs="transformers")
+    return Case(name, lambda: make(model, config, fields), NO_BATCH, needs="transformers")
 
 
 PLACES = {"n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 256}
 CASES = [
-    Case("encoder", Encoder, lambda size, seed: ((), {})),
+    Case("encoder", Encoder, NO_BATCH),
     case_of("gpt2", "GPT2LMHeadModel", "GPT2Config", {**GPT, **PLACES}),
     case_of("t5", "T5ForConditionalGeneration", "T5Config", {**T5, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
     case_of("bert", "BertForMaskedLM", "BertConfig", {**ENCODER, **NO_DROPOUT}),
@@ -117,11 +116,7 @@ def of_lengths(*lengths: int) -> list[tuple[Batch, list[int]]]:
     return [(((torch.randn(4, length, 4, generator=generator).to(DEVICE),), {}), [2, 2]) for length in lengths]
 
 
-def make_steps() -> nn.Module:
-    return Written(by_steps, first=nn.Linear(4, 4), last=nn.Linear(4, 1))
-
-
-STEPS = Case("steps", make_steps, lambda size, seed: ((), {}))
+STEPS = Case("steps", lambda: Written(by_steps, first=nn.Linear(4, 4), last=nn.Linear(4, 1)), NO_BATCH)
 
 
 def test_few_graphs_of_a_model_that_fixes_lengths_are_kept(
