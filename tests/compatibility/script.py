@@ -41,9 +41,6 @@ class Script:
         """The first sentence of the function's docstring."""
         return (self.train.__doc__ or "").strip().split("\n")[0].rstrip(".")
 
-    def __str__(self) -> str:
-        return self.train.__name__
-
 
 SCRIPTS: list[Script] = []
 ONE_GRAPH = '`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph'

@@ -74,7 +74,7 @@ def on_ranks(script: Script) -> list[State]:
         return run_ranks(RANKS, be_rank, timeout_seconds=200)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.train.__name__)
 def test_a_script(script: Script) -> None:
     if script.refusal:
         with pytest.raises(AutoVarunaError, match=script.refusal):
