@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrizations import spectral_norm
 
 from autovaruna import AutoVaruna, InputError, RankError, TraceError
 from tests.catalogue.case import Case, floats, generator
@@ -117,9 +117,7 @@ Make = Callable[[], nn.Module]
 STEADY: dict[str, Make] = {
     "followed": lambda: layers(followed),
     "shrunk": lambda: layers(shrunk),
-    "normed": lambda: layers(
-        normed, last=parametrizations.spectral_norm(nn.Linear(WIDTH, CLASSES)), calls=torch.zeros(())
-    ),
+    "normed": lambda: layers(normed, last=spectral_norm(nn.Linear(WIDTH, CLASSES)), calls=torch.zeros(())),
 }
 """Models that change nothing by what is in the samples."""
 MODELS: dict[str, Make] = {

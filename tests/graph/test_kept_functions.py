@@ -282,9 +282,8 @@ def test_a_function_that_draws_has_the_same_bits_on_any_number_of_stages() -> No
 
 
 WEIGHTS = r"Again uses the weights of \w+.*pass each weight to apply\(\)"
-MARKED = (
-    r"The function {} .* can neither be traced nor kept whole: it uses tensors of {} that are not among its arguments"
-)
+NEITHER = "can neither be traced nor kept whole: "
+MARKED = "The function {} .* " + NEITHER + "it uses tensors of {} that are not among its arguments"
 LINES: dict[str, tuple[nn.Module, str, Any]] = {
     "weights of a marked function": (
         Written(lambda self, x: keep_whole(hiding)(x), inner=NET),
@@ -296,7 +295,7 @@ LINES: dict[str, tuple[nn.Module, str, Any]] = {
     ),
     "no tensor": (
         Written(lambda self, x: keep_whole(float)(x.sum()) * self.inner(x), inner=NET),
-        *("float .* can neither be traced nor kept whole: it returns no tensor", X),
+        *(f"float .* {NEITHER}it returns no tensor", X),
     ),
     "hooks of saved tensors": (Model(saved_by_hooks), r"hooks for saved tensors.*in a submodule", None),
     "weights": (reaching(False), WEIGHTS, X),
