@@ -125,11 +125,11 @@ MODELS: dict[str, Make] = {
     "scaled": lambda: layers(scaled),
     "twofold": lambda: layers(twofold, far=torch.ones(WIDTH), calls=torch.zeros((), dtype=torch.long)),
     "corrected": lambda: layers(corrected, calls=torch.zeros(())),
-    "cumulative": lambda: layers(cumulative, seen=torch.zeros(()), calls=torch.zeros((), dtype=torch.long)),
     "taught": lambda: layers(taught, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),
     "averaged": lambda: layers(  # the reference counts calls in integers alone
         with_module, slow=Written(averaged, mean=torch.zeros(WIDTH), calls=torch.zeros(()))
     ),
+    "cumulative": lambda: layers(cumulative, seen=torch.zeros(()), calls=torch.zeros((), dtype=torch.long)),
 }
 
 
