@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Arguments: TypeAlias = tuple[Any, ...]
-Keywords: TypeAlias = dict[str, Any]
-Batch: TypeAlias = tuple[Arguments, Keywords]
+Batch: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call: ``model(*batch[0], **batch[1])``."""
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))

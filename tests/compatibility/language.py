@@ -153,15 +153,9 @@ class Translator(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
-        hidden = self.transformer(
-            self.source(source) * math.sqrt(WIDTH),
-            self.target(target),
-            tgt_mask=mask,
-            src_key_padding_mask=source == 0,
-            memory_key_padding_mask=source == 0,
-        )
-        return self.head(hidden)
+        mask, padding = nn.Transformer.generate_square_subsequent_mask(target.size(1)), source == 0
+        masks = {"tgt_mask": mask, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        return self.head(self.transformer(self.source(source) * math.sqrt(WIDTH), self.target(target), **masks))
 
 
 @script()

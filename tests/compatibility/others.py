@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from tests.compatibility.script import Share, Wrap, descend, normal, script, whole
+from tests.compatibility.script import ONE_GRAPH, Share, Wrap, descend, normal, script, whole
 
 BATCH, STEPS = 6, 3
 
@@ -49,10 +49,7 @@ class GraphNetwork(nn.Module):
         return F.log_softmax(adjacency @ self.second(hidden), 1)
 
 
-@script(
-    change='`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph',
-    is_replicated=True,
-)
+@script(ONE_GRAPH, is_replicated=True)
 def graph_convolution(wrap: Wrap, share: Share) -> None:
     """One whole graph in each call, a loss over some of its nodes."""
     model: Any = GraphNetwork()
@@ -142,12 +139,8 @@ def tables(wrap: Wrap, share: Share) -> None:
     model = wrap(model, optimizer)
     best, patience = float("inf"), 0
     for step in range(6):
-        rows = (
-            share(whole(step % 2, 5, BATCH, 2)),
-            share(normal(step % 2, BATCH, 3)),
-            share(normal(step % 2 + 5, BATCH)),
-        )
-        descend(optimizer, model(*rows))
+        categories, numbers = share(whole(step % 2, 5, BATCH, 2)), share(normal(step % 2, BATCH, 3))
+        descend(optimizer, model(categories, numbers, share(normal(step % 2 + 5, BATCH))))
         model.eval()
         with torch.no_grad():
             checked = model(share(whole(7, 5, BATCH, 2)), share(normal(7, BATCH, 3)), share(normal(8, BATCH))).item()

@@ -41,11 +41,9 @@ class Script:
         """The first sentence of the function's docstring."""
         return (self.train.__doc__ or "").strip().split("\n")[0].rstrip(".")
 
-    def __str__(self) -> str:
-        return self.train.__name__
-
 
 SCRIPTS: list[Script] = []
+ONE_GRAPH = '`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph'
 
 
 def script(change: str = "", refusal: str = "", is_replicated: bool = False) -> Callable[[Train], Train]:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autovaruna import keep_whole
 from tests.catalogue.structure import StraightThrough
-from tests.compatibility.script import Share, State, Wrap, descend, normal, script, whole
+from tests.compatibility.script import ONE_GRAPH, Share, State, Wrap, descend, normal, script, whole
 
 BATCH, STEPS, WIDTH, CLASSES = 4, 3, 12, 4
 
@@ -24,9 +24,10 @@ def layers(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(*first, *more, *second, nn.Linear(WIDTH, CLASSES))
 
 
-def labelled(share: Share, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns this rank's samples and labels of a step."""
-    return share(normal(seed, BATCH, WIDTH)), share(whole(seed, CLASSES, BATCH))
+def batches(share: Share, num_steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """Returns this rank's samples and labels of each step, as a data loader does."""
+    seeds = range(num_steps)
+    return [(share(normal(seed, BATCH, WIDTH)), share(whole(seed, CLASSES, BATCH))) for seed in seeds]
 
 
 @script()
@@ -37,12 +38,11 @@ def thawing(wrap: Wrap, share: Share) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
     body = list(model[:2].parameters())
     model = wrap(model, optimizer)
-    for step in range(2 * STEPS):
+    for step, (x, y) in enumerate(batches(share, 2 * STEPS)):
         if step == STEPS:
             for weight in body:
                 weight.requires_grad_(True)
             optimizer.add_param_group({"params": body, "lr": 1e-3})
-        x, y = labelled(share, step)
         descend(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -104,8 +104,7 @@ def two_tasks(wrap: Wrap, share: Share) -> None:
     model: Any = TwoHeads()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
         out = model(x)
         losses = torch.stack([F.cross_entropy(out["classes"], y), out["depth"].square().mean()])
         descend(optimizer, (losses * torch.exp(-out["spread"]) + out["spread"]).sum())
@@ -117,8 +116,7 @@ def two_backwards(wrap: Wrap, share: Share) -> None:
     model: Any = TwoHeads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
         out = model(x)
         optimizer.zero_grad()
         F.cross_entropy(out["classes"], y).backward(retain_graph=True)
@@ -131,8 +129,7 @@ def loop_by_hand(wrap: Wrap, share: Share) -> None:
     """No optimizer: weights are changed in place by the loop, as tutorials do."""
     model: Any = layers()
     model = wrap(model)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
         loss = F.cross_entropy(model(x), y)
         model.zero_grad()
         loss.backward()
@@ -148,8 +145,7 @@ def closure(wrap: Wrap, share: Share) -> None:
     model: Any = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
 
         def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
@@ -171,8 +167,7 @@ def binary_weights(wrap: Wrap, share: Share) -> None:
     model: Any = layers(Binary(WIDTH, WIDTH), nn.Hardtanh())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
         descend(optimizer, F.cross_entropy(model(x), y))
         for weight in model.parameters():
             weight.data.clamp_(-1, 1)
@@ -215,8 +210,7 @@ def gradient_checkpointing(wrap: Wrap, share: Share) -> None:
     model: Any = Frugal()
     optimizer = Lion(model.parameters())
     model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
         descend(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -268,12 +262,11 @@ def averaged_weights(wrap: Wrap, share: Share) -> State:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = wrap(model, optimizer)
     average, schedule = AveragedModel(model), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
         descend(optimizer, F.cross_entropy(model(x), y))
         average.update_parameters(model)
         schedule.step()
-    update_bn([labelled(share, 7)[0]], average)
+    update_bn([share(normal(7, BATCH, WIDTH))], average)
     return average.module.state_dict()
 
 
@@ -295,8 +288,7 @@ def penalty_outside(wrap: Wrap, share: Share) -> None:
     model: Any = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = wrap(model, optimizer)
-    for step in range(STEPS):
-        x, y = labelled(share, step)
+    for x, y in batches(share):
         descend(optimizer, F.cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters()))
 
 
@@ -348,8 +340,8 @@ def angular_margin(wrap: Wrap, share: Share) -> None:
     model: Any = Margin()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     model = wrap(model, optimizer)
-    for step in range(STEPS):
-        descend(optimizer, model(*labelled(share, step)))
+    for x, y in batches(share):
+        descend(optimizer, model(x, y))
 
 
 class Points(nn.Module):
@@ -404,10 +396,7 @@ def captions(wrap: Wrap, share: Share) -> None:
         optimizer.step()
 
 
-@script(
-    change='`inputs="replicated", num_micro_batches=1, dynamic_batch=False`: all ranks pass the one graph',
-    is_replicated=True,
-)
+@script(ONE_GRAPH, is_replicated=True)
 def message_passing(wrap: Wrap, share: Share) -> None:
     """Messages along a list of edges, gathered and added up at their targets (index_add), several graphs in one."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,13 +18,10 @@ from autovaruna.runtime.world import World
 from tests.compatibility import language, others, techniques, vision
 from tests.compatibility.script import SCRIPTS, Script, Share, State, Wrap
 from tests.ranks import run_ranks
-from tests.session.training import work_shared
+from tests.session.training import QUIET, work_shared
 
 RANKS = 2
-QUIET: dict[str, Any] = {
-    **{"load_deployment": False, "save_deployment": False, "progress": False},
-    **{"num_stages": RANKS, "profile_iterations": 1},
-}
+SETTINGS = {**QUIET, "num_stages": RANKS, "profile_iterations": 1}
 HEAD = (
     *("# Scripts that run", ""),
     "Each of these is a short script of `tests/compatibility`, written as people write such scripts. A test trains it",
@@ -69,7 +65,7 @@ def on_ranks(script: Script) -> list[State]:
                 is_built = True
                 building.release()
             inputs = "replicated" if script.is_replicated else "per_rank"
-            return AutoVaruna(model, optimizer, **{**QUIET, "inputs": inputs, **settings})
+            return AutoVaruna(model, optimizer, **{**SETTINGS, "inputs": inputs, **settings})
 
         building.acquire()
         return run(script, wrap, lambda tensor: tensor if script.is_replicated else tensor.chunk(RANKS)[world.rank])
@@ -78,7 +74,7 @@ def on_ranks(script: Script) -> list[State]:
         return run_ranks(RANKS, be_rank, timeout_seconds=200)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.train.__name__)
 def test_a_script(script: Script) -> None:
     if script.refusal:
         with pytest.raises(AutoVarunaError, match=script.refusal):
@@ -86,10 +82,7 @@ def test_a_script(script: Script) -> None:
         return
     expected = run(script, lambda model, optimizer=None, **settings: model, lambda tensor: tensor)
     for state in on_ranks(script):
-        assert state.keys() == expected.keys()
-        for name, value in expected.items():
-            say = partial("{}: {}".format, name)
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=say)
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_page_lists_them() -> None:
@@ -101,9 +94,6 @@ def test_the_page_lists_them() -> None:
 
 def page() -> str:
     """Returns the page."""
-    rows = [f"| {each.name} | {each.what} | {each.change or '-'} | {_outcome(each)} |" for each in SCRIPTS]
+    numbers = {False: "plain PyTorch's", True: "refused, with the line and what to write"}
+    rows = [f"| {s.name} | {s.what} | {s.change or '-'} | {numbers[bool(s.refusal)]} |" for s in SCRIPTS]
     return "\n".join([*HEAD, *rows, ""])
-
-
-def _outcome(script: Script) -> str:
-    return "refused, with the line and what to write" if script.refusal else "plain PyTorch's"

@@ -14,31 +14,14 @@ from autovaruna import AutoVaruna
 from autovaruna.config.settings import resolve
 from autovaruna.errors import AutoVarunaError, ConfigError
 from tests.catalogue.small import Written
+from tests.compatibility.language import WIDTH, WORDS, WordModel
 from tests.products import some
 from tests.reference import sgd
 from tests.session.training import Setup, descend, on_ranks, pipeline, refuse
 
-WORDS, WIDTH, LAYERS, BATCH = 20, 8, 2, 5
+BATCH = 5
 Hidden = tuple[Tensor, Tensor]
 Share = Callable[..., Tensor]
-
-
-class Language(nn.Module):
-    """Is PyTorch's own example of a language model: words ``(time, batch)``, rows of all of them as the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop, self.encoder = nn.Dropout(0.0), nn.Embedding(WORDS, WIDTH)
-        self.rnn, self.decoder = nn.LSTM(WIDTH, WIDTH, LAYERS), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, words: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
-        output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
-        decoded = self.decoder(self.drop(output)).view(-1, WORDS)
-        return F.log_softmax(decoded, dim=1), hidden
-
-    def init_hidden(self, batch: int) -> Hidden:
-        weight = next(self.parameters())
-        return weight.new_zeros(LAYERS, batch, WIDTH), weight.new_zeros(LAYERS, batch, WIDTH)
 
 
 def translate(self: Any, src: Tensor, tgt: Tensor, tgt_mask: Tensor, padding: Tensor, bias: Tensor) -> Tensor:
@@ -107,7 +90,7 @@ def test_a_language_model_hands_its_state_from_call_to_call(name: str) -> None:
         return outputs
 
     setup, lengths = SETUPS[name]
-    hold(setup, Language(), story)
+    hold(setup, WordModel(), story)
 
 
 def test_an_encoder_with_a_decoder_takes_time_first() -> None:
@@ -163,7 +146,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_a_missing_or_wrong_dimension_is_said(settings: dict[str, Any], message: str) -> None:
-    model = Language()
+    model = WordModel()
     refuse(model, message, {"words": drawn(1, 4, 3), "hidden": model.init_hidden(3)}, AutoVarunaError, **settings)
 
 

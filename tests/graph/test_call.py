@@ -132,16 +132,12 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-def read(reader: CallReader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reader.read(args, kwargs, Guards(ANYTHING).words())
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_what_is_known_is_what_a_description_says(grad: bool) -> None:
     reader = CallReader(ANYTHING)
     with torch.set_grad_enabled(grad):
         for args, kwargs in CALLS * 3:
-            tensors, call = read(reader, args, kwargs)
+            tensors, call = reader.read(args, kwargs, Guards(ANYTHING).words())
             expected, described = describe(ANYTHING, args, kwargs)
             assert call == described and call.key == described.key
             assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
@@ -155,11 +151,11 @@ def test_a_forward_that_is_a_function_is_read_anew() -> None:
     assert [spec.name for spec in reader.read((ROWS,), {}, "")[1].inputs] == ["images"]
 
 
-class Cache:
-    """Hides tensors, as a key-value cache does."""
+class Plain:
+    """Has no text of its own, and hides what it holds."""
 
-    def __init__(self) -> None:
-        self.layers = [{"keys": torch.ones(2)}]
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
 
 A, B, C = (torch.full((2,), float(k)) for k in range(3))
@@ -198,10 +194,10 @@ def test_a_model_output_keeps_its_class() -> None:
 
 def test_an_opaque_leaf_is_asked_for() -> None:
     """A class that hides tensors is not taken apart; whoever rebuilds says what stands in its place."""
-    tensors, tree = flatten((A, Cache()), "output")
+    tensors, tree = flatten((A, Plain([{"keys": torch.ones(2)}])), "output")
     assert len(tensors) == 1 and tree.tensor_paths() == ["output[0]"]
     again = tree.unflatten(tensors, lambda leaf: leaf)
-    assert again == (A, Opaque("output[1]", "Cache"))
+    assert again == (A, Opaque("output[1]", "Plain"))
 
 
 @pytest.mark.parametrize("use", [lambda it: it.layers, lambda it: it[0], list, len])
@@ -211,13 +207,6 @@ def test_an_undelivered_output_says_so_when_used(use: Any) -> None:
     assert repr(stand_in) == "Undelivered(Cache at output.past)"
     with pytest.raises(InputError, match=r"output\.past is a Cache.*use_cache=False"):
         use(stand_in)
-
-
-class Plain:
-    """Has no text of its own."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
 
 
 def long(number: float) -> Any:

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrizations import spectral_norm
 
 from autovaruna import AutoVaruna, InputError, RankError, TraceError
 from tests.catalogue.case import Case, floats, generator
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
+from tests.graph.models import traced
 from tests.products import some
 from tests.reference import compare, micro_batches, plain_micro_batched
 from tests.session.training import QUIET, Setup, as_plain, descend, measure, on_ranks, pipeline, refuse, train
@@ -78,10 +79,18 @@ def twofold(self: Any, x: Tensor, y: Tensor) -> Tensor:
 def corrected(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Corrects an average of samples by the count of its changes."""
     x = self.first(x)
+    self.calls += 1
+    self.scale.lerp_(x.detach().abs().mean(0), 0.1)
+    return F.cross_entropy(self.last(torch.tanh(x / (self.scale / (1 - 0.9**self.calls)))), y)
+
+
+def cumulative(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Weighs what comes new by one count, and has another beside it."""
     with torch.no_grad():
         self.calls += 1
-        self.scale.lerp_(x.abs().mean(0), 0.1)
-    return F.cross_entropy(self.last(torch.tanh(x / (self.scale / (1 - 0.9**self.calls)))), y)
+        self.seen.add_(1)
+        self.scale += (x.abs().mean(0) - self.scale) / self.seen
+    return F.cross_entropy(self.last(torch.tanh(self.first(x / self.scale)) * torch.tanh(self.calls)), y)
 
 
 def taught(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -108,9 +117,7 @@ Make = Callable[[], nn.Module]
 STEADY: dict[str, Make] = {
     "followed": lambda: layers(followed),
     "shrunk": lambda: layers(shrunk),
-    "normed": lambda: layers(
-        normed, last=parametrizations.spectral_norm(nn.Linear(WIDTH, CLASSES)), calls=torch.zeros(())
-    ),
+    "normed": lambda: layers(normed, last=spectral_norm(nn.Linear(WIDTH, CLASSES)), calls=torch.zeros(())),
 }
 """Models that change nothing by what is in the samples."""
 MODELS: dict[str, Make] = {
@@ -122,12 +129,25 @@ MODELS: dict[str, Make] = {
     "averaged": lambda: layers(  # the reference counts calls in integers alone
         with_module, slow=Written(averaged, mean=torch.zeros(WIDTH), calls=torch.zeros(()))
     ),
+    "cumulative": lambda: layers(cumulative, seen=torch.zeros(()), calls=torch.zeros((), dtype=torch.long)),
 }
 
 
 def case_of(name: str) -> Case:
     """Returns a case whose micro-batches change what the next one finds."""
     return Case(name, MODELS[name], labelled, has_batch_norm=True)
+
+
+def test_a_counter_goes_with_the_state_that_it_weighs() -> None:
+    """What follows from samples changes once a micro-batch, with its counter; all else once a call."""
+    expected = {
+        "followed": {"slow.weight", "slow.bias"},
+        "shrunk": {"first.weight", "first.bias"},
+        "normed": {"calls", "last.parametrizations.weight.0._u", "last.parametrizations.weight.0._v"},
+        **{"scaled": set(), "twofold": {"calls"}, "corrected": set(), "cumulative": {"calls"}},
+        "taught": {"teacher.1.num_batches_tracked"},
+    }
+    assert {name: traced(MODELS[name](), **BATCH).steady_state for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", some([*MODELS], 4))

@@ -122,7 +122,7 @@ class Stateful(nn.Module):
     def __init__(self, act: Callable[[Any, Tensor], Any], is_used: bool = True) -> None:
         super().__init__()
         self.layer, self.act, self.is_used = nn.Linear(4, 4), act, is_used
-        self.seen, self.options, self.held = list[int](), {"scale": 1.0}, {"last": torch.zeros(())}
+        self.seen, self.options, self.held = list[int](), {"calls": 0}, {"last": torch.zeros(())}
         self.counter, self.numbers, self.prev = SimpleNamespace(calls=0), itertools.count(1), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ class Stateful(nn.Module):
         return out * scale if self.is_used else out
 
 
-def count_in_list(self: Any, out: Tensor) -> int:
-    self.seen.append(1)
-    return len(self.seen)
+def grow(values: list[int]) -> int:
+    values.append(1)
+    return len(values)
 
 
-def count_in_dict(self: Any, out: Tensor) -> float:
-    self.options["scale"] *= 0.5
-    return self.options["scale"]
+def count(numbers: dict[str, int]) -> int:
+    numbers["calls"] += 1
+    return numbers["calls"]
 
 
 def count_in_object(self: Any, out: Tensor) -> int:
@@ -146,19 +146,9 @@ def count_in_object(self: Any, out: Tensor) -> int:
     return self.counter.calls
 
 
-def count_in_global(self: Any, out: Tensor) -> int:
-    GLOBAL["calls"] += 1
-    return GLOBAL["calls"]
-
-
 def keep_in_dict(self: Any, out: Tensor) -> Tensor:
     last, self.held["last"] = self.held["last"], out.detach().mean()
     return last
-
-
-def count_in_class(self: Any, out: Tensor) -> int:
-    self.of_class.append(1)
-    return len(self.of_class)
 
 
 def check(model: nn.Module) -> None:
@@ -166,10 +156,18 @@ def check(model: nn.Module) -> None:
     compare(traced(model, X), model, [X], CPU)
 
 
-COUNTS = (count_in_list, count_in_dict, count_in_object, count_in_global, count_in_class, keep_in_dict)
+COUNTS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "list": lambda self, out: grow(self.seen),
+    "list of its class": lambda self, out: grow(self.of_class),
+    "dict": lambda self, out: count(self.options),
+    "dict outside": lambda self, out: count(GLOBAL),
+    "object": count_in_object,
+    "tensor in a dict": keep_in_dict,
+    "iterator": lambda self, out: next(self.numbers),
+}
 
 
-@pytest.mark.parametrize("act", [*COUNTS, lambda self, out: next(self.numbers)])
+@pytest.mark.parametrize("act", COUNTS.values(), ids=COUNTS)
 def test_what_calls_differ_by_is_refused_and_what_none_reads_left_alone(act: Any) -> None:
     """Once, each but numbers of modules stayed as it was traced, without a word."""
     with pytest.raises(TraceError, match=r"changes Python state.*register_buffer\(\)|computes something else"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from autovaruna.errors import TraceError
 from autovaruna.graph.call import describe
@@ -66,58 +64,6 @@ def test_dropout_is_random_only_while_it_drops() -> None:
     """A dropout of probability zero, or under eval, draws nothing; attention's likewise."""
     random = [name for name, fact in traced_function(dropped, X).facts.items() if fact.is_random]
     assert random == ["scaled_dot_product_attention", "dropout", "bernoulli"]
-
-
-def corrected(self: Any, x: Tensor, region: Any = None) -> Tensor:
-    """Corrects a running average by the count of its changes."""
-    with region or nullcontext():
-        self.calls += 1
-        self.count += 1
-        self.average.lerp_(x.detach().mean(0), 0.1)
-        mean = self.average / (1 - 0.9**self.count)
-    return self.layer(x - mean).sum(-1).mean()
-
-
-def corrected_apart(self: Any, x: Tensor) -> Tensor:
-    return corrected(self, x, torch.no_grad())
-
-
-def cumulative(self: Any, x: Tensor) -> Tensor:
-    """Weighs what comes new by the count."""
-    with torch.no_grad():
-        self.count.add_(1)
-        self.calls += 1
-        self.average += (x.mean(0) - self.average) / self.count
-    return self.layer(x - self.average).sum(-1).mean()
-
-
-def beside(self: Any, x: Tensor) -> Tensor:
-    """Counts beside an average, and follows its own weights; neither has to do with the average."""
-    with torch.no_grad():
-        self.calls += 1
-        self.slow.weight.mul_(0.9).add_(self.norm.weight, alpha=0.1)
-    x = self.slow(self.norm(self.layer(x * torch.tanh(self.calls))))
-    with torch.no_grad():
-        self.average.lerp_(x.mean(0), 0.1)
-    return (x * self.average).sum(-1).mean()
-
-
-OF_LAYER = {f"layer.parametrizations.weight.0.{name}" for name in ("_u", "_v")}
-STEADY: dict[Any, set[str]] = {
-    corrected: set(),
-    corrected_apart: set(),
-    cumulative: set(),
-    beside: {"slow.weight", "norm.num_batches_tracked"},
-}
-
-
-@pytest.mark.parametrize("forward", STEADY, ids=lambda forward: forward.__name__)
-def test_a_counter_goes_with_the_state_that_it_weighs(forward: Any) -> None:
-    layer = parametrizations.spectral_norm(nn.Linear(3, 3))
-    parts = {"layer": layer, "slow": nn.Linear(3, 3).requires_grad_(False), "norm": nn.BatchNorm1d(3)}
-    buffers = {"average": torch.zeros(3), "count": torch.zeros(()), "calls": torch.zeros((), dtype=torch.long)}
-    model = Written(forward, **parts, **buffers)
-    assert traced(model, torch.randn(4, 3)).steady_state == {"calls", *OF_LAYER, *STEADY[forward]}
 
 
 def shaped(self: nn.Module, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tests.reference import bit_equal, compare, part, plain_micro_batched, plain
 from tests.session.training import QUIET, measure, pipeline, refuse, train, train_as_plain
 
 Function = Callable[[Any, Tensor, Tensor], Tensor]
-SIZE, STEPS = 6, 2
+SIZE, STEPS, CONTIGUOUS = 6, 2, torch.contiguous_format
 FIRST, LAST = (lambda: nn.Linear(WIDTH, WIDTH)), (lambda: nn.Linear(WIDTH, CLASSES))
 
 
@@ -37,25 +37,10 @@ class Steps(nn.Module):
         return self.function(self, torch.tanh(self.first(x)), y)
 
 
-def distances(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Uses distances, which torch computes in one of two ways, by the batch size."""
-    return F.cross_entropy(self.last(x) * torch.cdist(x, self.codes).min(1)[0][:, None], y)
-
-
-def checked(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Uses a loss that looks at its numbers, in the model's own forward."""
-    return F.gaussian_nll_loss(self.last(x).sum(1), y.float(), x.exp().sum(1))
-
-
 def counted(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Uses a loss that cannot be traced, on as many numbers as the labels say."""
     scores = self.last(x)[None].expand(4, -1, -1).log_softmax(-1)
     return F.ctc_loss(scores, y.masked_select(y > 0), torch.full_like(y, 4), (y > 0).long())
-
-
-def probabilities(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Uses a loss that takes probabilities alone."""
-    return F.binary_cross_entropy(torch.sigmoid(self.last(x)), F.one_hot(y, CLASSES).float())
 
 
 def matrices(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -63,11 +48,6 @@ def matrices(self: Any, x: Tensor, y: Tensor) -> Tensor:
     square = x[:, :9].view(-1, 3, 3)
     root = torch.linalg.cholesky(square @ square.mT + torch.eye(3, device=x.device))
     return F.cross_entropy(self.last(x) * root.sum((1, 2))[:, None], y)
-
-
-def laid_out(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Says in which order of memory a tensor is to lie that has the dtype asked for."""
-    return F.cross_entropy(self.last(x.t().to(x.dtype, memory_format=torch.contiguous_format).t()), y)
 
 
 def converted(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -107,11 +87,6 @@ def squashed(x: Tensor) -> Tensor:
     return torch.tanh(x) / 2
 
 
-def compiled(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Calls a function and a module that torch.compile has wrapped."""
-    return F.cross_entropy(self.last(self.compiled(squashed(x))), y)
-
-
 def named(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Calls layers whose names are no names of Python."""
     for layer in self.layers.values():
@@ -134,11 +109,23 @@ def looked_at(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x / scale), y)
 
 
-PASSING = (
-    *(distances, checked, counted),
-    *(probabilities, matrices, laid_out, dispatched, behind),
-    *(compiled, named, without_gradient, looked_at, converted, spectra),
-)
+PASSING: dict[str, Function] = {
+    # torch computes distances in one of two ways, by the batch size
+    "distances": lambda m, x, y: F.cross_entropy(m.last(x) * torch.cdist(x, m.codes).min(1)[0][:, None], y),
+    "looks at its numbers": lambda m, x, y: F.gaussian_nll_loss(m.last(x).sum(1), y.float(), x.exp().sum(1)),
+    "counted": counted,
+    "probabilities": lambda m, x, y: F.binary_cross_entropy(m.last(x).sigmoid(), F.one_hot(y, CLASSES).float()),
+    "matrices": matrices,
+    "order of memory": lambda m, x, y: F.cross_entropy(m.last(x.t().to(x.dtype, memory_format=CONTIGUOUS).t()), y),
+    "dispatched": dispatched,
+    "behind autograd": behind,
+    "wrapped by torch.compile": lambda m, x, y: F.cross_entropy(m.last(m.compiled(squashed(x))), y),
+    "names that Python has not": named,
+    "without gradient": without_gradient,
+    "looked at": looked_at,
+    "converted": converted,
+    "spectra": spectra,
+}
 
 
 def mapped(self: Any, x: Tensor) -> Tensor:
@@ -173,19 +160,16 @@ def layer_of(function: Callable[..., Tensor]) -> nn.Module:
     return Written(function, layer=FIRST())
 
 
-def by_transforms() -> nn.Module:
-    """What a transform traces would be a constant; the module that uses one is kept whole, and can recompute."""
-    return nn.Sequential(layer_of(mapped), nn.LayerNorm(WIDTH), layer_of(along))
+KEPT: dict[str, Callable[[], nn.Module]] = {
+    # What a transform traces would be a constant; the module that uses one is kept whole, and can recompute.
+    "transforms": lambda: nn.Sequential(layer_of(mapped), nn.LayerNorm(WIDTH), layer_of(along)),
+    "samples counted in Python": lambda: nn.Sequential(*map(layer_of, (windows, loop, windows, of_lengths))),
+}
 
 
-def by_counting() -> nn.Module:
-    """Modules that count their samples in Python are kept whole."""
-    return nn.Sequential(layer_of(windows), layer_of(loop), layer_of(windows), layer_of(of_lengths))
-
-
-@pytest.mark.parametrize("make", (by_transforms, by_counting), ids=lambda make: make.__name__)
-def test_modules_are_kept_whole(make: Callable[[], nn.Module]) -> None:
-    case = Case(make.__name__, lambda: Classifier(nn.Sequential(FIRST(), make(), LAST())), labelled)
+@pytest.mark.parametrize("kind", KEPT)
+def test_modules_are_kept_whole(kind: str) -> None:
+    case = Case(kind, lambda: Classifier(nn.Sequential(FIRST(), KEPT[kind](), LAST())), labelled)
     plain_steps(case, [case.batch(SIZE, 0)])  # torch compiles what it needs for jvp at the first one of a process
     trains(case, recompute=True)
 
@@ -199,9 +183,9 @@ def trains(case: Case, recompute: bool = False) -> None:
     measure(case)
 
 
-@pytest.mark.parametrize("function", some(PASSING, 7), ids=lambda function: function.__name__)
-def test_right_numbers(function: Function) -> None:
-    trains(Case(f"steps_{function.__name__}", lambda: Steps(function), labelled))
+@pytest.mark.parametrize("name", some([*PASSING], 7))
+def test_right_numbers(name: str) -> None:
+    trains(Case(name, lambda: Steps(PASSING[name]), labelled))
 
 
 @torch.jit.script
@@ -225,18 +209,6 @@ def joined(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(2 * x.shape[0], device=x.device))
 
 
-def length(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(self.last(x), y, reduction="sum") / len(x)
-
-
-def integer(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(self.last(x), y, reduction="sum") / int(x.shape[0])
-
-
-def viewed(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(self.last(x).view(len(x), -1), y)
-
-
 def contrastive(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Compares all samples, as CLIP does: the label of each is its place."""
     scores = self.last(x) @ self.last(self.layers["class"](x)).t()
@@ -251,12 +223,18 @@ def test_some_have_plain_pytorch_s_numbers(function: Function, num_micro_batches
     train_as_plain(case, pipeline(2, num_micro_batches=num_micro_batches), SIZE, SIZE, exact=function is joined)
 
 
-@pytest.mark.parametrize("function", (length, integer, viewed, contrastive), ids=lambda function: function.__name__)
-def test_a_fixed_batch_size_is_traced_anew_where_there_is_one_micro_batch(
-    function: Function, caplog: pytest.LogCaptureFixture
-) -> None:
+FIXED: dict[str, Function] = {
+    "length": lambda m, x, y: F.cross_entropy(m.last(x), y, reduction="sum") / len(x),
+    "integer": lambda m, x, y: F.cross_entropy(m.last(x), y, reduction="sum") / int(x.shape[0]),
+    "viewed": lambda m, x, y: F.cross_entropy(m.last(x).view(len(x), -1), y),
+    "contrastive": contrastive,
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_batch_size_is_traced_anew_where_there_is_one_micro_batch(name: str, caplog: Any) -> None:
     """One warning names the line, for any number of sizes."""
-    case = Case(f"steps_{function.__name__}", lambda: Steps(function), labelled)
+    case = Case(f"fixed {name}", lambda: Steps(FIXED[name]), labelled)
     train_as_plain(case, pipeline(2, num_micro_batches=1), SIZE, SIZE + 2, SIZE, exact=True)
     told = {each.message for each in caplog.records if "anew for each other size" in each.message}
     assert len(told) == 1
@@ -286,10 +264,16 @@ def shorten(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(x), y)
 
 
+def clamped(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    if y.max() >= CLASSES:
+        y = y.clamp(max=CLASSES - 1)
+    return F.cross_entropy(self.last(x), y)
+
+
 TRANSFORM = r"uses a function transform of torch\.func.*Move the line into a submodule"
 REFUSED: dict[str, tuple[nn.Module, str]] = {
-    "length": (Steps(length), r"len\(\) of a tensor at .*len\(x\).*Expected x\.shape\[0\]"),
-    "integer": (Steps(integer), r"fixes its batch size.*int\(x\.shape\[0\]\).*Write x\.shape\[0\]"),
+    "length": (Steps(FIXED["length"]), r"len\(\) of a tensor at .*len\(x\).*Expected x\.shape\[0\]"),
+    "integer": (Steps(FIXED["integer"]), r"fixes its batch size.*int\(x\.shape\[0\]\).*Write x\.shape\[0\]"),
     "integer of data": (
         Steps(lambda m, x, y: F.cross_entropy(m.last(x)[:, : int(y.max())], y)),
         r"int\(\) of a tensor at .*int\(y\.max\(\)\).*Expected x\.item\(\)",
@@ -323,6 +307,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "sparse gradients": (Sparse(False), r"sparse=True at .*Expected sparse=False"),
     "a sparse buffer": (Sparse(True), "mixer"),
+    "a branch that is no check": (Steps(clamped), r"y\.max\(\) >= CLASSES"),
     "a batch size in a set": (
         Steps(lambda m, x, y: F.cross_entropy(m.last(x), y) * len({x.shape[0], y.shape[0]})),
         r"at .*test_idioms\.py.*len\(\{x\.shape.*is hashed there.*dynamic_batch=False",
@@ -376,17 +361,6 @@ def test_what_a_check_refuses_is_refused(x: float, y: int, line: str) -> None:
         model(**batch[1])
 
 
-class Branches(Checked):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if y.max() >= CLASSES:
-            return super().forward(x, y.clamp(max=CLASSES - 1))
-        return super().forward(x, y)
-
-
-def test_a_branch_is_no_check() -> None:
-    refuse(Branches(), r"y\.max\(\) >= CLASSES")
-
-
 def scheduled(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Goes by numbers of tensors that it holds, as a solver does by its times."""
     later = self.times[1:] > self.times[:-1]
@@ -409,13 +383,6 @@ def test_numbers_that_a_model_holds_may_decide() -> None:
     torch.testing.assert_close(wrapped(**given), model(**given))
 
 
-@pytest.mark.parametrize("function", (scripted, joined), ids=lambda function: function.__name__)
-def test_one_micro_batch_has_plain_pytorch_s_numbers(function: Function) -> None:
-    """A function of TorchScript has kernels of its own, and bits."""
-    case = Case(function.__name__, lambda: Steps(function), labelled)
-    train_as_plain(case, pipeline(2, num_micro_batches=1), SIZE, SIZE, exact=function is joined)
-
-
 class Scattered(TwoLayers):
     """Puts rows that belong to samples, but to no one sample each, where the samples want them."""
 
@@ -428,16 +395,11 @@ class Scattered(TwoLayers):
 
 def test_checks_of_torch_are_kept() -> None:
     """Rows that are no batch go to every micro-batch; the check of the model's own says that they are too many."""
-    given = {
-        **labelled(SIZE, 0)[1],
-        "y": torch.tensor([1, 0] * (SIZE // 2)),
-        "rows": torch.ones(SIZE // 2, WIDTH),
-    }
+    given = {**labelled(SIZE, 0)[1], "y": torch.tensor([1, 0] * (SIZE // 2)), "rows": torch.ones(SIZE // 2, WIDTH)}
     Scattered()(**given).backward()
     model = AutoVaruna(Scattered(), num_micro_batches=2, **QUIET)
-    with pytest.raises(
-        InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._check_tensor_all_with.*every micro-"
-    ):
+    line = r"raises at test_idioms\.py:\d+ \(torch\._"
+    with pytest.raises(InputError, match=line + "check_tensor_all_with.*every micro-"):
         model(**given)
-    with pytest.raises(InputError, match=r"raises at test_idioms\.py:\d+ \(torch\._assert_async"):
+    with pytest.raises(InputError, match=line + "assert_async"):
         model(**{**given, "y": given["y"] - 2})

@@ -103,6 +103,7 @@ class Turned(Copied):
     """Is `Copied`, for a name of its own."""
 
 
+CENTRE = keep_whole(lambda x: x - x.mean().item())
 turn = Turned.apply
 """As many programs name a function: what torch calls it by is taken out of the class before anything is traced."""
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -123,9 +124,9 @@ def case_of(name: str, loss: Loss) -> Case:
     return Case(f"function, {name}", lambda: Model(loss), labelled)
 
 
-def quantised(h: Tensor) -> Tensor:
-    """Calls a function of torch that cannot be traced, and is written in C++."""
-    return torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 7)
+def classify(change: Callable[[Any, Tensor], Tensor]) -> Loss:
+    """Returns the loss of the scores that a function of the model makes of features."""
+    return lambda m, h, y: F.cross_entropy(change(m, h), y)
 
 
 @torch.jit.script
@@ -167,15 +168,15 @@ def by_numpy(h: Tensor, bias: Tensor) -> Tensor:
 
 
 AS_PLAIN: dict[str, Loss] = {
-    "scripted": lambda m, h, y: F.cross_entropy(m.last(damped(h) + damped(h, scale=2.0)), y),
-    "marked": lambda m, h, y: F.cross_entropy(m.last(sorted_rows(h, is_down=True)[0]), y),
-    "of a library": lambda m, h, y: F.cross_entropy(m.last(keep_whole(by_numpy)(h, m.last.bias)), y),
+    "scripted": classify(lambda m, h: m.last(damped(h) + damped(h, scale=2.0))),
+    "marked": classify(lambda m, h: m.last(sorted_rows(h, is_down=True)[0])),
+    "of a library": classify(lambda m, h: m.last(keep_whole(by_numpy)(h, m.last.bias))),
     "mean": lambda m, h, y: Half.apply(m.last(h), y, "mean"),
     "divided sum": lambda m, h, y: Half.apply(m.last(h), y, "sum") / h.shape[0],
-    "limited": lambda m, h, y: F.cross_entropy(m.last(Clamped.apply(h)), y),
+    "limited": classify(lambda m, h: m.last(Clamped.apply(h))),
     "small gradients": lambda m, h, y: 1e-3 * F.cross_entropy(m.last(Raised.apply(h)), y),
-    "by any name": lambda m, h, y: F.cross_entropy(m.last(turn(m.turn(torch.tanh(turn(h))))), y),
-    "in C": lambda m, h, y: F.cross_entropy(m.last(quantised(h)), y),
+    "by any name": classify(lambda m, h: m.last(turn(m.turn(torch.tanh(turn(h)))))),
+    "in C++": classify(lambda m, h: m.last(torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -8, 7))),
 }
 
 
@@ -186,32 +187,22 @@ def test_a_function_trains_as_in_plain_pytorch(name: str) -> None:
     assert "forward" not in vars(Turned), "the names of functions are those of the script again"
 
 
+MIXES, GRADIENT = "mixes the samples", "the gradient that goes back through module is another.*the gradient of "
+DEPENDS = MIXES + ".*{}, which is kept whole, returns for a sample, or its gradient, dep"
 REFUSED: dict[str, tuple[Loss, type[AutoVarunaError], str]] = {
     "sum": (lambda m, h, y: Half.apply(m.last(h), y, "sum"), InputError, "a sum over the samples"),
     "root": (lambda m, h, y: Root.apply(m.last(h)), InputError, "no mean over its samples"),
-    "scripted, mixing": (
-        lambda m, h, y: F.cross_entropy(m.last(normed(h)), y),
-        *(TraceError, "mixes the samples.*normed, which is kept whole, returns for a sample, or its gradient, dep"),
-    ),
-    "marked, mixing": (
-        lambda m, h, y: F.cross_entropy(m.last(keep_whole(lambda x: x - x.mean().item())(h)), y),
-        *(TraceError, "mixes the samples.*lambda>, which is kept whole, returns for a sample, or its gradient, dep"),
-    ),
-    "centred": (
-        lambda m, h, y: F.cross_entropy(m.last(Centred.apply(h)), y),
-        *(TraceError, r"the gradient that goes back through module is another.*the gradient of first\.weight"),
-    ),
+    "scripted, mixing": (classify(lambda m, h: m.last(normed(h))), TraceError, DEPENDS.format("normed")),
+    "marked, mixing": (classify(lambda m, h: m.last(CENTRE(h))), TraceError, DEPENDS.format("lambda>")),
+    "centred": (classify(lambda m, h: m.last(Centred.apply(h))), TraceError, GRADIENT + r"first\.weight"),
     "limited weight": (
-        lambda m, h, y: F.cross_entropy(F.linear(h, Clamped.apply(m.last.weight)), y),
-        *(TraceError, r"the gradient that goes back through module is another.*the gradient of last\.weight"),
+        classify(lambda m, h: F.linear(h, Clamped.apply(m.last.weight))),
+        *(TraceError, GRADIENT + r"last\.weight"),
     ),
-    "covariance": (
-        lambda m, h, y: F.cross_entropy(m.last(h * (1.0 + h.t().cov().square().mean())), y),
-        *(AutoVarunaError, "mixes the samples"),
-    ),
+    "covariance": (classify(lambda m, h: m.last(h * (1.0 + h.t().cov().square().mean()))), AutoVarunaError, MIXES),
     "correlation": (
-        lambda m, h, y: F.cross_entropy(m.last(h * (1.0 + torch.corrcoef(h.t()).square().mean())), y),
-        *(AutoVarunaError, "mixes the samples"),
+        classify(lambda m, h: m.last(h * (1.0 + torch.corrcoef(h.t()).square().mean()))),
+        *(AutoVarunaError, MIXES),
     ),
 }
 
@@ -291,9 +282,8 @@ def test_a_function_that_draws_has_the_same_bits_on_any_number_of_stages() -> No
 
 
 WEIGHTS = r"Again uses the weights of \w+.*pass each weight to apply\(\)"
-MARKED = (
-    r"The function {} .* can neither be traced nor kept whole: it uses tensors of {} that are not among its arguments"
-)
+NEITHER = "can neither be traced nor kept whole: "
+MARKED = "The function {} .* " + NEITHER + "it uses tensors of {} that are not among its arguments"
 LINES: dict[str, tuple[nn.Module, str, Any]] = {
     "weights of a marked function": (
         Written(lambda self, x: keep_whole(hiding)(x), inner=NET),
@@ -305,7 +295,7 @@ LINES: dict[str, tuple[nn.Module, str, Any]] = {
     ),
     "no tensor": (
         Written(lambda self, x: keep_whole(float)(x.sum()) * self.inner(x), inner=NET),
-        *("float .* can neither be traced nor kept whole: it returns no tensor", X),
+        *(f"float .* {NEITHER}it returns no tensor", X),
     ),
     "hooks of saved tensors": (Model(saved_by_hooks), r"hooks for saved tensors.*in a submodule", None),
     "weights": (reaching(False), WEIGHTS, X),

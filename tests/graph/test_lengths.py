@@ -15,7 +15,7 @@ from autovaruna import AutoVaruna
 from autovaruna.errors import RankError
 from autovaruna.session import traces
 from tests.catalogue import DEVICE, Batch, Case
-from tests.catalogue.hugging_face import ENCODER, GPT, HEADS, WIDTH, WORDS, make
+from tests.catalogue.hugging_face import ENCODER, GPT, HEADS, T5, WIDTH, WORDS, case
 from tests.catalogue.small import Written
 from tests.products import WHOLE, some
 from tests.reference import Record, compare, plain_steps
@@ -23,7 +23,7 @@ from tests.session.training import merge, on_ranks, pipeline, share_of, train_ra
 
 NUM_STEPS = 200 if WHOLE else 6
 LONGEST = 200
-T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+NO_BATCH: Any = None  # batches are drawn
 
 
 class Encoder(nn.Module):
@@ -32,9 +32,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True
-        )  # smooth: rounding flips no ReLU
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, 0.0, "gelu", batch_first=True)  # rounding flips no ReLU
         self.body = nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -65,17 +63,14 @@ def drawn(case: Case, num_steps: int) -> list[tuple[Batch, list[int]]]:
     return [(((), batch(draw, size, draw.randint(4, LONGEST))), [size // 2, size - size // 2]) for size in sizes]
 
 
-def case_of(name: str, model: str, config: str, fields: dict[str, Any]) -> Case:
-    return Case(name, lambda: make(model, config, fields), lambda size, seed: ((), {}), needs="transformers")
-
-
 PLACES = {"n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 256}
+TRANSLATING = {**T5, "dropout_rate": 0.0, "decoder_start_token_id": 0}
 CASES = [
-    Case("encoder", Encoder, lambda size, seed: ((), {})),
-    case_of("gpt2", "GPT2LMHeadModel", "GPT2Config", {**GPT, **PLACES}),
-    case_of("t5", "T5ForConditionalGeneration", "T5Config", {**T5, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
-    case_of("bert", "BertForMaskedLM", "BertConfig", {**ENCODER, **NO_DROPOUT}),
+    Case("encoder", Encoder, NO_BATCH),
+    case("gpt2", "GPT2LMHeadModel", {**GPT, **PLACES}, NO_BATCH, has_dropout=False),
+    case("t5", "T5ForConditionalGeneration", TRANSLATING, NO_BATCH, has_dropout=False),
+    case("bert", "BertForMaskedLM", {**ENCODER, **NO_DROPOUT}, NO_BATCH, has_dropout=False),
 ]
 
 
@@ -117,11 +112,7 @@ def of_lengths(*lengths: int) -> list[tuple[Batch, list[int]]]:
     return [(((torch.randn(4, length, 4, generator=generator).to(DEVICE),), {}), [2, 2]) for length in lengths]
 
 
-def make_steps() -> nn.Module:
-    return Written(by_steps, first=nn.Linear(4, 4), last=nn.Linear(4, 1))
-
-
-STEPS = Case("steps", make_steps, lambda size, seed: ((), {}))
+STEPS = Case("steps", lambda: Written(by_steps, first=nn.Linear(4, 4), last=nn.Linear(4, 1)), NO_BATCH)
 
 
 def test_few_graphs_of_a_model_that_fixes_lengths_are_kept(

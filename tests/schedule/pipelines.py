@@ -31,13 +31,9 @@ def chain(
         StageTimes((s,), forward, backward, depth(num_stages, s), recompute is not None, recompute or 0.0)
         for s in range(num_stages)
     ]
-    if weight:
-        stages = [
-            dataclasses.replace(
-                stage, deferred=deferred(num_stages, s), input_seconds=backward - weight, weight_seconds=weight
-            )
-            for s, stage in enumerate(stages)
-        ]
+    for s, stage in enumerate(stages if weight else ()):
+        parts = {"deferred": deferred(num_stages, s), "input_seconds": backward - weight, "weight_seconds": weight}
+        stages[s] = dataclasses.replace(stage, **parts)
     edges = [Edge(s, s + 1, 0.0, 0.0) for s in range(num_stages - 1)]
     link = LinkCost(latency, float("inf"))
     return Pipeline(tuple(stages), tuple(edges), num_stages, num_micro_batches, lambda source, destination: link)
