@@ -46,15 +46,6 @@ def undisturbed() -> list[str]:
     return train(None, NUM_STEPS)
 
 
-def go_on(link: Link, folder: Path, attempt: int) -> JobPlace:
-    """Returns the place of a job's next run, which has the newest state."""
-    state = find_state([link])
-    assert state is not None and state.hosts == ["localhost"]
-    assert not hand_out(state, ["localhost"], {"localhost": link})
-    link.ask("begin", number=attempt, buddy=None).result(10.0)
-    return JobPlace(str(folder), attempt, 1, state.step)
-
-
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Dropout, a scheduler, a scaler, batch statistics, a sampler, draws of the script, and its own numbers."""
     folder = tmp_path / "job"
@@ -70,8 +61,11 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
             ranks = link.ask("ping").result(10.0)["ranks"]
             assert ranks["0"]["state"] in ("", "Z") and ranks["0"]["steps"] >= first
             if last:
-                place = go_on(link, folder, attempt)
-                assert first <= (place.step or 0) < last and place.step
+                state = find_state([link])
+                assert state is not None and state.hosts == ["localhost"] and state.step > 0
+                assert not hand_out(state, ["localhost"], {"localhost": link}) and first <= state.step < last
+                link.ask("begin", number=attempt, buddy=None).result(10.0)
+                place = JobPlace(str(folder), attempt, 1, state.step)
         told = ranks["0"]
         assert (told["calls"], told["steps"], told["is_inside"]) == (NUM_STEPS - first, NUM_STEPS - 1, False)
     assert found == expected
