@@ -22,6 +22,7 @@ from autovaruna.elastic.link import Link
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.snapshot import Snapshots
 from tests.elastic.keepers import keeper
+from tests.hosts.elastic_run import train_alone
 from tests.hosts.emulation import wait_for
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -31,10 +32,9 @@ NUM_STEPS = 17
 pytestmark = pytest.mark.timeout(120)
 
 
-def train(place: JobPlace | None, *words: int) -> list[str]:
+def train(place: JobPlace, *words: int) -> list[str]:
     """Returns what the script prints in a job's place."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    variables |= {} if place is None else {VARIABLE: json.dumps(asdict(place))}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: json.dumps(asdict(place))}
     call = [sys.executable, SCRIPT, *map(str, words)]
     done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == (9 if len(words) > 1 else 0), done.stderr
@@ -43,7 +43,7 @@ def train(place: JobPlace | None, *words: int) -> list[str]:
 
 @cache
 def undisturbed() -> list[str]:
-    return train(None, NUM_STEPS)
+    return train_alone(SCRIPT, NUM_STEPS).splitlines()
 
 
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
