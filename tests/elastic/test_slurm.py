@@ -41,6 +41,7 @@ TmpFS={folder}/%n
 StateSaveLocation={folder}/state
 SlurmUser=root
 SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
 SlurmctldLogFile={folder}/controller.log
 SlurmdLogFile={folder}/%n.log
 SlurmdParameters=config_overrides
