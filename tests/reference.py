@@ -85,19 +85,9 @@ def micro_batches(batch: Batch, num_micro_batches: int) -> list[Batch]:
     return [part(batch, start, end) for start, end in ranges(batch_size(batch), num_micro_batches) if end > start]
 
 
-def plain_steps(
-    case: Case,
-    batches: Sequence[Batch],
-    make_optimizer: MakeOptimizer = sgd,
-    max_norm: float | None = None,
-    num_accumulated: int = 1,
-    model: nn.Module | None = None,
-) -> Record:
-    """Trains on whole global batches, one a call: a case, built with seed 0, or `model`, in place.
-
-    Gradients of `num_accumulated` calls are added for one step of the optimizer, before which `max_norm` clips them.
-    """
-    return plain_micro_batched(case, [[batch] for batch in batches], make_optimizer, max_norm, num_accumulated, model)
+def plain_steps(case: Case, batches: Sequence[Batch], *args: Any, **more: Any) -> Record:
+    """Trains on whole global batches, one a call; the rest is as in `plain_micro_batched`."""
+    return plain_micro_batched(case, [[batch] for batch in batches], *args, **more)
 
 
 def plain_micro_batched(
@@ -111,7 +101,8 @@ def plain_micro_batched(
     """Trains micro-batch by micro-batch: the loss of a call is the mean over samples of its micro-batches' losses.
 
     This is what a model that mixes samples or updates buffers (BatchNorm) is to be compared with; what it counts are
-    calls. `steps` holds the micro-batches of each call; the rest is as in `plain_steps`.
+    calls. `steps` holds the micro-batches of each call. Trained is a case, built with seed 0, or `model`, in place.
+    Gradients of `num_accumulated` calls are added for one step of the optimizer, before which `max_norm` clips them.
     """
     model = case.model() if model is None else model
     optimizer = make_optimizer(model.parameters())

@@ -1,4 +1,4 @@
-"""Runs the Python of pages on one process, as their readers would, with what a page takes for granted."""
+"""Runs examples and the Python of pages on one process, as their readers would, with what a page takes for granted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import runpy
 import sys
 import tempfile
 import traceback
@@ -91,10 +92,13 @@ def in_libraries() -> dict[str, Any]:
 
 
 def run(page: str) -> str:
-    """Runs the Python of a page in a folder of its own; returns what went wrong, or an empty text."""
-    before = dict(os.environ)
+    """Runs an example or the Python of a page in a folder of its own; returns what went wrong, or an empty text."""
+    before, sys.argv = dict(os.environ), [page]
     try:
         get_world().num_models = 0  # a page is a script
+        if page.endswith(".py"):
+            runpy.run_path(str(ROOT / page), run_name="__main__")
+            return ""
         given = names(page)
         for info, text, line in blocks(page):
             if info == "python" or info.startswith("python title="):
@@ -113,6 +117,7 @@ def run(page: str) -> str:
 def main(pages: list[str]) -> None:
     """Prints a line of JSON: what went wrong in each page."""
     sys.modules["varuna"] = autovaruna.varuna
+    sys.path.append(str(ROOT / "examples"))
     wrong = {}
     for page in pages:
         with tempfile.TemporaryDirectory() as folder:

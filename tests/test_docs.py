@@ -21,6 +21,7 @@ from tests.test_examples import QUICK
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 WITH_PYTHON = [page for page in PAGES if any(info.startswith("python") for info, _, _ in blocks(page))]
+EXAMPLES = [f"examples/{name}.py" for name in ("finetune_hf", "varuna_bert", "tutorial")]
 LIBRARIES = ("accelerate", "lightning", "peft", "transformers")
 FOLLOWED = ["docs/tutorial/first-run.md", "docs/tutorial/does-not-fit.md"]
 """Pages whose commands are run, after their files have been written."""
@@ -30,11 +31,11 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 @pytest.fixture(scope="module")
 def wrong() -> dict[str, str]:
-    """What went wrong in the Python of each page; one process runs all of them."""
+    """What went wrong in the Python of each page, and in examples; one process runs all of them."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} cannot be imported")
-    command = [sys.executable, "-m", "tests.run_pages", *WITH_PYTHON]
+    command = [sys.executable, "-m", "tests.run_pages", *WITH_PYTHON, *EXAMPLES]
     variables = {**os.environ, **QUICK}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -42,8 +43,8 @@ def wrong() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON)
-def test_the_python_of_a_page_runs(page: str, wrong: dict[str, str]) -> None:
+@pytest.mark.parametrize("page", WITH_PYTHON + EXAMPLES)
+def test_the_python_of_a_page_runs_and_an_example_holds_its_own_assertions(page: str, wrong: dict[str, str]) -> None:
     assert not wrong[page], wrong[page]
 
 

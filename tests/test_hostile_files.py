@@ -58,17 +58,11 @@ BYTES = (b"", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"\xff\xfe", b"nu
 
 @dataclass
 class Reader:
-    """A file with something in it that is right, and what reads it.
-
-    Attributes:
-        file: the file.
-        read: reads it.
-        sign: called with the bytes that replace the file's, where a checksum of another file is made to fit.
-    """
+    """A file with something in it that is right, and what reads it."""
 
     file: Path
     read: Callable[[], object]
-    sign: Callable[[bytes], object] | None = None
+    sign: Callable[[bytes], object] | None = None  # writes other bytes, and makes the checksum of another file fit
 
     def __post_init__(self) -> None:
         self.right = self.file.read_bytes()

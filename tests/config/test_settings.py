@@ -206,17 +206,14 @@ def test_the_example_run_settings_can_be_used():
         assert resolve({}, {"AUTOVARUNA_CONF_DIR": str(path.parent)}) != Settings()
 
 
-def read_names():
-    """Returns the names that rooms read as ``settings.<name>`` or ``self._settings.<name>``."""
+def test_every_setting_is_read_by_a_room():
+    """As ``settings.<name>`` or ``self._settings.<name>``."""
     files = [file for file in PACKAGE.rglob("*.py") if file.name not in ("config.py", "settings.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     reads = [node for node in nodes if isinstance(node, ast.Attribute)]
-    return {node.attr for node in reads if ast.unparse(node.value).split(".")[-1].lstrip("_") == "settings"}
-
-
-def test_every_setting_is_read_by_a_room():
+    read = {node.attr for node in reads if ast.unparse(node.value).split(".")[-1].lstrip("_") == "settings"}
     left_to_the_planner = {each.name for each in fields(Constraints)}  # read by these names
-    assert not set(NAMES) - read_names() - left_to_the_planner
+    assert not set(NAMES) - read - left_to_the_planner
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,11 +41,12 @@ TmpFS={folder}/%n
 StateSaveLocation={folder}/state
 SlurmUser=root
 SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
 SlurmctldLogFile={folder}/controller.log
 SlurmdLogFile={folder}/%n.log
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16
 PartitionName=all Nodes=ALL Default=YES
 """
 NAMES = """
@@ -55,6 +56,21 @@ print(f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on {os.environ.get('
 MPI.COMM_WORLD.Barrier()
 """
 EXAMPLES = ROOT / "examples"
+ALLOCATION, RUN = "--nodes=2 --ntasks-per-node=2", "python -m autovaruna run"
+OF_ALLOCATION = {f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)}
+JOBS = {
+    "allocation": (f"{RUN} --no_morphing names.py", OF_ALLOCATION),
+    "other_names": (
+        f"{RUN} --no_morphing --machine_list machines --ranks_per_host 3 names.py",
+        {f"rank {rank} of 3" for rank in range(3)},
+    ),
+    "other_node": (
+        f"{RUN} --no_standby --machine_list second --ranks_per_host 2 names.py",
+        {"rank 0 of 2 on n2", "rank 1 of 2 on n2", "job has finished"},
+    ),
+    "pmix": ("srun --mpi=pmix python names.py", OF_ALLOCATION),
+}
+"""Jobs of two nodes, and what they print. Of those without morphing mpirun starts the ranks, else keepers by srun."""
 
 
 def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -119,17 +135,19 @@ class Cluster:
         script = script.replace("import sys", "import subprocess\nimport sys")
         (folder / "asks.py").write_text(script.replace("state = ", f"{asks}state = "))
         (folder / "names.py").write_text(NAMES)
+        (folder / "machines").write_text("127.0.0.1\n")
+        (folder / "second").write_text("n2\n")
 
     def run(self, *command: str) -> str:
         done = subprocess.run(command, env=self.variables, cwd=self.folder, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def submit(self, name: str, options: str, command: str, starter: str = "python -m autovaruna run") -> str:
+    def submit(self, name: str, options: str, command: str) -> str:
         """Submits a batch job that writes to ``name.out``; returns its number."""
         script = self.folder / f"{name}.sbatch"
         more = f"--output={name}.out --open-mode=append --requeue {options}"
-        script.write_text(f"#!/bin/bash\n#SBATCH {more}\nexec {starter} {command}\n")
+        script.write_text(f"#!/bin/bash\n#SBATCH {more}\nexec {command}\n")
         return self.run("sbatch", "--parsable", str(script)).strip()
 
     def output(self, name: str) -> str:
@@ -156,16 +174,9 @@ def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture
-def cluster(_cluster: Cluster) -> Iterator[Cluster]:
-    """Has no job of an earlier test."""
-    yield _cluster
-    _cluster.run("scancel", "--user=root")
-    wait_until(lambda: not _cluster.run("squeue", "-h"), lambda: _cluster.run("squeue"))
-
-
 @pytest.fixture(scope="module")
-def _cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
+    """Returns one that all `JOBS` have been given to: what they wait for, they wait for together."""
     path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     if os.getuid() or not all(shutil.which(name, path=path) for name in PROGRAMS):
         pytest.skip("Slurm is not installed, or this is not root")
@@ -194,7 +205,11 @@ def _cluster() -> Iterator[Cluster]:
             if command is munge:
                 wait_until((folder / "munge").exists, lambda: "munge")
         wait_until(lambda: "idle" in found.run("sinfo", "-h", "-o", "%t %D") and "2" in found.run("sinfo", "-h"), str)
+        for name, (command, _) in JOBS.items():
+            found.submit(name, ALLOCATION, command)
         yield found
+        found.run("scancel", "--user=root")
+        wait_until(lambda: not found.run("squeue", "-h"), lambda: found.run("squeue"))
     finally:
         for process in reversed(started):
             process.terminate()
@@ -206,25 +221,25 @@ def _cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def trained(_cluster: Cluster) -> Cluster:
+def trained(cluster: Cluster) -> Cluster:
     """Has run two jobs at once, which were signalled, have gone on, and were asked to end."""
-    (_cluster.folder / "memory").mkdir()
-    words = "--no_standby --requeue --memory_folder memory --checkpoints requeued train.py 100000 0.1 requeued"
+    (cluster.folder / "memory").mkdir()
+    words = f"{RUN} --no_standby --requeue --memory_folder memory --checkpoints requeued train.py 100000 0.1 requeued"
     options = f"--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --standalone --nproc-per-node {1 + WHOLE}"
     numbers = {
-        "requeued": _cluster.submit("requeued", "--nodes=1 --ntasks-per-node=2", words),
-        "torchrun": _cluster.submit("torchrun", "--nodes=1", f"{options} asks.py 100000 0.1 torchrun", "torchrun"),
+        "requeued": cluster.submit("requeued", "--nodes=1 --ntasks-per-node=2", words),
+        "torchrun": cluster.submit("torchrun", "--nodes=1", f"torchrun {options} asks.py 100000 0.1 torchrun"),
     }
     for name, number in numbers.items():
-        _cluster.wait_for("loss 3 ", name=name)
-        _cluster.run("scancel", "--batch", "--signal=USR1", number)
+        cluster.wait_for("loss 3 ", name=name)
+        cluster.run("scancel", "--batch", "--signal=USR1", number)
     for name in numbers:
-        wait_until(lambda name=name: _cluster.begun(name)[1:], lambda name=name: _cluster.output(name))  # type: ignore[misc]
-    stop_after(_cluster.folder, max(_cluster.steps(name)[-1] for name in numbers) + 20)
+        wait_until(lambda name=name: cluster.begun(name)[1:], lambda name=name: cluster.output(name))  # type: ignore[misc]
+    stop_after(cluster.folder, max(cluster.steps(name)[-1] for name in numbers) + 20)
     for name in numbers:
-        _cluster.wait_for("weights ", name=name)
-    _cluster.wait_for("the job has finished", name="requeued")
-    return _cluster
+        cluster.wait_for("weights ", name=name)
+    cluster.wait_for("the job has finished", name="requeued")
+    return cluster
 
 
 @pytest.mark.parametrize("name", ["requeued", "torchrun"])
@@ -242,43 +257,25 @@ def test_a_job_that_is_signalled_and_requeued_ends_with_the_weights_of_one_that_
         assert "SIGUSR1 came: status 75" in said and "asking Slurm to put this job into its queue again" in said
 
 
-@pytest.mark.parametrize("moment", ["keepers start", "ranks import"])
-def test_usr1_ends_a_job_with_75_before_its_ranks_train(cluster: Cluster, moment: str) -> None:
-    name = moment.split()[0]
-    (cluster.folder / f"{name}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(100)\n")
-    options = "--nodes=1 --ntasks-per-node=2"
-    memory = cluster.folder / f"memory-{name}"
-    memory.mkdir()
-    number = cluster.submit(name, options, f"--no_standby --memory_folder {memory} {name}.py")
-    if moment == "ranks import":
-        cluster.wait_for("importing", name=name)
-    else:
-        wait_until(lambda: any(memory.iterdir()), lambda: cluster.output(name))
-    cluster.run("scancel", "--batch", "--signal=USR1", number)
-    cluster.wait_for("SIGUSR1 came: status 75", name=name)
+def test_usr1_ends_a_job_with_75_before_its_ranks_train(cluster: Cluster) -> None:
+    """While its keepers start, or while its ranks import."""
+    numbers = {}
+    for name in ("keepers", "ranks"):
+        (cluster.folder / f"{name}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(100)\n")
+        (cluster.folder / f"memory-{name}").mkdir()
+        command = f"{RUN} --no_standby --memory_folder memory-{name} {name}.py"
+        numbers[name] = cluster.submit(name, "--nodes=1 --ntasks-per-node=2", command)
+    wait_until(lambda: any((cluster.folder / "memory-keepers").iterdir()), lambda: cluster.output("keepers"))
+    cluster.run("scancel", "--batch", "--signal=USR1", numbers["keepers"])
+    cluster.wait_for("importing", name="ranks")
+    cluster.run("scancel", "--batch", "--signal=USR1", numbers["ranks"])
+    for name in numbers:
+        cluster.wait_for("SIGUSR1 came: status 75", name=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("own", "--no_morphing", {f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)}),
-        ("names", "--no_morphing --machine_list machines --ranks_per_host 3", {f"rank {k} of 3" for k in range(3)}),
-        ("node", "--no_standby --machine_list second --ranks_per_host 2", {"rank 0 of 2 on n2", "job has finished"}),
-    ],
-    ids=["of the allocation", "by other names", "the other node"],
-)
-def test_ranks_run_on_the_hosts_of_the_allocation_or_on_those_that_are_named(
-    cluster: Cluster, name: str, options: str, expected: set[str]
-) -> None:
-    """Once, mpirun said of an address that its node is not present in the allocation. Keepers are started by srun."""
-    (cluster.folder / "machines").write_text("127.0.0.1\n")
-    (cluster.folder / "second").write_text("n2\n")
-    cluster.submit(name, "--nodes=2 --ntasks-per-node=2", f"{options} names.py")
-    cluster.wait_for(*expected, name=name)
-
-
-def test_srun_with_pmix_joins_the_ranks_by_mpi(cluster: Cluster) -> None:
-    if "pmix" not in cluster.run("srun", "--mpi=list"):
+@pytest.mark.parametrize("name", JOBS)
+def test_ranks_run_on_the_hosts_of_the_allocation_or_on_those_that_are_named(cluster: Cluster, name: str) -> None:
+    """Once, mpirun said of an address that its node is not present in the allocation."""
+    if name == "pmix" and "pmix" not in cluster.run("srun", "--mpi=list"):
         pytest.skip("this Slurm has no PMIx")
-    cluster.submit("pmix", "--nodes=2 --ntasks-per-node=2", "python names.py", "srun --mpi=pmix")
-    cluster.wait_for(*(f"rank {rank} of 4 on n{1 + rank // 2}" for rank in range(4)), name="pmix")
+    cluster.wait_for(*JOBS[name][1], name=name)

@@ -22,6 +22,7 @@ from autovaruna.elastic.link import Link
 from autovaruna.elastic.notices import EventLog
 from autovaruna.elastic.snapshot import Snapshots
 from tests.elastic.keepers import keeper
+from tests.hosts.elastic_run import train_alone
 from tests.hosts.emulation import wait_for
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -31,10 +32,9 @@ NUM_STEPS = 17
 pytestmark = pytest.mark.timeout(120)
 
 
-def train(place: JobPlace | None, *words: int) -> list[str]:
+def train(place: JobPlace, *words: int) -> list[str]:
     """Returns what the script prints in a job's place."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    variables |= {} if place is None else {VARIABLE: json.dumps(asdict(place))}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: json.dumps(asdict(place))}
     call = [sys.executable, SCRIPT, *map(str, words)]
     done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == (9 if len(words) > 1 else 0), done.stderr
@@ -43,16 +43,7 @@ def train(place: JobPlace | None, *words: int) -> list[str]:
 
 @cache
 def undisturbed() -> list[str]:
-    return train(None, NUM_STEPS)
-
-
-def go_on(link: Link, folder: Path, attempt: int) -> JobPlace:
-    """Returns the place of a job's next run, which has the newest state."""
-    state = find_state([link])
-    assert state is not None and state.hosts == ["localhost"]
-    assert not hand_out(state, ["localhost"], {"localhost": link})
-    link.ask("begin", number=attempt, buddy=None).result(10.0)
-    return JobPlace(str(folder), attempt, 1, state.step)
+    return train_alone(SCRIPT, NUM_STEPS).splitlines()
 
 
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -70,8 +61,11 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None
             ranks = link.ask("ping").result(10.0)["ranks"]
             assert ranks["0"]["state"] in ("", "Z") and ranks["0"]["steps"] >= first
             if last:
-                place = go_on(link, folder, attempt)
-                assert first <= (place.step or 0) < last and place.step
+                state = find_state([link])
+                assert state is not None and state.hosts == ["localhost"] and state.step > 0
+                assert not hand_out(state, ["localhost"], {"localhost": link}) and first <= state.step < last
+                link.ask("begin", number=attempt, buddy=None).result(10.0)
+                place = JobPlace(str(folder), attempt, 1, state.step)
         told = ranks["0"]
         assert (told["calls"], told["steps"], told["is_inside"]) == (NUM_STEPS - first, NUM_STEPS - 1, False)
     assert found == expected

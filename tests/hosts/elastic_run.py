@@ -29,16 +29,17 @@ _COMPILED = "/tmp/torchinductor_"
 
 
 def train_alone(*words: object) -> str:
-    """Returns what `SCRIPT` prints on one rank, which is a thread of this process."""
+    """Returns what a script, the first word, prints on one rank, which is a thread of this process."""
     printed = io.StringIO()
-    with patch.object(sys, "argv", [str(SCRIPT), *map(str, words)]), redirect_stdout(printed):
-        run_ranks(1, lambda world: runpy.run_path(str(SCRIPT), run_name="__main__"))
+    with patch.object(sys, "argv", [*map(str, words)]), redirect_stdout(printed):
+        run_ranks(1, lambda world: runpy.run_path(str(words[0]), run_name="__main__"))
     return printed.getvalue()
 
 
 def differences(printed: str, *words: object) -> list[str]:
     """Returns the lines of runs of `SCRIPT` that one rank, asked with some words, does not print, and the other way."""
-    own, alone = (re.findall(r"(?:loss \d+|weights) \S+$", text, re.M) for text in (printed, train_alone(*words)))
+    texts = printed, train_alone(SCRIPT, *words)
+    own, alone = (re.findall(r"(?:loss \d+|weights) \S+$", text, re.M) for text in texts)
     return [f"- {line}" for line in alone if line not in own] + [f"+ {line}" for line in own if line not in alone]
 
 
@@ -98,10 +99,6 @@ class ElasticRun:
         """When each step's loss was printed, on the monotonic clock, its number, and the loss."""
         lines = list(self.lines)
         return [(when, int(found[1]), found[2]) for when, line in lines if (found := _LOSS.match(line))]
-
-    def losses(self) -> list[tuple[int, str]]:
-        """Returns the distinct pairs of step and loss; a step that was done twice shall have had one loss."""
-        return sorted({(step, loss) for _, step, loss in self.steps})
 
     def list_hosts(self, names: Sequence[str]) -> None:
         """Writes the machine list, as a whole."""

@@ -96,16 +96,12 @@ class Command(subprocess.Popen[str]):
 
 
 class Hosts:
-    """Some emulated hosts, from entering the context until leaving it.
-
-    Attributes:
-        shared: a folder that is the same on all hosts.
-    """
+    """Some emulated hosts, from entering the context until leaving it."""
 
     def __init__(self, count: int) -> None:
         self.names = [f"h{place}" for place in range(1, count + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix="emulated-hosts-"))
-        self.shared = self.folder / "shared"
+        self.shared = self.folder / "shared"  # is the same on all hosts
         self.shared.mkdir()
         everywhere = [self.shared, ROOT, sys.prefix, sys.base_prefix]
         self._seen_in_tmp = [path for path in map(str, everywhere) if path.startswith("/tmp/")]
@@ -235,8 +231,9 @@ class Hosts:
             return []
         first = self._first_pids[host]
         own = _namespace(first)
-        inside = [each for each in psutil.process_iter() if own and _namespace(each.pid) == own and each.pid != first]
-        found = [(each.pid, _command_line(each)) for each in inside]
+        every = psutil.process_iter(["cmdline"])  # of which one that has ended and waits to be told of has none
+        inside = [each for each in every if own and _namespace(each.pid) == own and each.pid != first]
+        found = [(each.pid, " ".join(each.info["cmdline"] or ())) for each in inside]
         return [(pid, line) for pid, line in found if line and containing in line and not line.startswith(_STARTING)]
 
     def path(self, host: str, path: str) -> Path:
@@ -282,10 +279,9 @@ class Hosts:
         top = self.path(host, "")
         found = []
         for start in ("tmp", "dev/shm"):
-            device = (top / start).stat().st_dev
             for folder, folders, files in os.walk(top / start):
                 found += ["/" + str(Path(folder, name).relative_to(top)) for name in [*folders, *files]]
-                folders[:] = [name for name in folders if _device(Path(folder, name)) == device]
+                folders[:] = [name for name in folders if not os.path.ismount(Path(folder, name))]
         return found
 
 
@@ -358,30 +354,14 @@ def _children(pid: int) -> list[int]:
 
 
 def _namespace(pid: int) -> str:
-    try:
+    with suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/pid")
-    except OSError:
-        return ""
-
-
-def _command_line(process: psutil.Process) -> str:
-    """Returns a process's words, empty if it has ended and waits to be told of."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # a zombie is one, too
-        return ""
+    return ""
 
 
 def _marked(mark: str) -> list[int]:
     """Returns the processes that have a mark in their environment."""
     return [each.pid for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(_MARK) == mark]
-
-
-def _device(path: Path) -> int:
-    try:
-        return path.lstat().st_dev
-    except OSError:
-        return -1
 
 
 def _remove(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Trains on the samples that `ElasticSampler` gives each rank, for one epoch.
 
 sampled_train.py SAMPLES BATCH SECONDS: each rank prints ``took STEP NUMBERS...`` after each step, rank 0 also ``loss
-STEP VALUE``, of the global batch; each step takes some more seconds, and twenty times as many while there is a file
+STEP VALUE``, of the global batch; each step takes some more seconds, and thirty times as many while there is a file
 ``slow``.
 """
 
@@ -55,4 +55,4 @@ if __name__ == "__main__":
         if get_rank() == 0:
             print(f"loss {step} {loss.item()}", flush=True)
         step += 1
-        time.sleep(20 * seconds if os.path.exists("slow") else seconds)
+        time.sleep(30 * seconds if os.path.exists("slow") else seconds)

@@ -48,7 +48,7 @@ def finish(run: Command) -> tuple[int, str]:
 @pytest.mark.parametrize("is_launched", some((True, False), 1), ids=lambda each: "launcher" if each else "mpirun")
 def test_ranks_of_two_hosts_train_with_the_bits_of_one_process(hosts: Hosts, is_launched: bool):
     """Names and addresses are one machine to the launcher, and the virtual environment need not be on its path."""
-    alone = train_alone(*SHORT[1:]).splitlines()
+    alone = train_alone(*SHORT).splitlines()
     assert len(alone) == 1 + 4 + 1
     if is_launched:
         path = PATH.partition(":")[2]

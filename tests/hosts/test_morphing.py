@@ -163,7 +163,7 @@ def plain_losses(num_samples: int, batch_size: int) -> list[float]:
 
 def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
     """Three hosts, one, and three again within one epoch, by the machine list and by a notice; cold in test-whole."""
-    num_samples, batch_size = 1800, 12
+    num_samples, batch_size = 1200, 12
     script: list[str | Path] = [SAMPLED, str(num_samples), str(batch_size), "0.02"]
     slow = hosts.shared / "slow"
     with closing(ElasticRun(hosts, script, ["--no_standby"] if WHOLE else [])) as run:
@@ -172,7 +172,7 @@ def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
         run.list_hosts(["h1", "h2"])
         told = hosts.run("h1", [sys.executable, "-m", "autovaruna", "notify", "h2", "--seconds", "60"])
         run.wait_until_training_on(["h1"])
-        run.wait_for_steps(5)
+        run.wait_for_steps(3)
         run.list_hosts(hosts.names)
         run.wait_until_training_on(hosts.names)
         slow.unlink()
@@ -185,7 +185,8 @@ def test_each_sample_comes_once_while_hosts_come_and_go(hosts: Hosts):
         steps.setdefault(step, []).extend(numbers)
     order = list(ElasticSampler(range(num_samples), batch_size, seed=5))
     assert [sorted(numbers) for _, numbers in sorted(steps.items())] == [sorted(batch) for batch in order]
-    assert [float(loss) for _, loss in run.losses()] == pytest.approx(plain_losses(num_samples, batch_size), rel=1e-5)
+    losses = sorted({(step, loss) for _, step, loss in run.steps})  # a step that was done twice shall have had one
+    assert [float(loss) for _, loss in losses] == pytest.approx(plain_losses(num_samples, batch_size), rel=1e-5)
 
 
 @pytest.mark.timeout(900)

@@ -118,14 +118,7 @@ def assert_near_the_best(problem: Problem, *, is_ordered: bool, most_each: int =
 def small_problem(seed: int) -> Problem:
     """A few blocks, some loosely joined, on up to three equal ranks with much or little memory."""
     rng = random.Random(seed)
-    return make_problem(
-        rng.randint(1, 5),
-        rng.randint(1, 3),
-        rng.randint(3, 6),
-        seed,
-        skips=rng.randint(0, 3),
-        tied=rng.randint(0, 1),
-        loose=rng.random() < 0.4,
-        link=rng.choice([LinkCost(1e-5, 1e10), SLOW]),
-        memory_bytes=rng.choice([1e12, 2.0e6, 1.2e6, 8e5]),
-    )
+    sizes = rng.randint(1, 5), rng.randint(1, 3), rng.randint(3, 6)
+    shape = {"skips": rng.randint(0, 3), "tied": rng.randint(0, 1), "loose": rng.random() < 0.4}
+    link, memory_bytes = rng.choice([LinkCost(1e-5, 1e10), SLOW]), rng.choice([1e12, 2.0e6, 1.2e6, 8e5])
+    return make_problem(*sizes, seed, **shape, link=link, memory_bytes=memory_bytes)

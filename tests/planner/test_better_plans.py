@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +18,9 @@ from tests.products import some
 
 @pytest.fixture(scope="module")
 def plans() -> ModuleType:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    try:
-        import plans
-    finally:
-        sys.path.pop(0)
-    return plans
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        return importlib.import_module("plans")
 
 
 def lopsided(problem: Problem) -> Problem:

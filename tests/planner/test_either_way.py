@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def pipelined(share: float = 0.5, added: float = 0.0, **more: Any) -> Problem:
     return make_split(problem, random.Random(0), share, added)
 
 
-def test_a_split_backward_is_chosen_where_it_pays_and_runs_as_the_rules_say() -> None:
+def test_a_split_backward_is_chosen_where_it_pays_runs_as_the_rules_say_and_is_kept(tmp_path: Path) -> None:
     problem = pipelined(0.5)
     plan, plain = make_plan(problem), make_plan(constrained(problem, schedule="1f1b"))
     assert (plan.schedule, plain.schedule) == ("zero_bubble", "1f1b")
@@ -35,6 +36,9 @@ def test_a_split_backward_is_chosen_where_it_pays_and_runs_as_the_rules_say() ->
     schedule = RankOrders(plan, problem.graph).planned
     check(schedule, pipeline_of(plan, problem.graph))
     assert sum(act.kind is Kind.WEIGHT for row in schedule for act in row) == 4 * 8
+    valid_for = Fingerprint("g", {}, 4, (4,), "cpu", (1e12,) * 4, {})
+    save(tmp_path / "plan.json", deployment_of(plan, problem.graph, valid_for))
+    assert plan_from(load(tmp_path / "plan.json"), problem.graph) == plan
 
 
 def test_it_is_not_chosen_where_it_cannot_pay_and_forced_it_says_what_to_do() -> None:
@@ -72,10 +76,3 @@ def test_what_recompute_leaves_free_is_for_deferring() -> None:
     plan = Planner(problem, RangeTables(problem.graph, range(9))).build(candidate)
     assert plan and max(plan.rank_bytes()) <= limit
     assert [stage.deferred for stage in plan.stages if stage.needs_recompute] == [2]
-
-
-def test_a_deployment_keeps_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    problem = pipelined(0.5)
-    plan, valid_for = make_plan(problem), Fingerprint("g", {}, 4, (4,), "cpu", (1e12,) * 4, {})
-    save(tmp_path / "plan.json", deployment_of(plan, problem.graph, valid_for))
-    assert plan_from(load(tmp_path / "plan.json"), problem.graph) == plan

@@ -107,7 +107,7 @@ def given(problem: Problem, message: str) -> Problem:
     return on_cluster(problem, memory_bytes=tuple(limits))
 
 
-@pytest.mark.parametrize("seed", some([*range(1, 10), 0], 1))  # of 0 and 9 there are 16 ranks
+@pytest.mark.parametrize("seed", some([2, 1, 4, 5, 6, 3, 7, 8, 9, 0], 2))  # of 0 and 9 there are 16 ranks
 def test_what_each_rank_lacks_is_said_at_once(seed: int) -> None:
     """One rank after the other was once named, and a rank without memory was divided by."""
     problem = uneven(seed)

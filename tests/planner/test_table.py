@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from rich.console import Console
 
 from autovaruna.planner.infeasible import readable
-from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.table import explain, module_range, plan_table, seconds, summary
 from tests.planner.cases import make_graph, make_problem
 
 
-def shown(plan: Plan, width: int = 80) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(plan_table(plan, make_graph(8)))
-    return console.export_text()
-
-
 def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
     plan = make_plan(make_problem(8, 4, 12, num_stages=3))
-    text = shown(plan)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(plan_table(plan, make_graph(8)))
+    text = console.export_text()
     assert "3 stages" in text
     assert f"{plan.stages[1].forward_seconds * 1e3:.3g} + {plan.stages[1].backward_seconds * 1e3:.3g}" in text
     assert readable(plan.stages[2].memory_bytes) in text

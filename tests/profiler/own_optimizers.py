@@ -115,32 +115,24 @@ class Lookahead(Optimizer):
 class Sam(Optimizer):
     """Takes the gradient where a step along it, as long as `rho` over all parameters, leads (Foret et al., 2021)."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], base: Callable[..., Optimizer], rho: float = 0.05) -> None:
-        super().__init__(parameters, {"rho": rho})
+    def __init__(self, parameters: Iterable[nn.Parameter], base: Callable[..., Optimizer]) -> None:
+        super().__init__(parameters, {"rho": 0.05})
         self.base = base(self.param_groups, lr=0.01)
         self.param_groups = self.base.param_groups
 
     @torch.no_grad()
-    def first_step(self) -> None:
-        every = parameters_of(self)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "SAM needs a closure"
+        every, set_gradients = parameters_of(self), torch.enable_grad()(closure)
+        set_gradients()
         norm = torch.stack([each.grad.norm() for each in every]).norm()
         for each in every:
             self.state[each]["up"] = each.grad * 0.05 / norm
             each.add_(self.state[each]["up"])
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        """Goes back, and makes a step with the gradient from there."""
-        for each in parameters_of(self):
+        set_gradients()
+        for each in every:
             each.sub_(self.state[each]["up"])
         self.base.step()
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is not None, "SAM needs a closure"
-        for act in (self.first_step, self.second_step):
-            with torch.enable_grad():
-                closure()
-            act()
 
 
 class Unknown(EachAlone):

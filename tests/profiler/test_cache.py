@@ -37,10 +37,6 @@ def unsigned(text: str, **changes: Any) -> str:
     return json.dumps(content)
 
 
-def file_of(directory: Path) -> Path:
-    return next(directory.glob("*/*.json"))
-
-
 def measured(model: nn.Module, known: dict[Key, PartCost], *args: Tensor) -> dict[Key, PartCost]:
     return measure(traced(model, *args), model, [2], CPU, iterations=1, known=known)
 
@@ -71,7 +67,7 @@ def test_what_is_written_is_read_again_but_for_another_environment_or_more_sampl
 )
 def test_a_damaged_file_is_a_warning_and_is_written_again(tmp_path: Path, caplog, damage) -> None:
     cache(tmp_path).write({KEY: COST})
-    path = file_of(tmp_path)
+    path = next(tmp_path.glob("*/*.json"))
     text = path.read_text()
     path.write_text(damage(text))
     assert path.read_text() != text
@@ -89,7 +85,6 @@ def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path: Path, caplo
 
 def test_a_second_model_with_the_same_blocks_measures_nothing() -> None:
     """Neither another number of layers, nor another batch size of the call, nor other names of modules matter."""
-
     renamed = Written(lambda self, x: self.renamed(x).square().mean(), renamed=nn.Sequential())
     for layer in Mlp(14).layers:
         renamed.get_submodule("renamed").extend([layer, nn.ReLU()])

@@ -64,15 +64,6 @@ def test_nothing_of_the_user_is_touched(name: str) -> None:
     assert all(map(torch.equal, tensors, inputs))
 
 
-def test_a_model_on_meta_is_measured() -> None:
-    """No rank needs to hold the model that it measures."""
-    with torch.device("meta"):
-        model = Mlp(2)
-    graph = traced(model, torch.zeros(3, WIDTH))
-    costs = profile(graph, model, [4], CPU).costs[0]
-    assert all(cost.forward_seconds > 0 for cost in costs)
-
-
 def test_ranks_share_the_work() -> None:
     """Each part is measured by one rank, parts travel between ranks, and together they are a profile."""
     model, graph, tensors = traced_case("three_users", 4)
@@ -85,14 +76,16 @@ def test_ranks_share_the_work() -> None:
     assert found.fingerprint == graph.graph.fingerprint
 
 
-def test_without_gradients_there_is_no_backward() -> None:
-    """A model traced under no_grad has backward 0, saves nothing, and still takes time."""
-    model = Mlp(3)
-    with torch.no_grad():
-        graph = traced(model, torch.zeros(3, WIDTH))
-    costs = profile(graph, model, [2], CPU).costs[0]
-    assert all(cost.backward_seconds == 0 and cost.saved_bytes == 0 for cost in costs)
-    assert all(cost.forward_seconds > 0 for cost in costs)
+def test_a_model_on_meta_is_measured_and_without_gradients_there_is_no_backward() -> None:
+    """No rank needs to hold the model; traced under no_grad it has backward 0, saves nothing, and still takes time."""
+    with torch.device("meta"):
+        model = Mlp(3)
+    for needs_gradient in (True, False):
+        with torch.set_grad_enabled(needs_gradient):
+            graph = traced(model, torch.zeros(3, WIDTH))
+        costs = profile(graph, model, [2], CPU).costs[0]
+        assert all(cost.forward_seconds > 0 for cost in costs)
+        assert any(cost.backward_seconds or cost.saved_bytes for cost in costs) == needs_gradient
 
 
 def test_a_spent_budget_still_measures_everything() -> None:

@@ -174,23 +174,14 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
     assert torch.equal(generator, torch.get_rng_state()) and threads == torch.get_num_threads()
 
 
-def test_the_users_optimizer_is_not_touched() -> None:
-    """Neither numbers nor state nor groups change."""
+@pytest.mark.parametrize(("make", "least"), [(torch.optim.AdamW, 2.0), (torch.optim.LBFGS, 3.0)])
+def test_the_users_optimizer_is_tried_out_with_a_closure_or_without_and_not_touched(make: Make, least: float) -> None:
+    """Neither numbers nor state nor groups change. LBFGS keeps a direction, a gradient, and pairs of changes."""
     model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = model.weight.clone()
-    state_factor(optimizer)
-    measure_step(optimizer, CPU)
+    optimizer, before = make(model.parameters()), model.weight.clone()
+    assert state_factor(optimizer) >= least and measure_step(optimizer, CPU).seconds_per_parameter > 0.0
     assert torch.equal(model.weight, before) and not optimizer.state
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]
-
-
-def test_a_step_with_a_closure_is_tried_out() -> None:
-    """LBFGS asks for one; it keeps a direction, a gradient, and pairs of changes."""
-    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(5, 3))], max_iter=3, history_size=2)
-    assert state_factor(optimizer) >= 3.0
-    assert measure_step(optimizer, torch.device("cpu")).seconds_per_parameter > 0.0
-    assert not optimizer.state
 
 
 @pytest.mark.parametrize("name", [*SEPARATE, *JOINT])

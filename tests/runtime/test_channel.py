@@ -18,6 +18,7 @@ from tests.runtime.world_laws import LAWS
 from tests.session.training import Setup, train
 
 CPU = torch.device("cpu")
+CASE = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
 LAWS_OF_MESSAGES = (
     *("sends_every_dtype_in_a_ring", "sends_nothing", "keeps_the_order_sent", "sends_objects"),
     *("forgets_finished_sends", "refuses_another_size"),
@@ -63,11 +64,10 @@ def test_both_may_send_first_and_take_in_another_order() -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("stage_ranks", [((0,), (1,)), ((0, 1), (2,)), ((0, 1),)])
 def test_training_through_gloo_is_training(stage_ranks: tuple[tuple[int, ...], ...], is_shared: bool) -> None:
-    case = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
     setup = Setup(stage_ranks, 4, settings={"channel": "gloo", "shard_optimizer": is_shared})
     sizes = [[2] * setup.world_size] * 2
-    batches = [case.batch(2 * setup.world_size, step) for step in range(2)]
-    compare(train(case, setup, batches, sgd, sizes), plain_steps(case, batches, sgd))
+    batches = [CASE.batch(2 * setup.world_size, step) for step in range(2)]
+    compare(train(CASE, setup, batches, sgd, sizes), plain_steps(CASE, batches, sgd))
 
 
 def test_links_and_sums_are_measured_the_way_that_tensors_will_take() -> None:
@@ -113,7 +113,6 @@ def test_gloo_is_refused_for_tensors_on_a_gpu() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_training_through_nccl_is_training() -> None:
-    case = next(case for case in PLAIN if case.max_stages >= 4).without_dropout()
     setup = Setup(((0,), (1,)), 4, settings={"channel": "nccl"})
-    batches = [case.batch(4, 0)]
-    compare(train(case, setup, batches, sgd, [[2, 2]]), plain_steps(case, batches, sgd))
+    batches = [CASE.batch(4, 0)]
+    compare(train(CASE, setup, batches, sgd, [[2, 2]]), plain_steps(CASE, batches, sgd))

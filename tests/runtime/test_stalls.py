@@ -13,8 +13,6 @@ from autovaruna.runtime.deadlock import STEPS, Stalls
 from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 
-STALLED = "is stopped"
-
 
 def stall(world: World, stalled: int, until: threading.Event, limit: float = 0.0) -> None:
     """Stops a rank in the middle of steps: it does nothing any more, as after SIGSTOP."""
@@ -49,7 +47,7 @@ def test_every_rank_that_waits_says_for_whom_and_where_the_others_are(
     assert f"for a message of rank {stalled} (tag 4)" in said[receiver][0]
     assert "in 'step 2'" in said[other][0]
     for rank in (receiver, other):
-        assert STALLED in said[rank][0]
+        assert "is stopped" in said[rank][0]
     if stalled:
         assert all(f"rank {stalled} has not come" in said[rank][0] for rank in (receiver, other))
         assert f"rank {other} waits in 'step 2'" in said[receiver][0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from autovaruna.commands.trace import read_bars
 from autovaruna.runtime.deadlock import RankWatch
 from autovaruna.runtime.world import World
-from autovaruna.schedule.pipeline import Instruction, Kind
 from autovaruna.stage.module import StageModule
 from tests.catalogue import PLAIN
 from tests.reference import sgd
@@ -26,46 +26,24 @@ Times = dict[str, tuple[int, float, float]]
 """For each instruction its rank, and when it had what it waited for, and when it ended."""
 
 
-def read(name: str) -> Instruction:
-    """Returns the instruction of a name such as 0F3."""
-    kind = next(kind for kind in Kind if kind.value in name)
-    stage, micro_batch = name.split(kind.value)
-    return Instruction(int(stage), kind, int(micro_batch))
-
-
-def measured(path: Path, step: int) -> Times:
-    """Reads the instructions of a step from a trace."""
-    rows = json.loads(path.read_text().rstrip().rstrip(",") + "]")
-    times = {}
-    for row in rows:
-        if row["ph"] == "X" and row["pid"] == 0 and row["args"]["step"] == step and row["name"][0].isdigit():
-            times[row["name"]] = row["tid"], row["ts"] * 1e-6, (row["ts"] + row["dur"]) * 1e-6
-    return times
-
-
 def forced_seconds(times: Times, num_stages: int) -> float:
     """Returns the least seconds of these instructions, in this order on each rank: the longest path."""
     ends: dict[str, float] = {}
     free: dict[int, float] = {}
     for name, (rank, start, end) in sorted(times.items(), key=lambda item: item[1][1]):
-        step = read(name)
-        before = step.stage + (-1 if step.kind is Kind.FORWARD else 1)
-        sender = str(Instruction(before, step.kind, step.micro_batch))
-        arrives = ends[sender] if 0 <= before < num_stages else 0.0
+        stage, kind, micro_batch = re.split("([FB])", name)
+        before = int(stage) + (-1 if kind == "F" else 1)
+        arrives = ends[f"{before}{kind}{micro_batch}"] if 0 <= before < num_stages else 0.0
         ends[name] = free[rank] = max(free.get(rank, 0.0), arrives) + end - start
     return max(ends.values())
-
-
-def step_seconds(times: Times) -> float:
-    """Returns the seconds from the first instruction to the last."""
-    return max(end for _, _, end in times.values()) - min(start for _, start, _ in times.values())
 
 
 def run_traced(path: Path) -> Times:
     """Trains three steps on two ranks and returns the third's times."""
     setup = Setup(((0,), (1,)), 8, settings={"trace_events": True, "trace_events_file": str(path)})
     train(CASE, setup, [CASE.batch(8, step) for step in range(3)], sgd, [[4, 4]] * 3)
-    return measured(path, 3)
+    bars = [bar for bar in read_bars(path) if bar.pid == 0 and bar.args.step == 3 and bar.name[0].isdigit()]
+    return {bar.name: (bar.tid, bar.ts * 1e-6, (bar.ts + bar.dur) * 1e-6) for bar in bars}
 
 
 def sleep_in_stages(monkeypatch: pytest.MonkeyPatch, seconds: Mapping[int, Any]) -> None:
@@ -94,15 +72,16 @@ def test_a_rank_that_is_late_at_random_costs_what_it_must(
         with monkeypatch.context() as patch:
             sleep_in_stages(patch, sleeps)
             times = run_traced(tmp_path / f"{seconds}.json")
-        return step_seconds(times) <= 1.15 * forced_seconds(times, 2) + 2 * seconds
+        taken = max(end for _, _, end in times.values()) - min(start for _, start, _ in times.values())
+        return taken <= 1.15 * forced_seconds(times, 2) + 2 * seconds
 
     assert any(costs_that(0.01 * 2**each) for each in range(6))
 
 
-def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Returns a list that grows by each message and each exchange."""
+def test_a_step_has_one_exchange_and_no_message_that_it_could_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, 8 micro-batches: 8 activations, 8 gradients, labels and inputs of the other rank, the loss."""
     found: list[tuple[str, int]] = []
-    exchange = RankWatch.exchange
+    seen, exchange = [], RankWatch.exchange
 
     def note_message(act: Callable[..., Any]) -> Callable[..., Any]:
         return lambda world, *args: (found.append(("message", world.rank)), act(world, *args))[1]
@@ -114,12 +93,6 @@ def count_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     for name in ("send", "send_object"):
         monkeypatch.setattr(World, name, note_message(getattr(World, name)))
     monkeypatch.setattr(RankWatch, "exchange", note_exchange)
-    return found
-
-
-def test_a_step_has_one_exchange_and_no_message_that_it_could_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks, 8 micro-batches: 8 activations, 8 gradients, labels and inputs of the other rank, the loss."""
-    found, seen = count_messages(monkeypatch), []
     for num_steps in (3, 4):
         found.clear()
         batches = [CASE.batch(8, step) for step in range(num_steps)]

@@ -104,18 +104,14 @@ def test_lost_time_adds_up_and_is_told_apart() -> None:
     assert lost[0].imbalance_seconds == 0.0
 
 
-def step_of(model: AutoVaruna) -> None:
-    model(torch.ones(4, 3)).sum().backward()
-
-
 def test_training_goes_on_when_its_trace_cannot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once, a full disk ended a run for its trace."""
     path = tmp_path / "events.json"
     model = AutoVaruna(torch.nn.Linear(3, 1), **QUIET, num_micro_batches=2, **traced(path))
-    step_of(model)
-    path.unlink()
-    path.mkdir()
     with caplog.at_level(logging.WARNING):
-        step_of(model)
-        step_of(model)
+        for step in range(3):
+            model(torch.ones(4, 3)).sum().backward()
+            if step == 0:
+                path.unlink()
+                path.mkdir()
     assert caplog.text.count("the trace ends here") == 1

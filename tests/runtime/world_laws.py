@@ -259,12 +259,8 @@ def raises_what_does_not_pickle(world: World) -> None:
 
 
 LAWS: dict[str, Callable[[World], None]] = {
-    law.__name__: law
-    for law in (
-        gathers_by_rank, agrees_on_errors, raises_the_same_kind_everywhere, keeps_its_own_error_when_ranks_disagree,
-        quotes_the_first_traceback, tells_who_is_where, sends_every_dtype_in_a_ring, keeps_layouts, refuses_holes,
-        sends_nothing, keeps_the_order_sent, sends_objects, forgets_finished_sends, sums_every_dtype_in_one_order,
-        sums_in_groups_at_once, sums_each_share_on_its_rank, gives_each_share_to_all, sums_by_itself_while_others_wait,
-        keeps_the_layout_of_sums, broadcasts_among_some, refuses_another_size, raises_what_does_not_pickle,
-    )
-}  # fmt: skip
+    name: each
+    for name, each in globals().items()
+    if getattr(each, "__annotations__", {}) == {"world": "World", "return": "None"}
+}
+"""All functions above that a world is given, and that return nothing."""

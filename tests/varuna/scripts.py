@@ -17,6 +17,17 @@ from tests.session.training import work_shared
 WORDS, WIDTH, LAYERS = 40, 12, 4
 QUIET: dict[str, Any] = {"from_cache": False, "save_deployment": False, "progress": False}
 QUIET |= {"device": "cpu", "profile_iterations": 1, "seed": 5}
+GRIDS: dict[str, tuple[int, Any]] = {
+    "grid": (4, "0,2;1,3;"),
+    "one": (1, None),
+    "backwards": (4, {1: [0, 1], 0: [3, 2]}),
+    "two stages": (2, "0;1"),
+    "three stages": (3, [[0], [1], [2]]),
+    "two replicas": (2, {0: [0, 1]}),
+    "two unequal replicas": (6, "4,5;0,1,2,3"),
+    "unequal": (3, "0;1,2"),
+}
+"""Ranks, and which of them have which stage, as scripts spell it."""
 
 
 class Net(nn.Module):

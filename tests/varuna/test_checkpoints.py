@@ -10,15 +10,7 @@ import pytest
 from autovaruna.errors import CheckpointError
 from autovaruna.varuna import Varuna
 from tests.products import some
-from tests.varuna.scripts import QUIET, batch, close, net, on_ranks, steps, wrap
-
-GRIDS = {
-    "one": (1, None),
-    "two stages": (2, "0;1"),
-    "grid": (4, "0,2;1,3"),
-    "three stages": (3, "0;1;2"),
-    "unequal": (3, "0,2;1"),
-}
+from tests.varuna.scripts import GRIDS, QUIET, batch, close, net, on_ranks, steps, wrap
 
 
 def run(grid: str, first: int, last: int, folder: Path | None = None, **how: Any) -> list[Any]:

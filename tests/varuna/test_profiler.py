@@ -21,7 +21,6 @@ from tests.varuna.scripts import LAYERS, batch, net, on_ranks
 
 
 def profiled(folder: Path, sizes: tuple[int, ...] = (1, 4), num_ranks: int = 2, **options: Any) -> list[Any]:
-
     def script(world: Any) -> Any:
         profiler = Profiler(net(), batch, device="cpu", out_folder=folder, **options)
         profiler.set_optimizer(torch.optim.SGD(profiler.model.parameters(), lr=0.1))

@@ -20,18 +20,7 @@ from autovaruna.varuna import CutPoint, Varuna
 from autovaruna.varuna.step import GROWTH_INTERVAL, JobSignals, StepScale
 from tests.catalogue.small import Written
 from tests.products import some
-from tests.varuna.scripts import QUIET, batch, close, net, on_ranks, plain_steps, steps, wrap
-
-GRIDS = {
-    "grid": (4, "0,2;1,3;"),
-    "one": (1, None),
-    "backwards": (4, {1: [0, 1], 0: [3, 2]}),
-    "two stages": (2, "0;1"),
-    "three stages": (3, [[0], [1], [2]]),
-    "two replicas": (2, {0: [0, 1]}),
-    "two unequal replicas": (6, "4,5;0,1,2,3"),
-    "unequal": (3, "0;1,2"),
-}
+from tests.varuna.scripts import GRIDS, QUIET, batch, close, net, on_ranks, plain_steps, steps, wrap
 
 
 @pytest.mark.parametrize("grid", some([*GRIDS], 4))
