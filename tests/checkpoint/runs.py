@@ -56,7 +56,7 @@ def save_halfway(case: Case, setup: Setup, make: MakeOptimizer, root: Path, **op
         model.save_checkpoint(root, step=NUM_STEPS, data_position={"batch": NUM_STEPS}, **options)
         model.wait_checkpoint()
 
-    on_ranks(setup, case.model(), run, make, token=token_of(case))
+    on_ranks(setup, case, run, make)
 
 
 def go_on(case: Case, setup: Setup, make: MakeOptimizer, root: Path, steps_before: int = 0) -> Record:
@@ -77,5 +77,5 @@ def uninterrupted(case: Case, setup: Setup, make: MakeOptimizer) -> Record:
     def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
         return train_rank(case, model, optimizer, batches(case))
 
-    record = merge(on_ranks(setup, case.model(), run, make, token=token_of(case)))
+    record = merge(on_ranks(setup, case, run, make))
     return replace(record, gradients=[], losses=record.losses[NUM_STEPS:])

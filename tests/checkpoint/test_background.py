@@ -101,7 +101,7 @@ def test_without_memory_for_a_copy_files_are_written_at_once_and_it_is_told(
         assert "So training waits" not in caplog.text
         model.wait_checkpoint()
 
-    on_ranks(pipeline(2), case.model(), run, adamw, token=("chain", False))
+    on_ranks(pipeline(2), case, run, adamw)
 
 
 @pytest.mark.usefixtures("slow")

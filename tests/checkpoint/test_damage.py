@@ -18,16 +18,8 @@ import torch
 from torch import nn
 
 from autovaruna import AutoVaruna, CheckpointError, load_checkpoint
-from autovaruna.checkpoint.manifest import (
-    CHUNK_BYTES,
-    INDEX,
-    MANIFEST,
-    STATE,
-    Manifest,
-    _own_checksum,
-    checksum,
-    read_manifest,
-)
+from autovaruna.checkpoint import manifest as manifest_module
+from autovaruna.checkpoint.manifest import CHUNK_BYTES, INDEX, MANIFEST, STATE, Manifest, checksum, read_manifest
 from autovaruna.checkpoint.save import write_file
 
 Two = tuple[Path, list[torch.Tensor]]
@@ -182,7 +174,7 @@ def test_one_of_a_version_to_come_is_not_passed_over(two: Two) -> None:
     manifest = two[0] / "step-00000002" / MANIFEST
     content = json.loads(manifest.read_text()) | {"format_version": 2}
     del content["checksum"]
-    manifest.write_text(json.dumps({"checksum": _own_checksum(content), **content}))
+    manifest.write_text(json.dumps({"checksum": manifest_module._own_checksum(content), **content}))
     with pytest.raises(CheckpointError, match=r"format_version 2; expected 1.*another step"):
         trained().load_checkpoint(two[0])
     assert trained().load_checkpoint(two[0], step=1).step == 1

@@ -18,6 +18,8 @@ from autovaruna.checkpoint.save import chunks_of, write_file
 from autovaruna.checkpoint.tensor_file import NAMES, lay_out, read_header, read_new
 from tests.catalogue import CASES
 from tests.checkpoint.runs import OPTIMIZERS, SETUPS, save_halfway
+from tests.reference import plain_steps
+from tests.session.training import descend
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +68,9 @@ def test_replicas_share_the_writing(gpt2: Path, tmp_path: Path) -> None:
 def test_plain_pytorch_goes_on_with_its_dropout(tmp_path: Path) -> None:
     case = CASES["dropout"]
 
-    def steps(model: Any, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
-        losses = []
-        for step in range(first, first + 2):
-            batch = case.batch(7, step)
-            loss = case.loss_of(model(*batch[0], **batch[1]), batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> list[Tensor]:
+        batches = [case.batch(7, step) for step in (first, first + 1)]
+        return plain_steps(case, batches, lambda _: optimizer, model=model).losses
 
     plain, other = case.model(), case.model(1)
     optimizer, its_optimizer = OPTIMIZERS["adamw"](plain.parameters()), OPTIMIZERS["adamw"](other.parameters())
@@ -168,13 +163,11 @@ def test_a_model_of_another_precision_takes_the_numbers_rounded_and_trains(
         (["other"], nn.Linear(2, 2), False, "none of its names is one of the model's: got other"),
     ],
 )
-def test_names_that_are_others_are_told(
-    names: list[str], model: nn.Module, is_strict: bool, words: str, tmp_path: Path
-) -> None:
-    tensors = {name: torch.ones(2, 2) if name.endswith("weight") else torch.ones(2) for name in names}
-    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+def test_others_names_are_told(names: list[str], model: nn.Module, is_strict: bool, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({name: torch.ones([2] * (1 + name.endswith("weight"))) for name in names}, file)
     with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(tmp_path / "x.safetensors", model, strict=is_strict)
+        load_checkpoint(file, model, strict=is_strict)
 
 
 class Headed(nn.Module):
@@ -244,17 +237,21 @@ def same(got: Any, expected: Any) -> bool:
     return type(got) is type(expected) and got == expected
 
 
-def test_numbers_of_numpy_become_those_of_python() -> None:
-    """Once, ``accuracy > best`` of two such numbers was refused."""
-    given = [np.bool_(True), np.float32(0.5), np.int8(3), np.complex64(1j)]
-    assert same(decode(encode(given, "extra", {}), {}.__getitem__), [True, 0.5, 3, 1j])
+def kept(value: Any) -> Any:
+    """Returns what comes back of a value."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encode(value, "extra", tensors), allow_nan=False)
+    return decode(json.loads(text), tensors.__getitem__)
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values_come_back(name: str) -> None:
-    tensors: dict[str, Tensor] = {}
-    text = json.dumps(encode(VALUES[name], "extra", tensors), allow_nan=False)
-    assert same(decode(json.loads(text), tensors.__getitem__), VALUES[name])
+    assert same(kept(VALUES[name]), VALUES[name])
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    """Once, ``accuracy > best`` of two such numbers was refused."""
+    assert same(kept([np.bool_(True), np.float32(0.5), np.int8(3), np.complex64(1j)]), [True, 0.5, 3, 1j])
 
 
 def test_what_cannot_be_kept_is_refused_by_its_path(tmp_path: Path) -> None:
@@ -269,9 +266,7 @@ LACKING = (torch.complex64, torch.complex128, torch.complex32, torch.float8_e4m3
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [*NAMES, *LACKING])
-def test_each_dtype_comes_back_and_the_library_safetensors_reads_those_that_the_format_has(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_each_dtype_comes_back_and_safetensors_reads_those_that_it_has(dtype: torch.dtype, tmp_path: Path) -> None:
     data = (torch.arange(48, dtype=torch.uint8) % (2 if dtype is torch.bool else 48)).view(dtype)
     tensors = {"a": data.reshape(3, -1), "b": data[0], "c": torch.empty(0, 2)}
     write_file(tmp_path / "x", chunks_of(lay_out(tensors)))
@@ -293,9 +288,7 @@ def test_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
 
     def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         torch.manual_seed(7)
-        net(torch.randn(2, 3, 4, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(net(torch.randn(2, 3, 4, 4)).square().mean(), optimizer)
 
     expected, found = made(0), made(1)
     train(*expected)
@@ -307,9 +300,7 @@ def test_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
-def test_numbers_of_a_tied_name_that_are_left_out_are_told(
-    is_equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_left_out_of_a_tie_are_told(is_equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {name: value.clone() for name, value in Headed().state_dict().items()}
     state["head.weight"] += not is_equal
     safetensors.torch.save_file(state, tmp_path / "x.safetensors")
@@ -326,9 +317,6 @@ def test_what_holds_itself_is_named() -> None:
     deep: object = 0
     for _ in range(99):
         deep = (deep,)
-    assert decode(json.loads(json.dumps(encode([deep, deep], "extra", {}))), lambda name: torch.zeros(())) == [
-        deep,
-        deep,
-    ]
+    assert kept([deep, deep]) == [deep, deep]
     with pytest.raises(CheckpointError, match="is in 100 containers"):
         encode([[deep]], "extra", {})

@@ -23,6 +23,7 @@ from autovaruna.checkpoint.folder import lock
 from autovaruna.runtime.world import World
 from tests.catalogue import CASES
 from tests.checkpoint.test_damage import trained
+from tests.hosts.emulation import wait_for
 from tests.products import WHOLE
 from tests.ranks import run_ranks
 from tests.reference import adamw
@@ -54,8 +55,7 @@ def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path: Path) -> N
         root = tmp_path / str(kill)
         process = context.Process(target=save_forever, args=(net, root, told))
         process.start()
-        while told.value < 2:
-            time.sleep(0.001)
+        wait_for(lambda told=told: told.value >= 2, "its saves", 300)
         time.sleep(draw.random() * 0.1)
         process.kill()
         process.join()
@@ -105,7 +105,7 @@ def test_on_a_full_disk_all_ranks_hear_of_it_and_the_older_one_stays(
         assert model.load_checkpoint(tmp_path).step == 1
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
-    on_ranks(pipeline(2), case.model(), run, adamw, token=(case.name, False))
+    on_ranks(pipeline(2), case, run, adamw)
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
@@ -115,9 +115,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_background", [False, True])
-def test_files_are_written_to_the_temporary_folder_first(
-    is_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_go_through_the_tempdir(is_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
     real = save.shutil.copyfile
     monkeypatch.setattr(save.shutil, "copyfile", lambda *paths: copied.append(paths[0]) or real(*paths))
@@ -141,9 +139,7 @@ def test_what_killed_jobs_leave_in_the_temporary_folder_goes(tmp_path: Path) -> 
     assert sorted(path.name for path in local.iterdir()) == [others.name, "of-others"]
 
 
-def test_what_failed_in_the_background_is_raised_by_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_in_background_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = trained()
     full_disk(monkeypatch, 0)
     model.save_checkpoint(tmp_path, step=1, background=True)

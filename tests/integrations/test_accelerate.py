@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.integrations import same_weights
-from tests.integrations import with_accelerate as program
 from tests.mpi.launch import run_on_forks
 
 MISSING = [name for name in ("accelerate", "torchmetrics") if find_spec(name) is None]
@@ -26,11 +25,11 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_an_accelerate_loop_trains_saves_and_resumes_as_plain(tmp_path: Path) -> None:
-    expected, folder = program.train(tmp_path / "plain", 0), tmp_path / "ranks"
-    check(run_on_forks(2, f"{TARGET}:train_on_ranks", str(folder), 2)[0], expected)
+    (expected,), folder = run_on_forks(1, f"{TARGET}:train", tmp_path / "plain", 0), tmp_path / "ranks"
+    check(run_on_forks(2, f"{TARGET}:train", folder, 2)[0], expected)
     found, plain = (load_file(each / "model" / "model.safetensors") for each in (folder, tmp_path / "plain"))
     assert same_weights(found, plain)
-    check(run_on_forks(3, f"{TARGET}:train_on_ranks", str(folder), 3, True)[1], expected)
+    check(run_on_forks(3, f"{TARGET}:train", folder, 3, True)[1], expected)
 
 
 def test_an_unmodified_gpt2_trains_in_bf16_as_plain(tmp_path: Path) -> None:

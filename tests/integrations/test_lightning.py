@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +18,7 @@ TARGET = "tests.integrations.with_lightning"
 
 
 def test_lightning_fits_tests_saves_and_resumes_as_plain(tmp_path: Path) -> None:
-    program = importlib.import_module(TARGET)  # here: the import takes each worker that collects tests seconds
-    expected = [program.train(tmp_path / "plain" / str(one), one, 0) for one in (True, False)]
+    (expected,) = run_on_forks(1, f"{TARGET}:train_on_ranks", str(tmp_path / "plain"), 0)
     found = run_on_forks(2, f"{TARGET}:train_on_ranks", str(tmp_path), 2)[0]
     for row, plain, one in zip(found, expected, (True, False), strict=True):
         assert row["losses"] == pytest.approx(plain["losses"], rel=1e-5)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,6 @@ CASES = ["usual", "lora", "translation", "regression", "loss of outputs"]
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
 
 
-@cache
-def program() -> Any:
-    """Returns the module that trains; its imports would take each worker that collects tests seconds."""
-    return importlib.import_module(TARGET)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainer")
@@ -39,38 +31,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> list[dict[str, Any]]:
     """What two ranks of mpirun log in each case."""
-    return run_on_forks(2, f"{TARGET}:train_on_ranks", CASES, str(folder), 2)
+    return run_on_forks(2, f"{TARGET}:train_all", CASES, folder, 2)
 
 
-@cache
-def plain(case: str, folder: Path) -> list[dict[str, float]]:
-    return program().train(case, folder / "plain" / case, 0)
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    """What plain Trainer logs in each case."""
+    return run_on_forks(1, f"{TARGET}:train_all", CASES, folder / "plain", 0)[0]
 
 
-def is_like_plain(found: list[dict[str, float]], case: str, folder: Path) -> None:
-    expected = plain(case, folder)
+def is_like_plain(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     steps = {row["step"] for row in found}
     assert found == [pytest.approx(row, **CLOSE) for row in expected if row["step"] in steps]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_train_evaluate_and_save_as_plain_trainer(case: str, folder: Path, on_two: list[dict[str, Any]]) -> None:
-    is_like_plain(on_two[0][case], case, folder)
+def test_ranks_train_evaluate_and_save_as_plain_trainer(case: str, folder: Path, on_two: Any, plain: Any) -> None:
+    is_like_plain(on_two[0][case], plain[case])
     file = "adapter_model.safetensors" if case == "lora" else "model.safetensors"
     files = (each / "final" / file for each in (folder / case, folder / "plain" / case))
     assert same_weights(*map(load_file, files), 1e-4)
     assert len(list((folder / case).glob("checkpoint-*"))) == (1 if case == "lora" else 2)
 
 
-def test_a_checkpoint_goes_on_on_other_ranks_of_torchrun_and_in_plain_trainer(
-    folder: Path, on_two: list[dict[str, Any]]
-) -> None:
-    checkpoint, place = str(folder / "usual" / f"checkpoint-{program().SAVED}"), folder / "torchrun"
+@pytest.mark.usefixtures("on_two")
+def test_a_checkpoint_goes_on_under_torchrun_and_in_plain_trainer(folder: Path, plain: dict[str, Any]) -> None:
+    checkpoint, place = str(min((folder / "usual").glob("checkpoint-*"))), folder / "torchrun"
     place.mkdir()
     done = torchrun(3, TARGET, place, checkpoint)
     assert done.returncode == 0, done.stderr
-    is_like_plain(json.loads((place / "found0.json").read_text()), "usual", folder)
-    is_like_plain(program().train("usual", folder / "again", 0, checkpoint), "usual", folder)
+    is_like_plain(json.loads((place / "found0.json").read_text()), plain["usual"])
+    is_like_plain(run_on_forks(1, f"{TARGET}:train", "usual", folder / "again", 0, checkpoint)[0], plain["usual"])
 
 
 def test_a_loss_of_outputs_is_refused_where_losses_of_ranks_are_added(on_two: list[dict[str, Any]]) -> None:

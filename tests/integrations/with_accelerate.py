@@ -1,18 +1,25 @@
-"""Trains a small model with accelerate's loop, plain on one process or over the ranks."""
+"""Trains a small model with accelerate's loop, plain on one process or over the ranks, which import libraries once."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+import torch.distributed as dist
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
+import autovaruna
 from tests.catalogue import CASES
 from tests.integrations import SETTINGS
 
 BATCH, STEPS, SAVED = 6, 6, 3
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def accelerator_of(num_ranks: int, **options: Any) -> Any:
@@ -21,8 +28,6 @@ def accelerator_of(num_ranks: int, **options: Any) -> Any:
         from autovaruna.integrations.accelerate import Accelerator
 
         return Accelerator(cpu=True, autovaruna=SETTINGS, **options)
-    import accelerate
-
     return accelerate.Accelerator(cpu=True, **options)
 
 
@@ -59,10 +64,6 @@ def train(folder: Path, num_ranks: int, resume: bool = False) -> dict[str, Any]:
     return {"steps": found, "predictions": predictions.tolist(), "is_whole": is_whole}
 
 
-def train_on_ranks(folder: str, num_ranks: int, resume: bool = False) -> dict[str, Any]:
-    return train(Path(folder), num_ranks, resume)
-
-
 def train_gpt2(folder: str, num_ranks: int) -> list[float]:
     """Returns bf16 losses of a GPT-2, which ties weights and returns a key-value cache, and one after loading."""
     accelerator = accelerator_of(num_ranks, mixed_precision="bf16")
@@ -88,34 +89,21 @@ def train_gpt2(folder: str, num_ranks: int) -> list[float]:
 
 def group_on_ranks() -> dict[str, Any]:
     """Returns what torch.distributed, accelerate and torchmetrics see of the ranks."""
-    import os
-
-    import torch.distributed as dist
-    import torchmetrics
-    from accelerate import Accelerator
-    from torch.utils.data.distributed import DistributedSampler
-
-    import autovaruna
-
     autovaruna.init_process_group()
     autovaruna.init_process_group()
     metric = torchmetrics.MeanMetric()
     metric.update(float(autovaruna.get_rank()))
-    own = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     return {
         "group": (dist.get_rank(), dist.get_world_size()),
         "sampled": list(DistributedSampler(range(7), shuffle=False)),  # type: ignore[arg-type]
         "mean": metric.compute().item(),
-        "processes": Accelerator().num_processes,
-        "variables": own,
+        "processes": accelerate.Accelerator().num_processes,
+        "variables": {name: os.environ[name] for name in VARIABLES},
     }
 
 
 def refusals() -> list[str]:
     """Returns the errors of an optimizer without its model, and of a group of other ranks."""
-    import torch.distributed as dist
-
-    import autovaruna
     from autovaruna.integrations.accelerate import Accelerator
 
     alone = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)

@@ -80,7 +80,7 @@ def train(folder: Path, has_one_child: bool, num_ranks: int, resume: bool = Fals
     assert not deepcopy(model).__dict__.get("_autovaruna_wrappers")  # which would copy the module that they wrap
     found = trainer.test(model, samples, verbose=False)
     trainer.save_checkpoint(folder / "last.ckpt")
-    return {"losses": model.losses, "test": found[0]["loss_of_all"], "is_plain": not trainer.strategy.model.training}
+    return {"losses": model.losses, "test": found[0]["loss_of_all"]}
 
 
 def train_on_ranks(folder: str, num_ranks: int, resume: bool = False) -> list[dict[str, Any]]:

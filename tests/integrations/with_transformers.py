@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from tests.integrations import SETTINGS
 
 BATCH, STEPS, SAVED = 6, 4, 2
+TRAINERS = transformers.Trainer, transformers.Seq2SeqTrainer
+"""Named here, for the library imports what is named: the ranks are forked from a process that has done so."""
 ROWS, LENGTH, WORDS = 36, 8, 31
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -32,20 +36,16 @@ def model_of(case: str) -> Any:
     if case == "translation":
         sizes = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
         tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-        config = transformers.T5Config(**sizes, **tokens, dropout_rate=0.0)
-        return transformers.T5ForConditionalGeneration(config)
+        config = T5Config(**sizes, **tokens, dropout_rate=0.0)
+        return T5ForConditionalGeneration(config)
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    config = transformers.GPT2Config(
-        **sizes, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     if case in ("regression", "loss of outputs"):
         config.num_labels, config.pad_token_id = 1 if case == "regression" else 3, WORDS - 1
         return transformers.GPT2ForSequenceClassification(config)
-    model = transformers.GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
     if case != "lora":
         return model
-    from peft import LoraConfig, get_peft_model
-
     options = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
     return get_peft_model(model, LoraConfig(**options))
 
@@ -83,9 +83,9 @@ def with_loss_of_outputs(kind: Any) -> Any:
 
 
 def accuracy(found: Any) -> dict[str, float]:
-    if found.predictions.ndim == 2:  # what was generated
-        return {"right": float(found.predictions.sum()), "samples": len(found.label_ids)}
-    return {"right": float((found.predictions.argmax(-1) == found.label_ids).sum()), "samples": len(found.label_ids)}
+    is_generated = found.predictions.ndim == 2
+    right = found.predictions if is_generated else found.predictions.argmax(-1) == found.label_ids
+    return {"right": float(right.sum()), "samples": len(found.label_ids)}
 
 
 def train(case: str, folder: Path, num_ranks: int, resume: str | None = None) -> list[dict[str, float]]:
@@ -127,13 +127,13 @@ def check_metrics(rows: list[dict[str, float]]) -> None:
         assert row["autovaruna/samples_per_second"] > 0 and row["autovaruna/seconds/optimizer"] > 0, row
 
 
-def train_on_ranks(cases: list[str], folder: str, num_ranks: int) -> dict[str, Any]:
-    """Returns what Trainer logs in each case, and the error of another one."""
-    found: dict[str, Any] = {case: train(case, Path(folder, case), num_ranks) for case in cases}
-    return {**found, "outer": refuse_outer_loss(f"{folder}/outer")}
+def train_all(cases: list[str], folder: Path, num_ranks: int) -> dict[str, Any]:
+    """Returns what Trainer logs in each case, and on ranks the error of another one."""
+    found: dict[str, Any] = {case: train(case, folder / case, num_ranks) for case in cases}
+    return found | ({"outer": refuse_outer_loss(folder / "outer")} if num_ranks else {})
 
 
-def refuse_outer_loss(folder: str) -> str:
+def refuse_outer_loss(folder: Path) -> str:
     """Returns the error of a loss that is made of outputs where ranks' losses would be added up."""
     from autovaruna.integrations.transformers import Trainer, TrainingArguments
 
@@ -143,7 +143,7 @@ def refuse_outer_loss(folder: str) -> str:
             return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten())
 
     settings = {**SETTINGS, "reduction": "sum"}
-    args = TrainingArguments(output_dir=folder, use_cpu=True, max_steps=1, report_to=[], autovaruna=settings)
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, max_steps=1, report_to=[], autovaruna=settings)
     try:
         Outer(model=model_of("usual"), args=args, train_dataset=rows()).train()
     except Exception as error:

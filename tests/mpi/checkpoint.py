@@ -40,11 +40,7 @@ def resident_bytes() -> int:
 
 
 def load_on_meta(folder: str, num_layers: int, width: int) -> tuple[float, int, int]:
-    """Builds a model on ``meta``, loads it in two stages and calls it.
-
-    Returns:
-        The loss, the peak of memory that came on top while it was loaded, and the bytes of the whole model.
-    """
+    """Loads a model on ``meta`` in two stages; returns its loss, the peak of memory on top, and the bytes of it all."""
     call(two_stages(gpt2(2, 32)))  # what the first call of any model brings into memory is not counted
     with torch.device("meta"):
         net = gpt2(num_layers, width)

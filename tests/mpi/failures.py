@@ -25,7 +25,7 @@ FAILING: set[str] = set()
 """The directions in which a trap fails on this rank."""
 FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
 OWN = FOLDER / f"process-{os.getpid()}"
-QUIET: dict[str, Any] = {"save_deployment": False, "progress": False}
+QUIET: dict[str, Any] = {"save_deployment": False, "progress": False, "profile_iterations": 1}
 
 
 def fault() -> None:
@@ -99,9 +99,7 @@ def wrap(model: nn.Module | None = None, **settings: Any) -> tuple[AutoVaruna, t
     return AutoVaruna(model, optimizer, **{**QUIET, "cuts": ["last"], "stage_ranks": [[0], [1]], **settings}), optimizer
 
 
-def train(
-    model: AutoVaruna, optimizer: torch.optim.Optimizer, between: Callable[[int], object] = id, steps: int = 3
-) -> None:
+def train(model: AutoVaruna, optimizer: Any, between: Callable[[int], object] = id, steps: int = 3) -> None:
     """Trains, and calls `between(step)` before each step; `id` does nothing."""
     for step in range(steps):
         between(step)

@@ -64,13 +64,7 @@ def mpirun(
     num_ranks: int, target: str | Path, *args: object, env: dict[str, str] | None = None, check: bool = True,
     is_warm: bool = False,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Runs a Python program on several ranks, from the root of the repository.
-
-    Args:
-        target: a module (``tests.mpi.program``), or the path of a script.
-        env: variables that are added to the environment.
-        is_warm: whether the ranks of a module are forked (`tests.mpi.warm`).
-    """
+    """Runs a module or a script on several ranks, from the root of the repository; warm ones are forked (`warm`)."""
     command = mpirun_command(num_ranks, target, *args, is_warm=is_warm)
     done = run_group(command, MOST_SECONDS, {**os.environ, **QUIET, **(env or {})})
     if check and done.returncode != 0:
@@ -157,7 +151,6 @@ class Ranks:
     """Several ranks, started once, that run one function after another: what a rank imports and traces stays there."""
 
     num_ranks: int
-    env: dict[str, str]
     start: Callable[..., list[str]] = mixed_command
     num_calls: int = 0
 
@@ -167,7 +160,7 @@ class Ranks:
         command = self.start(self.num_ranks, "tests.mpi.launch", self._folder, os.getpid())
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                command, cwd=ROOT, env={**os.environ, **QUIET}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -185,13 +178,6 @@ class Ranks:
                 raise AssertionError(f"{target} on {self.num_ranks} ranks: {why}\n{text}")
             time.sleep(POLL_SECONDS)
         return [pickle.loads(result.read_bytes()) for result in results]
-
-    def call_once(self, target: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
-        """Has each rank run a function, and end."""
-        results = self.call(target, args, timeout)
-        self.let_go()
-        self.end()
-        return results
 
     def let_go(self) -> None:
         """Lets the ranks come to the end of their script."""
@@ -229,25 +215,20 @@ def end_kept_ranks() -> None:
         warm.cache_clear()
 
 
-def run_on_ranks(
-    num_ranks: int, target: str, *args: Any, timeout: float = 300, env: dict[str, str] | None = None
-) -> list[Any]:
-    """Runs ``module:function`` with picklable arguments on several ranks; returns their results by rank.
-
-    The ranks stay for the next function, unless they are asked to have an environment of their own.
-    """
-    if env is None:
-        ranks = kept.get(num_ranks) or kept.setdefault(num_ranks, Ranks(num_ranks, {**os.environ, **QUIET}))
-        return ranks.call(target, args, timeout)
-    own = Ranks(num_ranks, {**os.environ, **QUIET, **env}, mpirun_command if env else mixed_command)
-    return own.call_once(target, args, timeout)
+def run_on_ranks(num_ranks: int, target: str, *args: Any, timeout: float = 300) -> list[Any]:
+    """Runs ``module:function`` with picklable arguments on several ranks, which stay; returns their results by rank."""
+    ranks = kept.get(num_ranks) or kept.setdefault(num_ranks, Ranks(num_ranks))
+    return ranks.call(target, args, timeout)
 
 
 def run_on_forks(num_ranks: int, target: str, *args: Any, timeout: float = 300) -> list[Any]:
     """Does so on ranks of their own, all forked from a process that has imported the module with its libraries."""
     warm().prepare("importlib:import_module", target.partition(":")[0])
-    forks = Ranks(num_ranks, {**os.environ, **QUIET}, partial(mpirun_command, is_warm=True))
-    return forks.call_once(target, args, timeout)
+    forks = Ranks(num_ranks, partial(mpirun_command, is_warm=True))
+    results = forks.call(target, args, timeout)
+    forks.let_go()
+    forks.end()
+    return results
 
 
 def own_variables() -> dict[str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from autovaruna.runtime.environment import get_world
 from tests.catalogue import CASES, DEVICE, Case
 from tests.catalogue.small import WIDTH, Classifier, hidden, labelled
 from tests.reference import OPTIMIZERS, Record
-from tests.session.training import QUIET, Setup, descend, share_of, trace_shared, train, train_rank, work_shared
+from tests.session.training import QUIET, descend, pipeline, share_of, trace_shared, train, train_rank, work_shared
 
 STEPS, SIZE = 3, 8
 NUM_MICRO_BATCHES = 4
@@ -57,7 +58,7 @@ def by_partition(names: Sequence[str]) -> Rows:
 
 def trained(case: Case, num_stages: int, optimizer: str) -> Record:
     """Trains as a pipeline on a plan laid down here; ranks that are left over pass the batch alone."""
-    setup = Setup(tuple((stage,) for stage in range(num_stages)), NUM_MICRO_BATCHES, num_ranks=get_world().num_ranks)
+    setup = pipeline(num_stages, num_micro_batches=NUM_MICRO_BATCHES, num_ranks=get_world().num_ranks)
     model, made = wrap(case, optimizer, inputs="replicated", plan=setup.plan)
     with work_shared((case.name, case.has_dropout)):
         return train_rank(case, model, made, [case.batch(SIZE, step) for step in range(STEPS)])
@@ -65,12 +66,9 @@ def trained(case: Case, num_stages: int, optimizer: str) -> Record:
 
 def trace_all(names: Sequence[str]) -> None:
     """Traces each case as `trained` does, so that processes that are forked later need not."""
-
-    def run() -> None:
+    with own_folder():
         for case in map(CASES.__getitem__, names):
-            train(case, Setup(((0,),), NUM_MICRO_BATCHES), [case.batch(SIZE, 0)])
-
-    quietly(run)
+            train(case, pipeline(1, num_micro_batches=NUM_MICRO_BATCHES), [case.batch(SIZE, 0)])
 
 
 def by_replica(names: Sequence[str]) -> Rows:
@@ -87,10 +85,8 @@ def by_replica(names: Sequence[str]) -> Rows:
 def own_batches(case: Case, **settings: Any) -> Record:
     """Trains on batches of which each rank passes its part; the parts differ in size."""
     world = get_world()
-    parts = [
-        share_of(case.batch(sum(sizes), step), sizes, world.rank)
-        for step, sizes in enumerate(sizes_of(world.num_ranks))
-    ]
+    all_sizes = enumerate(sizes_of(world.num_ranks))
+    parts = [share_of(case.batch(sum(sizes), step), sizes, world.rank) for step, sizes in all_sizes]
     model, optimizer = wrap(case, **settings)
     with trace_shared((case.name, case.has_dropout)):
         return train_rank(case, model, optimizer, parts)
@@ -102,16 +98,17 @@ def sizes_of(num_ranks: int) -> list[list[int]]:
     return [[3] * num_ranks, [2] * others + [5], [3] * others + [0]]
 
 
-def quietly(target: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function in a directory of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["AUTOVARUNA_CONF_DIR"] = folder
-        return target(*args)
+@contextmanager
+def own_folder() -> Iterator[None]:
+    """Gives this rank a configuration directory of its own."""
+    with tempfile.TemporaryDirectory() as os.environ["AUTOVARUNA_CONF_DIR"]:
+        yield
 
 
 def numbers(names: Sequence[str], replicated: Sequence[str]) -> dict[str, Rows]:
     torch.set_num_threads(1)
-    return quietly(lambda: {"stages": by_partition(names), "replicas": by_replica(replicated)})
+    with own_folder():
+        return {"stages": by_partition(names), "replicas": by_replica(replicated)}
 
 
 def train_on_meta(num_stages: int) -> tuple[list[float], dict[str, Tensor], int]:

@@ -20,7 +20,8 @@ torch.manual_seed(0)
 net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
 optimizer = torch.optim.AdamW(net.parameters())
 settings = {} if WAY == "flag" else {"save_on_signal": FOLDER}
-model = AutoVaruna(net, optimizer, save_deployment=False, load_deployment=False, progress=False, **settings)
+settings |= {"save_deployment": False, "load_deployment": False, "progress": False, "profile_iterations": 1}
+model = AutoVaruna(net, optimizer, **settings)
 for step in range(100_000):
     loss = model(torch.randn(8, 16)).square().mean()
     optimizer.zero_grad()

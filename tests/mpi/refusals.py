@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, get_rank
 from tests.mpi import failures
-from tests.mpi.failures import FAILING, TEXT, Net, batch, fail
+from tests.mpi.failures import FAILING, Net, batch, fail
+from tests.session.training import trace_shared
 
 wrap = partial(failures.wrap, load_deployment=False)  # one in the folder that tests start in would spare the measuring
 Refusal = tuple[str, str]
@@ -43,16 +44,9 @@ def on_rank_1(value: Any, other: Any) -> Any:
     return value if get_rank() == 1 else other
 
 
-def raises_on_rank_1(_: object) -> float:
-    if get_rank() == 1:
-        raise ValueError(TEXT)
-    return 1.0
-
-
 def trapped() -> None:
     """Calls a model with an operation that fails where it is measured."""
-    if get_rank() == 1:
-        FAILING.add("forward")
+    FAILING.update(on_rank_1(["forward"], []))
     try:
         call()
     finally:
@@ -71,7 +65,7 @@ BEFORE: dict[str, Callable[[], object]] = {
     "measuring_fails": trapped,
     "too_many_stages": lambda: call(cuts=[], stage_ranks=[], num_stages=40),
     "too_few_micro_batches": lambda: call(num_micro_batches=1),
-    "weight_fails": lambda: call(weigh=raises_on_rank_1),
+    "weight_fails": lambda: call(weigh=lambda batch: on_rank_1(fail, lambda: 1.0)()),
     "weight_is_negative": lambda: call(weigh=lambda batch: -1.0),
     "weights_are_zero": lambda: call(weigh=lambda batch: 0.0),
     "optimizer_of_wrong_type": optimizer_of_wrong_type,
@@ -151,8 +145,9 @@ def refusal(act: Callable[[], object]) -> Refusal:
     return "", ""
 
 
+@trace_shared("refusals")
 def refusals() -> dict[str, Refusal]:
-    """Returns what each story raised on this rank, and that training goes on after them."""
+    """Returns what each story raised on this rank, and that training goes on after them; equal models share a trace."""
     found = {name: refusal(act) for name, act in BEFORE.items()}
     model, optimizer = wrap(Scaled())
     for name, act in {"": one_step, **DURING}.items():

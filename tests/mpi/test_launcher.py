@@ -18,7 +18,7 @@ import pytest
 
 from autovaruna.errors import RankError
 from autovaruna.runtime import launcher
-from tests.mpi.launch import QUIET, find_mpirun, kill_session
+from tests.mpi.launch import QUIET, find_mpirun, kill_session, read_until
 from tests.mpi.test_failures import is_running
 
 SCRIPT = """
@@ -44,8 +44,7 @@ def test_ranks_end_with_their_launcher(name: str, tmp_path: Path) -> None:
         start_new_session=True,
     )  # fmt: skip
     try:
-        assert process.stdout is not None
-        ranks = [int(line.split()[1]) for line in (process.stdout.readline(), process.stdout.readline())]
+        ranks = [int(line.split()[1]) for line in read_until(process, "up ", 2).splitlines()]
         process.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + ENDS_WITHIN_SECONDS
         while any(map(is_running, ranks)):

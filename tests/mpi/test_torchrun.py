@@ -15,20 +15,14 @@ import pytest
 
 from autovaruna.errors import ConfigError
 from autovaruna.runtime import environment
-from autovaruna.runtime.environment import (
-    check_slurm,
-    first_host,
-    is_of_torch,
-    num_ranks_in,
-    start_torch,
-    variables_beside_mpi,
-)
+from autovaruna.runtime.environment import check_slurm, first_host, is_of_torch, num_ranks_in, variables_beside_mpi
 from tests.mpi.launch import QUIET, ROOT, mpirun, run_group, warm
 
 MODULE = "tests.mpi.torch_ranks"
 Rank = tuple[str, str, int]
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
-ENV = {**PLAIN, **QUIET, "AUTOVARUNA_SAVE_DEPLOYMENT": "0", "AUTOVARUNA_LOAD_DEPLOYMENT": "0"}
+SETTINGS = {"AUTOVARUNA_SAVE_DEPLOYMENT": "0", "AUTOVARUNA_LOAD_DEPLOYMENT": "0", "AUTOVARUNA_PROFILE_ITERATIONS": "1"}
+ENV = {**PLAIN, **QUIET, **SETTINGS}
 
 
 def torchrun(num_ranks: int, module: str, *words: str | Path) -> CompletedProcess[str]:
@@ -80,8 +74,7 @@ def losses(folder: Path, channel: str) -> list[list[float]]:
 def test_losses_are_those_of_mpirun(folder: Path, tmp_path: Path) -> None:
     """Bit for bit; within rounding where gloo sums, beside the script's own process group."""
     found = losses(folder, "auto")
-    settings = {name: ENV[name] for name in ENV if name.startswith("AUTOVARUNA")}
-    mpirun(3, MODULE, "train", tmp_path, env=settings, is_warm=True)
+    mpirun(3, MODULE, "train", tmp_path, env=SETTINGS, is_warm=True)
     assert found == losses(tmp_path, "auto")
     for of_gloo, expected in zip(losses(folder, "gloo"), found, strict=True):
         assert of_gloo == pytest.approx(expected, rel=1e-4)
@@ -136,7 +129,7 @@ def test_mpirun_wins_over_variables_that_a_script_has_set() -> None:
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_launcher_that_says_too_little_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"WORLD_SIZE is 4, but {name} is not set.*`mpirun -np 4 python .*`"):
-        start_torch({key: value for key, value in TORCH.items() if key != name})
+        environment.start_torch({key: value for key, value in TORCH.items() if key != name})
 
 
 def test_tasks_of_srun_that_mpi_does_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +146,7 @@ def test_tasks_of_srun_that_mpi_does_not_know_are_refused(monkeypatch: pytest.Mo
 SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
 
 
-def test_tasks_of_srun_without_mpi_join_by_the_variables_of_torch_or_of_slurm(
-    tmp_path: Path, address: dict[str, str]
-) -> None:
+def test_tasks_of_srun_without_mpi_join_by_variables_of_torch_or_slurm(tmp_path: Path, address: dict[str, str]) -> None:
     """As ``srun -N2 -n2 python train.py`` starts them; once, each was refused, for MPI knows of one process alone."""
     for variables, name in ((SLURM, "SLURM_PROCID"), (SLURM | address | {"WORLD_SIZE": "2"}, "RANK")):
         ends = without_launcher(2, "rank", tmp_path, name, **variables)

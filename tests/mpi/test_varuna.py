@@ -34,7 +34,8 @@ def command(folder: Path, *words: str, machine: str = "localhost") -> list[str]:
 
 def environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, **QUIET, "AUTOVARUNA_CONF_DIR": str(folder), "PYTHONPATH": path}
+    settings = {"AUTOVARUNA_CONF_DIR": str(folder), "AUTOVARUNA_PROFILE_ITERATIONS": "1"}
+    return {**os.environ, **QUIET, **settings, "PYTHONPATH": path}
 
 
 def launch(folder: Path, *words: str, machine: str = "localhost") -> subprocess.CompletedProcess[str]:
@@ -64,7 +65,7 @@ def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_run_that_sigusr1_stops_goes_on_on_other_ranks(tmp_path: Path) -> None:
     """The script holds each of its losses to plain PyTorch, also those after it has gone on."""
     with running(tmp_path, "--gpus_per_node", "2", "--batch_size", "10", "--nstages", "2", GPT) as process:
-        text = read_until(process, "step 2:")
+        text = read_until(process, "step 0:")  # early: the job must not end before it hears the signal
         process.send_signal(signal.SIGUSR1)
         rest, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, text + rest

@@ -14,15 +14,7 @@ from autovaruna import AutoVaruna, InputError
 from tests.catalogue import CASES, HUGGING_FACE, PLAIN, Batch, Case
 from tests.products import diagonal, some
 from tests.reference import OPTIMIZERS, Record, compare, gradients_of, part, plain_micro_batched, plain_steps, ranges
-from tests.session.training import (
-    Setup,
-    TooFewBlocksError,
-    needs_own_autograd,
-    on_ranks,
-    pipeline,
-    share_of,
-    train,
-)
+from tests.session.training import Setup, TooFewBlocksError, needs_own_autograd, on_ranks, pipeline, share_of, train
 
 STEPS = 3
 REPLICAS = {"replicas": Setup(((0, 1),)), "unequal_replicas": Setup(((0,), (1, 2)))}
@@ -114,7 +106,7 @@ def test_gradients_are_summed_over_ranks_once(how: str, name: str) -> None:
         return keep_back(case, own, how, model)
 
     found: dict[str, torch.Tensor] = {}
-    for gradients in on_ranks(setup, case.model(), run, token=(name, False)):
+    for gradients in on_ranks(setup, case, run):
         found |= gradients
     compare(Record(gradients=[found]), Record(gradients=[expected]))
 
@@ -130,7 +122,7 @@ def test_clipping_is_that_of_torch(norm_type: float) -> None:
         wrapped(**batch[1]).backward()
         return wrapped.clip_grad_norm_(0.05, norm_type).item(), gradients_of(wrapped)
 
-    found = [on_ranks(setup, case.model(), run, token=(case.name, False)) for setup in (Setup(), pipeline(3))]
+    found = [on_ranks(setup, case, run) for setup in (Setup(), pipeline(3))]
     norms = {norm for ranks in found for norm, _ in ranks}
     assert len(norms) == 1, "the norm depends on the partition or on the rank"
     assert norms.pop() == pytest.approx(expected.item(), rel=1e-6)

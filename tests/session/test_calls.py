@@ -88,33 +88,28 @@ def by_acting(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return values.square().mean() - log_probabilities.mean()
 
 
-def by_both(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y) + model.evaluate(x)[1].square().mean()
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "method": by_method,
+    "acting": by_acting,
+    "both": lambda model, x, y: F.cross_entropy(model(x), y) + model.evaluate(x)[1].square().mean(),
+    "itself": lambda model, x, y: model.learn(model.roll(x, 3), y),
+}
+BESIDE: dict[str, Callable[..., Tensor]] = {
+    "parts": lambda model, x, y: F.cross_entropy(model(x), y) + model.critic(model.body(x)).square().mean(),
+    "inner": lambda model, x, y: F.cross_entropy(model.module(x), y),
+}
 
 
-def by_itself(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return model.learn(model.roll(x, 3), y)
-
-
-def beside(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    logits: Tensor = model(x)
-    return F.cross_entropy(logits, y) + model.critic(model.body(x)).square().mean()
-
-
-def inner(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model.module(x), y)
-
-
-@pytest.mark.parametrize("loss_of", [by_method, by_acting, by_both, by_itself])
+@pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize("setup", SETUPS)
-def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) -> None:
+def test_methods_count_like_calls(kind: str, setup: str) -> None:
     """Once, each rank trained alone, and weights drifted apart without a word."""
 
     def train(model: Any, optimizer: Any, rank: int = 0, num_ranks: int = 2) -> dict[str, Tensor]:
         y = Y.chunk(num_ranks)[rank]
         for batch in XS:
             x = batch.chunk(num_ranks)[rank]
-            descend(loss_of(model, x, y), optimizer)
+            descend(METHODS[kind](model, x, y), optimizer)
             with torch.no_grad():
                 model.evaluate(x)
         assert model.count(torch.zeros(3)) == 3
@@ -127,15 +122,15 @@ def test_methods_count_like_calls(loss_of: Callable[..., Tensor], setup: str) ->
         torch.testing.assert_close(state, expected)
 
 
-@pytest.mark.parametrize("loss_of", [beside, inner])
-def test_gradients_from_beside_the_wrapper_are_noticed(loss_of: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("kind", BESIDE)
+def test_gradients_from_beside_the_wrapper_are_noticed(kind: str) -> None:
     """What does not go backward may be called there."""
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> None:
         x, y = XS[0].chunk(2)[rank], Y.chunk(2)[rank]
         model.critic(model.body(x)).mean().item()
         descend(F.cross_entropy(model(x), y), optimizer)
-        loss_of(model, x, y).backward()
+        BESIDE[kind](model, x, y).backward()
         with pytest.raises(InputError, match=r"has called .* beside the wrapper.*model\.method"):
             optimizer.step()
 

@@ -82,14 +82,9 @@ def test_a_drawn_graph_trains_as_plain_pytorch(seed: int) -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """A loop of training, the same for a plain model and for a wrapped one.
+    """A loop of training, the same for a plain model and for a wrapped one."""
 
-    Attributes:
-        seed: What it does depends on this alone.
-        case: Its model.
-    """
-
-    seed: int
+    seed: int  # what it does depends on this alone
     case: Case
 
     def run(self, model: nn.Module, whole: nn.Module, optimizer: Any, forward: Forward, clip: Any) -> list[Tensor]:
@@ -153,7 +148,7 @@ def wrapped(script: Script, case: Case, setup: Setup, make_optimizer: Any) -> Re
         losses = script.run(model, model.module, optimizer, forward, model.clip_grad_norm_)
         return Record(losses, weights=dict(model.state_dict()))
 
-    return merge(on_ranks(setup, case.model(), run, make_optimizer, token=(case.name, case.has_dropout)))
+    return merge(on_ranks(setup, case, run, make_optimizer))
 
 
 @pytest.mark.parametrize("seed", sorted({*drawn_seeds(3), *WRONG_CALLS}))

@@ -197,9 +197,7 @@ def test_a_rank_differs_if_it_does_at_every_look(kind: str) -> None:
     assert persistent_speeds(looks) == pytest.approx(speeds)
 
 
-@pytest.mark.parametrize(
-    ("factors", "speeds"), [((1.0, 1.15), (1.0, 1 / 1.15)), ((), (1.0, 1.0)), ((1.2,), (1.0, 1.0))]
-)
+@pytest.mark.parametrize(("factors", "speeds"), [((1.0, 1.15), (1, 1 / 1.15)), ((), (1, 1)), ((1.2,), (1, 1))])
 def test_a_slow_rank_is_planned_for(factors: Any, speeds: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """A manager has seen its steps; what it says of another number of ranks does not count."""
     monkeypatch.setenv(VARIABLE, json.dumps(asdict(JobPlace(str(tmp_path), 1, factors=factors))))

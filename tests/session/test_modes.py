@@ -19,18 +19,7 @@ from tests.catalogue import CASES, Case
 from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.products import diagonal, some
 from tests.reference import Record, bit_equal, compare, gradients_of, plain_steps, sgd
-from tests.session.training import (
-    Setup,
-    as_plain,
-    held,
-    merge,
-    needs_own_autograd,
-    on_ranks,
-    pipeline,
-    token_of,
-    train,
-    train_rank,
-)
+from tests.session.training import Setup, as_plain, merge, needs_own_autograd, on_ranks, pipeline, train, train_rank
 
 XS = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
 Backward = Callable[[Any, int], None]
@@ -52,7 +41,7 @@ def hold(case: Case, backward: Backward, setup: Setup, num_batches: int = 1) -> 
         return Record(gradients=[gradients_of(model)])
 
     needs_own_autograd(case, setup)
-    found = on_ranks(setup, case.model(), run, token=(case.name, case.has_dropout))
+    found = on_ranks(setup, case, run)
     compare(merge(found), run(case.model()))
 
 
@@ -99,7 +88,7 @@ def test_outputs_come_in_their_container(kind: str) -> None:
         for one, other in zip(pytree.tree_leaves(output), expected, strict=True):
             assert one is other is None or torch.testing.assert_close(one, other) is None
 
-    on_ranks(pipeline(2), case.model(), run, token=token_of(case))
+    on_ranks(pipeline(2), case, run)
 
 
 def scored(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,14 +153,13 @@ def test_the_loss_in_a_tuple(kind: str, caplog: pytest.LogCaptureFixture) -> Non
 def test_inputs_get_their_gradients(setup: str, is_loss: bool) -> None:
     case = CASES["shared_input" if is_loss else "returned_scores"]
     batch = case.batch(7, 0)
-    needs_own_autograd(case, SETUPS[setup])
 
     def gradient(model: Any, optimizer: Any) -> Tensor:
         x = (batch[1]["x"] if is_loss else batch[0][0]).clone().requires_grad_()
         (model(x=x, y=batch[1]["y"]) if is_loss else model(x).square().mean()).mul(3.0).backward()
         return x.grad
 
-    as_plain(SETUPS[setup], case.model(), gradient, rtol=1e-5, atol=1e-7)
+    as_plain(SETUPS[setup], case, gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
@@ -184,10 +172,10 @@ def test_hooks_of_parameters_fire_on_the_ranks_that_hold_them() -> None:
             parameter.register_hook(lambda gradient, name=name: seen.append(name))
             parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: seen.append(f"{name}!"))
         model(**batch[1]).backward()
-        own = held(model)
+        own = [name for name, each in model.named_parameters() if not each.is_meta]
         assert sorted(seen) == sorted([*own, *(f"{name}!" for name in own)])
 
-    on_ranks(pipeline(2), case.model(), run, token=token_of(case))
+    on_ranks(pipeline(2), case, run)
 
 
 def test_the_callers_generator_is_untouched() -> None:
@@ -199,7 +187,7 @@ def test_the_callers_generator_is_untouched() -> None:
             model(**batch[1]).backward()
             assert torch.equal(before, torch.get_rng_state())
 
-    on_ranks(Setup(((0,), (0,)), recompute=True), case.model(), run, token=token_of(case))
+    on_ranks(Setup(((0,), (0,)), recompute=True), case, run)
 
 
 FROZEN = diagonal([((0,), (1,), (2,)), ((0,), (0,), (1,))], ["1f1b", "varuna", "gpipe", "1f1b"])
@@ -218,7 +206,7 @@ def test_what_was_planned_frozen_may_be_trained(ranks: Any, schedule: str) -> No
             parameter.requires_grad_(True)
         return train_rank(case, model, optimizer, [case.batch(7, 1), case.batch(7, 2)])
 
-    bit_equal(*(merge(on_ranks(each, case.model(), run, token=token_of(case))) for each in (setup, Setup(((0,),), 5))))
+    bit_equal(*(merge(on_ranks(each, case, run)) for each in (setup, Setup(((0,),), 5))))
 
 
 def branching(self: Any, x: Tensor, more: bool) -> Tensor:
@@ -254,7 +242,7 @@ def test_modules_are_those_of_the_model() -> None:
         torch.testing.assert_close(second.buffers, first.buffers, rtol=0, atol=0)
         return second
 
-    got, one = (merge(on_ranks(setup, case.model(), run, token=token_of(case))) for setup in (pipeline(3), Setup()))
+    got, one = (merge(on_ranks(setup, case, run)) for setup in (pipeline(3), Setup()))
     bit_equal(got, one)
 
 

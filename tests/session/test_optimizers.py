@@ -28,7 +28,7 @@ from tests.profiler.own_optimizers import JOINT, SEPARATE, Langevin, Unknown
 from tests.ranks import run_ranks
 from tests.reference import MakeOptimizer, Record, adamw, bit_equal, compare, gradients_of, plain_steps
 from tests.session.test_precision import Way, same_bits, train_in
-from tests.session.training import QUIET, Setup, as_plain, descend, merge, on_ranks, token_of, train_rank, with_state
+from tests.session.training import QUIET, Setup, as_plain, descend, merge, on_ranks, train_rank, with_state
 
 IMAGES, CHAIN = CASES["conv_net_batch_norm"].without_dropout(), CASES["chain"].without_dropout()
 DECLARED = {"optimizer_bytes_factor": 4.0}
@@ -91,7 +91,7 @@ def hold(story: Story, make: MakeOptimizer, setup: Setup = TWO, case: Case = IMA
         story(model, optimizer)
         return Record(weights=dict(model.state_dict()))
 
-    as_plain(setup, case.model(), end, make, token_of(case), rtol=1e-4)
+    as_plain(setup, case, end, make, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*SEPARATE, "sam", "prodigy", "unknown"])
@@ -225,7 +225,7 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
         with pytest.raises(error, match=words):
             loss_of(model) if act is None else act(model, optimizer)
 
-    on_ranks(setup, CHAIN.model(), run, make, token_of(CHAIN))
+    on_ranks(setup, CHAIN, run, make)
 
 
 def train_critics(models: list[Any], *optimizers: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
@@ -273,7 +273,7 @@ def test_a_rank_that_does_not_step_is_told_of() -> None:
         backward(model)
 
     with pytest.raises(RankError, match=r"rank 0 waits for a sum or a copy among ranks \(0, 1\)"):
-        on_ranks(SHARED, CHAIN.model(), run, adamw, token_of(CHAIN))
+        on_ranks(SHARED, CHAIN, run, adamw)
 
 
 def clip_by_norm(parameters: list[Any]) -> Any:
@@ -308,7 +308,7 @@ def test_clipping_is_as_in_plain_pytorch(setup: str) -> None:
 
     plain = CHAIN.model()
     expected = run(plain, adamw(plain.parameters()), 0)
-    for found in on_ranks(CLIPPED[setup], CHAIN.model(), run, adamw, token_of(CHAIN)):
+    for found in on_ranks(CLIPPED[setup], CHAIN, run, adamw):
         for got, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(got, {name: wanted[name] for name in got} if isinstance(got, dict) else wanted)
 
@@ -319,7 +319,7 @@ def with_and_without(setup: Setup) -> tuple[Setup, Setup]:
 
 def both(story: Callable[[Any, Any, int], Any], setup: Setup, case: Case, make: MakeOptimizer) -> list[list[Any]]:
     """Returns what a story gives on each rank, with shared state and without."""
-    return [on_ranks(each, case.model(), story, make, token_of(case)) for each in with_and_without(setup)]
+    return [on_ranks(each, case, story, make) for each in with_and_without(setup)]
 
 
 def trains_alike(setup: Setup, case: Case, make: MakeOptimizer = adamw, **options: Any) -> Record:
@@ -478,7 +478,7 @@ def test_gradients_of_others_are_elsewhere(tmp_path: Path) -> None:
         torch.save(dict(model.module.named_parameters()), tmp_path / str(rank))
         return sum(each.grad.is_meta for each in model.parameters())
 
-    counts = on_ranks(SHARED, CHAIN.model(), run, adamw, token_of(CHAIN))
+    counts = on_ranks(SHARED, CHAIN, run, adamw)
     assert sum(counts) == len(list(CHAIN.model().parameters()))
     one, other = (torch.load(tmp_path / str(rank), weights_only=False) for rank in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -494,7 +494,7 @@ def test_a_step_that_fails_leaves_the_groups_whole() -> None:
             optimizer.step()
         assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
-    on_ranks(TWO, CHAIN.model(), run, adamw, token_of(CHAIN))
+    on_ranks(TWO, CHAIN, run, adamw)
 
 
 def tied(self: Any, x: Tensor) -> Tensor:

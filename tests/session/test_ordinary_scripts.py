@@ -41,9 +41,7 @@ def test_strides_of_one_sample_do_not_count() -> None:
 
     def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[Tensor]:
         with torch.no_grad():
-            return [
-                model(mine) for mine in (rows[rank::2], rows[rank : rank + 1], rows[1:].t()[:, rank : rank + 1].t())
-            ]
+            return [model(x) for x in (rows[rank::2], rows[rank : rank + 1], rows[1:].t()[:, rank : rank + 1].t())]
 
     first, second = on_ranks(PER_RANK, plain, run)
     with torch.no_grad():
@@ -81,13 +79,12 @@ def initialise_anew(model: Any) -> Tensor:
     return torch.randperm(8, generator=generator)
 
 
-@pytest.mark.parametrize("edit", [initialise_anew])
-def test_edits_draw_what_plain_pytorch_draws(edit: Callable[[Any], Tensor]) -> None:
+def test_edits_draw_what_plain_pytorch_draws() -> None:
     """Once, ranks drew for their own weights alone: other numbers, and shuffles that differed from then on."""
 
     def story(model: Any, optimizer: Any) -> tuple[Tensor, dict[str, Tensor]]:
         step(model, optimizer)
-        return edit(model), dict(model.state_dict())
+        return initialise_anew(model), dict(model.state_dict())
 
     as_plain(TWO, layers(), story, rtol=0, atol=0)
 
@@ -102,10 +99,7 @@ def as_new(shadow: list[Tensor], model: Any) -> None:
     shadow[:] = [mean * 0.9 + weight * 0.1 for mean, weight in zip(shadow, model.parameters(), strict=True)]
 
 
-AVERAGES = decayed, as_new
-
-
-@pytest.mark.parametrize("update", AVERAGES)
+@pytest.mark.parametrize("update", [decayed, as_new])
 def test_an_average_in_a_list_of_clones(update: Callable[[list[Tensor], Any], None]) -> None:
     """Once, the first update after the split was refused, though each needs the numbers of one weight alone."""
 
@@ -141,7 +135,6 @@ def test_the_norm_of_all_weights(norm_type: float) -> None:
 
 CASE = CASES["conv_net_batch_norm"].without_dropout()
 SETUPS = {"two": pipeline(2, num_micro_batches=1), "replicas": Setup(((0, 1),), num_micro_batches=1)}
-TOKEN = (CASE.name, CASE.has_dropout)
 Story = Callable[[Any, Any], Any]
 
 
@@ -219,22 +212,17 @@ def test_it_is_as_in_plain_pytorch(story: Story, setup: str) -> None:
         told, loss = story(model, optimizer)
         return Record([loss.clone()], weights=dict(told.state_dict()))
 
-    as_plain(SETUPS[setup], CASE.model(), end, adamw, TOKEN, rtol=1e-4)
+    as_plain(SETUPS[setup], CASE, end, adamw, rtol=1e-4)
 
 
 def test_all_ranks_list_all_parameters() -> None:
-    def run(model: Any, optimizer: Any, rank: int) -> list[Any]:
+    def run(model: Any, optimizer: Any, rank: int = 0) -> list[Any]:
         step_on(model, optimizer, 0)
         first = next(iter(model.parameters()))
         return [[(name, each.shape) for name, each in model.named_parameters()], first.device, first.dtype]
 
     plain = CASE.model()
-    expected = [
-        [(name, each.shape) for name, each in plain.named_parameters()],
-        next(plain.parameters()).device,
-        torch.float32,
-    ]
-    assert on_ranks(SETUPS["two"], CASE.model(), run, adamw, TOKEN) == [expected, expected]
+    assert on_ranks(SETUPS["two"], CASE, run, adamw) == [run(plain, adamw(plain.parameters()))] * 2
 
 
 class DistributedDataParallel(nn.Module):

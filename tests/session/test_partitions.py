@@ -49,11 +49,7 @@ def pairs(cases: Sequence[Case], setups: Sequence[str]) -> list[tuple[Case, str]
     return [(case, setup) for k, case in enumerate(cases) for setup in setups[k % step :: step]]
 
 
-ALL = [
-    *pairs(PLAIN, [*SETUPS]),
-    *pairs(some(HUGGING_FACE, 2), LARGE),
-    *((case, "3_stages") for case in some(MORE, 1)),
-]
+ALL = [*pairs(PLAIN, [*SETUPS]), *pairs(some(HUGGING_FACE, 2), LARGE), *((case, "3_stages") for case in some(MORE, 1))]
 
 
 @pytest.mark.parametrize(("case", "name"), ALL, ids=str)

@@ -22,38 +22,20 @@ from tests.catalogue import CASES, DEVICE, Batch, Case
 from tests.catalogue.small import words
 from tests.products import diagonal
 from tests.ranks import run_ranks
-from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, sgd, weights_of
-from tests.session.training import (
-    QUIET,
-    Setup,
-    as_plain,
-    held,
-    merge,
-    needs_own_autograd,
-    on_ranks,
-    pipeline,
-    share_of,
-    with_state,
-)
+from tests.reference import MakeOptimizer, Record, bit_equal, buffers_of, compare, gradients_of, part, sgd, weights_of
+from tests.session.training import QUIET, Setup, as_plain, held, merge, on_ranks, pipeline, with_state
 
 ONE_STAGE = pipeline(1)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A precision to train in.
+    """A precision to train in."""
 
-    Attributes:
-        weights: dtype of the parameters and of the inputs.
-        autocast: dtype of the autocast around the call; None: there is none.
-        scale: what the scaler starts with; 0: there is none.
-        max_norm: clips the gradients; 0: not.
-    """
-
-    weights: torch.dtype = torch.float32
-    autocast: torch.dtype | None = None
-    scale: float = 0.0
-    max_norm: float = 0.0
+    weights: torch.dtype = torch.float32  # and of the inputs
+    autocast: torch.dtype | None = None  # around the call
+    scale: float = 0.0  # what the scaler starts with; 0: there is none
+    max_norm: float = 0.0  # clips the gradients; 0: not
 
     def around(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(DEVICE.type, dtype=self.autocast)
@@ -66,9 +48,7 @@ class Way:
         """Returns a model, or a batch, in the dtype of the weights."""
         if isinstance(given, nn.Module):
             return given.to(self.weights)
-        return pytree.tree_map_only(
-            Tensor, lambda each: each.to(self.weights) if each.is_floating_point() else each, given
-        )
+        return pytree.tree_map_only(Tensor, lambda x: x.to(self.weights) if x.is_floating_point() else x, given)
 
 
 WAYS = {
@@ -82,10 +62,10 @@ WAYS = {
 
 @dataclass
 class Trained:
-    """What training gave: the record, and the scaler's scale after each step."""
+    """What training gave."""
 
     record: Record
-    scales: list[float]
+    scales: list[float]  # of the scaler after each step
 
 
 def same_bits(found: Trained, expected: Trained) -> None:
@@ -227,9 +207,7 @@ def test_each_call_has_a_precision_of_its_own() -> None:
         assert [each.dtype for each in outputs] == [torch.bfloat16, torch.float32, torch.bfloat16]
         return [each.detach() for each in outputs]
 
-    setup = pipeline(2, num_micro_batches=1)
-    needs_own_autograd(case, setup)
-    as_plain(setup, case.model(), story, rtol=0, atol=0)
+    as_plain(pipeline(2, num_micro_batches=1), case, story, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("scale", [2.0**40, 2.0**18, 2.0**-30])
@@ -265,48 +243,38 @@ def test_overflow_on_one_rank_skips_the_step_on_all(setup: str) -> None:
     on_ranks(SCALED.get(setup, pipeline(2)), CASE.model(), run, wrap=wrap)
 
 
-def scaled_gradient(num_scalers: int, wrap: Any = AutoVaruna) -> Tensor:
-    """Returns a gradient of the first call of a loop with a scaler, before it is unscaled."""
+WRAP = partial(AutoVaruna, **QUIET, num_micro_batches=2, plan=Setup(num_micro_batches=2).plan)
 
-    def run(model: Any, optimizer: Any, rank: int) -> Tensor:
-        scalers = [HALF.scaler() for _ in range(num_scalers)]
-        with HALF.around():
-            loss = model(*BATCHES[0][0], **BATCHES[0][1])
-        (getattr(model, "scaler", None) or scalers[0]).scale(loss).backward()
-        return torch.cat([parameter.grad.view(-1) for parameter in held(model).values()])
 
-    gc.collect()
-    gradient: Tensor = on_ranks(pipeline(1, num_micro_batches=2), CASE.model(), run, wrap=wrap)[0]
-    return gradient
+def gradient_of_step(wrap: Callable[..., Any], before: Any = None, num_after: int = 0) -> Tensor:
+    """Returns the gradient of a step whose scaler, or what hides it, is made before the model is wrapped, or after."""
+    gc.collect()  # earlier tests have left some
+    model = CASE.model()
+    optimizer = sgd(model.parameters())
+    wrapped = wrap(model, optimizer)
+    scalers = [HALF.scaler() for _ in range(num_after)]
+    with HALF.around():
+        loss = wrapped(*BATCHES[0][0], **BATCHES[0][1])
+    scaler = before() if callable(before) else before or scalers[0]
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    return torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
 
 
 def test_a_scaler_that_is_not_given_is_found_and_one_of_several_must_be_named() -> None:
     """Else float16 gradients would vanish before the loop scales them."""
-    assert torch.equal(scaled_gradient(num_scalers=1), scaled_gradient(0, partial(wrap_with_scaler, HALF)))
+    found = gradient_of_step(WRAP, num_after=1)
     with pytest.raises(AutoVarunaError, match="scaler=scaler"):
-        scaled_gradient(num_scalers=2)
-
-
-def gradient_of_step(wrap: Callable[..., Any], hide: Callable[[Any], Any]) -> Tensor:
-    """Returns the gradient of a step whose scaler is made, and hidden, before the model is wrapped."""
-    gc.collect()
-    model = CASE.model()
-    optimizer, scaler = sgd(model.parameters()), hide(HALF.scaler())
-    wrapped = wrap(model, optimizer)
-    with HALF.around():
-        loss = wrapped(*BATCHES[0][0], **BATCHES[0][1])
-    held = scaler() if callable(scaler) else scaler
-    held.scale(loss).backward()
-    held.unscale_(optimizer)
-    return torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
+        gradient_of_step(WRAP, num_after=2)
+    scaler = HALF.scaler()
+    assert torch.equal(found, gradient_of_step(partial(WRAP, scaler=scaler), scaler))
 
 
 def test_a_scaler_that_was_made_before_is_found_and_one_that_nothing_shows_is_asked_for() -> None:
-    wrap = partial(AutoVaruna, **QUIET, num_micro_batches=2, plan=Setup(num_micro_batches=2).plan)
-    plain = gradient_of_step(lambda model, optimizer: model, lambda scaler: scaler)
-    assert (gradient_of_step(wrap, lambda scaler: scaler) - plain).abs().max() <= 1e-2 * plain.abs().max()
+    plain = gradient_of_step(lambda model, optimizer: model, HALF.scaler())
+    assert (gradient_of_step(WRAP, HALF.scaler()) - plain).abs().max() <= 1e-2 * plain.abs().max()
     with pytest.raises(InputError, match=r"scaler=scaler"):
-        gradient_of_step(wrap, lambda scaler: lambda: scaler)
+        gradient_of_step(WRAP, (lambda scaler: lambda: scaler)(HALF.scaler()))
 
 
 def test_a_plan_measured_in_bfloat16_trains_as_plain_pytorch() -> None:
@@ -315,7 +283,8 @@ def test_a_plan_measured_in_bfloat16_trains_as_plain_pytorch() -> None:
     def be_rank(world: World) -> Record:
         optimizer = sgd(models[world.rank].parameters())
         wrapped = AutoVaruna(models[world.rank], optimizer, **QUIET)
-        found = loop(way, CASE, wrapped, optimizer, way.scaler(), [share_of(BATCHES[0], [3, 3], world.rank)])
+        own = part(BATCHES[0], 3 * world.rank, 3 * world.rank + 3)
+        found = loop(way, CASE, wrapped, optimizer, way.scaler(), [own])
         return with_state(found.record, wrapped)
 
     compare(merge(run_ranks(2, be_rank)), plain_in(way, CASE, BATCHES[:1]).record, rtol=2e-2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -30,32 +31,21 @@ def batches_of(case: Case, num: int) -> list[Batch]:
 
 
 def halfway(case: Case, setup: Setup, make: Callable[[Any], Optimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
-
     def run(model: AutoVaruna, optimizer: Optimizer, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         train_rank(case, model, optimizer, batches_of(case, 2))
         return model.state_dict(), model.optimizer_state_dict()
 
-    states = on_ranks(setup, case.model(), run, make, token=(case.name, case.has_dropout))
+    states = on_ranks(setup, case, run, make)
     for other in states[1:]:
         same_state(other[0], states[0][0])
         same_state(other[1]["state"], states[0][1]["state"])
     return copy.deepcopy(states[0])
 
 
-def same_state(got: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        assert torch.equal(got.cpu(), expected.cpu())
-    elif isinstance(expected, dict):
-        assert got.keys() == expected.keys()
-        for key, value in expected.items():
-            same_state(got[key], value)
-    else:
-        assert got == expected
+same_state = partial(torch.testing.assert_close, rtol=0, atol=0, check_device=False)
 
 
-@pytest.mark.parametrize(
-    ("before", "target"), diagonal(product(list(SETUPS)[1:], [False, True]), [*SETUPS, "one", "two"])
-)
+@pytest.mark.parametrize(("before", "target"), diagonal(product([*SETUPS][1:], [False, True]), [*SETUPS, "one", "two"]))
 def test_a_run_goes_on_with_another_partition(before: tuple[str, bool], target: str) -> None:
     """It may have made a step of its own before the state is loaded."""
     source, is_started = before
@@ -106,7 +96,7 @@ def test_a_missing_or_unexpected_key_is_refused() -> None:
             model.load_state_dict({**state, "more": torch.zeros(1)})
         return model.load_state_dict(state, strict=False)
 
-    for result in on_ranks(pipeline(2), case.model(), run, token=(case.name, False)):
+    for result in on_ranks(pipeline(2), case, run):
         assert result.missing_keys == ["body.0.weight"] and result.unexpected_keys == []
 
 
@@ -124,7 +114,7 @@ def test_weights_start_as_those_of_rank_0() -> None:
             model(**case.batch(7, 0)[1])
         return model.state_dict()
 
-    for state in on_ranks(Setup(((0,), (1, 2))), case.model(), run, token=(case.name, False)):
+    for state in on_ranks(Setup(((0,), (1, 2))), case, run):
         same_state(dict(state), expected)
 
 
@@ -139,9 +129,9 @@ def test_evaluation_between_steps_changes_nothing() -> None:
         model.train()
         return record, train_rank(case, model, optimizer, [case.batch(7, 1)]), losses
 
-    one, *_ = on_ranks(Setup(), case.model(), run, token=(case.name, False))
+    one, *_ = on_ranks(Setup(), case, run)
     for setup in (pipeline(3), Setup(((0,), (1,)) * 2)):
-        for record in on_ranks(setup, case.model(), run, token=(case.name, False)):
+        for record in on_ranks(setup, case, run):
             assert record[2] == one[2]
             bit_equal(Record(losses=record[1].losses), Record(losses=one[1].losses))
             same_state(record[1].buffers, one[1].buffers)

@@ -37,27 +37,16 @@ QUIET: dict[str, Any] = {"load_deployment": False, "save_deployment": False, "pr
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is to be run.
-
-    Attributes:
-        stage_ranks: ranks of each stage.
-        num_micro_batches: M.
-        shares: where stages start, as shares of the blocks; empty: evenly.
-        recompute: whether all stages but the last recompute.
-        schedule: name of the policy.
-        whole: stages whose backward is not split where the schedule splits others.
-        num_ranks: 0: as many as `stage_ranks` names.
-        settings: more settings.
-    """
+    """How a model is to be run."""
 
     stage_ranks: Ranks = ((0,),)
     num_micro_batches: int = 3
-    shares: tuple[float, ...] = ()
-    recompute: bool = False
+    shares: tuple[float, ...] = ()  # where stages start, as shares of the blocks; empty: evenly
+    recompute: bool = False  # whether all stages but the last recompute
     schedule: str = "1f1b"
-    whole: tuple[int, ...] = ()
-    num_ranks: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    whole: tuple[int, ...] = ()  # stages whose backward is not split where the schedule splits others
+    num_ranks: int = 0  # 0: as many as `stage_ranks` names
+    settings: Mapping[str, Any] = field(default_factory=dict)  # more of them
 
     @property
     def world_size(self) -> int:
@@ -207,10 +196,9 @@ def same_gradients(setup: Setup, model: nn.Module, act: Callable[[Any], None], r
 
 def as_plain(
     setup: Setup,
-    model: nn.Module,
+    model: nn.Module | Case,
     story: Callable[[Any, Any], Any],
     make_optimizer: MakeOptimizer = sgd,
-    token: object = None,
     **tolerances: float,
 ) -> list[Any]:
     """Asserts that what a story makes of a model and its optimizer is on every rank what plain PyTorch makes of it.
@@ -221,8 +209,11 @@ def as_plain(
     def run(wrapped: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Any:
         return story(wrapped, optimizer)
 
-    found = on_ranks(setup, model, run, make_optimizer, token)
-    expected = story(model, make_optimizer(model.parameters()))
+    if isinstance(model, Case):
+        needs_own_autograd(model, setup)
+    found = on_ranks(setup, model, run, make_optimizer)
+    plain = model.model() if isinstance(model, Case) else model
+    expected = story(plain, make_optimizer(plain.parameters()))
     agree: Callable[..., None] = compare if isinstance(expected, Record) else torch.testing.assert_close
     for each in found:
         agree(each, expected, **tolerances)
@@ -241,14 +232,19 @@ Run = Callable[[AutoVaruna, torch.optim.Optimizer, int], Any]
 
 def on_ranks(
     setup: Setup,
-    model: nn.Module,
+    model: nn.Module | Case,
     run: Run,
     make_optimizer: MakeOptimizer = sgd,
     token: object = None,
     timeout: float = 500.0,
     wrap: Callable[..., AutoVaruna] = AutoVaruna,
 ) -> list[Any]:
-    """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped by `wrap`."""
+    """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped by `wrap`.
+
+    Ranks trace a case once, and so do others that have a `token`.
+    """
+    if isinstance(model, Case):
+        model, token = model.model(), token or token_of(model)
     copies = [copy.deepcopy(model) for _ in range(setup.world_size)]
     settings = {**QUIET, "num_micro_batches": setup.num_micro_batches, "inputs": "replicated", **setup.settings}
     settings["plan"] = setup.plan
@@ -275,15 +271,9 @@ def train(
     sizes: Sequence[Sequence[int]] = (),
     **options: Any,
 ) -> Record:
-    """Trains for a call a batch, and puts the records of the ranks together.
+    """Trains for a call a global batch, and puts the records of the ranks together; `options` are for `train_rank`.
 
-    Args:
-        case: The model.
-        setup: How it is run.
-        batches: Global batches.
-        make_optimizer: Makes each rank's optimizer.
-        sizes: Samples that each rank passes of each batch; empty: all ranks pass all of them.
-        **options: For `train_rank`.
+    `sizes` says how many samples each rank passes of each batch; without it all ranks pass all of them.
     """
     needs_own_autograd(case, setup)
     if sizes:
@@ -293,7 +283,7 @@ def train(
         own = [share_of(batch, given, rank) for batch, given in zip(batches, sizes, strict=True)] if sizes else batches
         return train_rank(case, model, optimizer, own, **options)
 
-    records = on_ranks(setup, case.model(), run, make_optimizer, token=token_of(case))
+    records = on_ranks(setup, case, run, make_optimizer)
     return merge(weighted_losses(case, records, sizes))
 
 
