@@ -86,11 +86,18 @@ def corrected(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def cumulative(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Weighs what comes new by one count, and has another beside it."""
+    x = self.first(x)
     with torch.no_grad():
         self.calls += 1
         self.seen.add_(1)
         self.scale += (x.abs().mean(0) - self.scale) / self.seen
-    return F.cross_entropy(self.last(torch.tanh(self.first(x / self.scale)) * torch.tanh(self.calls)), y)
+    return F.cross_entropy(self.last(torch.tanh(x / self.scale) * torch.tanh(self.calls)), y)
+
+
+def scheduled(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Scales samples that were normalised by a count of calls, and normalises them again."""
+    self.calls += 1
+    return F.cross_entropy(self.last(self.again(torch.tanh(self.calls) * self.norm(self.first(x)))), y)
 
 
 def taught(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -130,6 +137,9 @@ MODELS: dict[str, Make] = {
         with_module, slow=Written(averaged, mean=torch.zeros(WIDTH), calls=torch.zeros(()))
     ),
     "cumulative": lambda: layers(cumulative, seen=torch.zeros(()), calls=torch.zeros((), dtype=torch.long)),
+    "scheduled": lambda: layers(
+        scheduled, norm=nn.BatchNorm1d(WIDTH), again=nn.BatchNorm1d(WIDTH), calls=torch.zeros((), dtype=torch.long)
+    ),
 }
 
 
@@ -146,6 +156,7 @@ def test_a_counter_goes_with_the_state_that_it_weighs() -> None:
         "normed": {"calls", "last.parametrizations.weight.0._u", "last.parametrizations.weight.0._v"},
         **{"scaled": set(), "twofold": {"calls"}, "corrected": set(), "cumulative": {"calls"}},
         "taught": {"teacher.1.num_batches_tracked"},
+        "scheduled": {"calls", "norm.num_batches_tracked", "again.num_batches_tracked"},
     }
     assert {name: traced(MODELS[name](), **BATCH).steady_state for name in expected} == expected
 

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from operator import getitem
 from typing import Any
 
@@ -324,29 +325,31 @@ def _counters_of_samples(
 ) -> Memory:
     """Returns the memory of counters that decide, together with state of samples, what becomes of it or of a result.
 
-    A counter changes by itself alone. What follows from weights (their averages, say) is no counter.
+    A counter changes by itself alone. What follows from weights (their averages, say) is no counter. One that scales
+    values of samples, as a schedule's does, decides nothing, unless they have met a state before and change it later.
     """
-    origins = {node: memory & steady for node, (memory, _) in read.items()}  # steady memory, until it meets weights
-    held = {node for node, (memory, _) in read.items() if memory & set(varied)}  # values of varied state alone
-    weighed = {node for node, (_, is_weight) in read.items() if is_weight and not origins[node]} - held
+    counters = {node: memory & steady for node, (memory, _) in read.items()}  # until they meet weights or samples
+    states = {node: memory & set(varied) for node, (memory, _) in read.items()}
+    weighed = {node for node, (_, is_weight) in read.items() if is_weight and not counters[node] | states[node]}
     sampled = set(inputs)  # values that have numbers of samples
-    joined = following = _NONE  # steady memory that meets what is held, and that follows from weights
+    met: dict[fx.Node, frozenset[tuple[int, int]]] = {}  # counters, each with a state that it has met on the way here
+    joined = following = _NONE
     for node, fact in calls:
-        sources = node.all_input_nodes
+        sources, changed = node.all_input_nodes, fact.writes & set(varied)
         if opaque_module_of(node) is not None:  # it has been tried out
             sampled.add(node)
             continue
-        changes = bool(fact.writes & set(varied))
-        is_held = changes or not held.isdisjoint(sources)
-        origins[node] = _NONE.union(*(origins.get(each, _NONE) for each in sources))
-        if is_held:
-            joined |= origins[node]
+        own = _NONE.union(*(counters.get(each, _NONE) for each in sources if each not in sampled))
+        state = changed.union(*(states.get(each, _NONE) for each in sources))
+        met[node] = frozenset(product(own, state)).union(*(met.get(each, ()) for each in sources))
+        is_of_samples = not sampled.isdisjoint(sources)
+        joined |= {counter for counter, place in met[node] if place in changed or not is_of_samples}
+        is_state = bool(fact.makes & changed)  # a batch normalisation returns samples, and changes state beside
+        states[node] = state if is_state else state - changed
+        counters[node] = own if weighed.isdisjoint(sources) else _NONE
         if not weighed.isdisjoint(sources):
             weighed.add(node)
             following |= fact.writes & steady
-            origins[node] = _NONE
-        if not changes and not sampled.isdisjoint(sources):
+        if is_of_samples and not is_state:
             sampled.add(node)
-        elif is_held:
-            held.add(node)
     return joined - following
