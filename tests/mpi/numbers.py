@@ -101,7 +101,8 @@ def sizes_of(num_ranks: int) -> list[list[int]]:
 @contextmanager
 def own_folder() -> Iterator[None]:
     """Gives this rank a configuration directory of its own."""
-    with tempfile.TemporaryDirectory() as os.environ["AUTOVARUNA_CONF_DIR"]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["AUTOVARUNA_CONF_DIR"] = folder
         yield
 
 

@@ -21,7 +21,7 @@ def test_predicted_memory_is_the_resident_set(name: str, num_turns: int, tmp_pat
     place = next(place for place, setting in enumerate(SETTINGS) if setting.name == name)
     output = tmp_path / "found.json"
     arguments = (f"--rank={place}", "--steps=3", f"--turns={num_turns}", "--again=0", f"--output={output}")
-    env = {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": TUNABLES, "AUTOVARUNA_PROFILE_ITERATIONS": "1"}
+    env = {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": TUNABLES}
     mpirun(2, ROOT / "benchmarks" / "prediction.py", *arguments, env=env)
     found = Found.read(output.read_text(encoding="utf-8"))
     assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.15)
