@@ -122,7 +122,7 @@ class AutoVaruna(nn.Module):
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(
                 f"The second argument is the optimizer: got {type(optimizer).__name__}, expected a "
-                "torch.optim.Optimizer; settings are keywords."
+                "torch.optim.Optimizer (of several, the one of most parameters alone); settings are keywords."
             )
         if optimizer is not None and scaler is None:
             record_scalers_of_callers()

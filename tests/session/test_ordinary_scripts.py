@@ -66,6 +66,31 @@ def test_a_frozen_model_gives_gradients_to_its_inputs() -> None:
     as_plain(TWO, layers(), story)
 
 
+class Weighted(nn.Module):
+    """Returns the weights of its losses, which are learned, as they are (Kendall et al., 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers()
+        self.scales = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), self.scales
+
+
+def test_a_parameter_that_is_returned_gets_its_gradient() -> None:
+    """Once, it silently kept its first numbers: no operation uses it, and only uses have gradients."""
+
+    def story(model: Any, optimizer: Any) -> dict[str, Tensor]:
+        for _ in range(2):
+            out, scales = model(X)
+            terms = torch.stack([out.square().mean(), out.abs().mean()])
+            descend((terms * torch.exp(-scales) + scales).sum(), optimizer)
+        return dict(model.state_dict())
+
+    as_plain(TWO, Weighted(), story)
+
+
 def initialise_anew(model: Any) -> Tensor:
     """Draws all weights anew, by several of torch's ways."""
     generator = torch.Generator().manual_seed(3)

@@ -130,7 +130,7 @@ def _length(tensor: Tensor) -> int:
     if isinstance(length, torch.SymInt):
         raise BatchSizeError(
             f"forward asks for len() of a tensor{users_line()}: got a tensor whose length varies, but len() returns "
-            "fixed numbers alone. Expected x.shape[0] in place of len(x)."
+            "fixed numbers alone. Expected x.shape[0] in place of len(x), unless it compares samples with each other."
         )
     return int(Tensor.__len__(tensor))  # type: ignore[no-untyped-call]
 

@@ -222,7 +222,8 @@ class FlatCall(nn.Module):
         for module, buffers in before:
             _write_back(module, buffers)
         attempt.reports.append((tree, left, changes))
-        return tuple(outputs)
+        parameters = set(map(id, self.model.parameters()))  # one that is returned as it is would be in no block
+        return tuple(each.clone() if id(each) in parameters else each for each in outputs)
 
 
 def _write_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
