@@ -21,8 +21,8 @@ MPI_ENV := PATH="$(BIN):$$PATH" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_
 # More ranks than cores: a rank that waits gives its core to another; each start reads what the first one has compiled.
 TEST_ENV := $(MPI_ENV) OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 MPIRUN := mpirun --oversubscribe --bind-to none
-# Files of tests that run at once, the longest first; PYTEST_FLAGS is added, as -x or -k.
-TEST_JOBS ?= 2
+# Files of tests that run at once, the longest first, more than two cores for some wait; PYTEST_FLAGS is added, as -x or -k.
+TEST_JOBS ?= 3
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-whole check docs dist bench clean
@@ -31,7 +31,7 @@ demo: $(VENV)/.demo
 	$(MPI_ENV) $(MPIRUN) -np 2 $(BIN)/python examples/train_gpt.py
 
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_JOBS) --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # All of the products that `make test` runs a part of.
 test-whole: $(STAMP)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,32 +15,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+KEEPING_RANKS = ("mpi", "integrations")
+"""Folders whose tests hand ranks that have started on to each other."""
 FIRST = (
     "hosts/test_morphing.py",
-    "integrations/test_transformers.py",
-    "mpi/test_failures.py",
-    "mpi/test_numbers.py",
-    "mpi/test_world.py",
-    "mpi/test_checkpoint.py",
-    "mpi/test_varuna.py",
-    "mpi/test_prediction.py",
-    "mpi/test_torchrun.py",
-    "compatibility/test_compatibility.py",
-    "test_examples.py",
-    "elastic/test_slurm.py",
-    "elastic/test_restarts.py",
     "test_docs.py",
-    "hosts/test_launcher.py",
-    "graph/test_losses.py",
-    "session/test_partitions.py",
-    "session/test_drawn.py",
-    "varuna/test_steps.py",
+    "compatibility/test_compatibility.py",
+    "elastic/test_slurm.py",
     "graph/test_idioms.py",
+    "session/test_partitions.py",
+    "elastic/test_restarts.py",
+    "session/test_ranks.py",
     "session/test_optimizers.py",
+    "elastic/test_snapshots.py",
+    "session/test_drawn.py",
+    "graph/test_changed_state.py",
+    "test_examples.py",
     "session/test_precision.py",
+    "graph/test_losses.py",
+    "hosts/test_launcher.py",
+    "varuna/test_steps.py",
+    "checkpoint/test_any_to_any.py",
     "planner/test_large.py",
 )
-"""The files that take longest, and all that share ranks, one after the other.
+"""The other files that take longest; those that wait for processes stand between those that compute.
 
 Workers take whole files: one that begins last is waited for with idle cores.
 """
@@ -47,7 +46,25 @@ Workers take whole files: one that begins last is waited for with idle cores.
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here, places = Path(__file__).parent, {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(os.path.relpath(item.path, here), len(FIRST)))
+
+    def place_of(item: pytest.Item) -> int:
+        name = os.path.relpath(item.path, here)
+        return -1 if name.startswith(KEEPING_RANKS) else places.get(name, len(FIRST))
+
+    items.sort(key=place_of)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has one worker run all tests that keep ranks, while others take a file at a time."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByRanks(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ranks" if file.startswith(tuple(f"tests/{folder}/" for folder in KEEPING_RANKS)) else file
+
+    return ByRanks(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -71,7 +88,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Ends the ranks that were kept for further tests, where the next one needs none."""
     launch = sys.modules.get("tests.mpi.launch")
-    if launch is not None and (nextitem is None or nextitem.path.parent.name not in ("mpi", "integrations")):
+    if launch is not None and (nextitem is None or nextitem.path.parent.name not in KEEPING_RANKS):
         launch.end_kept_ranks()
 
 
