@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -250,3 +251,25 @@ def test_weights_that_no_gradient_needs_may_change() -> None:
         loss.backward()
 
     same_gradients(pipeline(2), model_of(has_loss=True), act)
+
+
+@pytest.mark.parametrize("how", ["a call without a backward", "optimizer.zero_grad", "model.zero_grad"])
+def test_gradients_that_are_kept_back_are_kept_or_dropped_as_in_plain_pytorch(how: str) -> None:
+    """Once, a call whose loss the script did not go backward from took them, and zero_grad() left them."""
+
+    def go(model: Any, optimizer: Any) -> Any:
+        for _ in range(2):
+            with model.no_sync() if isinstance(model, AutoVaruna) else nullcontext():
+                model(**BATCH).backward()
+            match how:
+                case "optimizer.zero_grad":
+                    optimizer.zero_grad()
+                case "model.zero_grad":
+                    model.zero_grad()
+                case _:
+                    model(**BATCH)
+            descend(model(**BATCH), optimizer)
+        return model.state_dict()
+
+    for setup in (STAGES["two"], STAGES["replicas"], SHARED):
+        as_plain(setup, model_of(True), go, rtol=1e-4, atol=1e-6)
