@@ -255,7 +255,7 @@ class AutoVaruna(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keeps gradients on each rank back; the next call outside, or `allreduce_grads`, sums them with its own."""
+        """Keeps gradients on each rank back; the next backward outside, or `allreduce_grads`, sums all of them."""
         before = self._training_run.is_synchronising
         self.delay_grad_allreduce(True)
         try:

@@ -37,7 +37,7 @@ from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.program import ModelCall, Task
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.weights import Placement
+from autovaruna.runtime.weights import Placement, steps_here
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import ParameterUse
 
@@ -150,8 +150,8 @@ class Step(ABC):
     @cached_property
     def _sources(self) -> dict[str, Tensor]:
         """What gets gradients on this rank: parameters by name, inputs by `_input_key`."""
-        trained = {name: parameter for name, parameter in self._rank.parameters.items() if parameter.requires_grad}
-        return trained | {_input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients}
+        own = ((name, each) for name, each in self._rank.parameters.items() if each.requires_grad and steps_here(each))
+        return dict(own) | {_input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients}
 
     @cached_property
     def _collector(self) -> OutputCollector:
