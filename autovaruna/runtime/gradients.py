@@ -280,19 +280,20 @@ class Backwards:
             show_gradients_of_owners(self._of_others)
 
     def synchronise(self) -> None:
-        """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
-        self._add(self._kept())
+        """Adds the gradients that were kept back, and shows those of other ranks. Collective."""
+        self.add_kept()
         if self.owes_gradients:
             self.show_gradients_elsewhere(True)
 
-    def pop_kept(self) -> dict[str, Tensor]:
-        """Returns the sums of what was kept back; a parameter that was frozen since gets its own here."""
-        kept = self._kept()
-        if not kept:
-            return {}
-        parameters = self._state.parameters()
-        self._add({name: total for name, total in kept.items() if not parameters[name].requires_grad})
-        return {name: total for name, total in kept.items() if parameters[name].requires_grad}
+    def add_kept(self) -> None:
+        """Sums the gradients that were kept back and adds them to ``.grad``, as a backward of theirs. Collective."""
+        kept, parameters = self._kept(), self._state.parameters()
+        trained = [name for name in kept if parameters[name].requires_grad]
+        if trained:
+            torch.autograd.backward([parameters[name] for name in trained], [kept.pop(name) for name in trained])
+        for name, total in kept.items():  # frozen since
+            gradient = parameters[name].grad
+            parameters[name].grad = total if gradient is None else gradient.add_(total)
 
     def keep_totals(self, totals: Mapping[str, Tensor]) -> None:
         """Keeps back gradients that have been summed in the call, by parameter."""
@@ -307,12 +308,6 @@ class Backwards:
     def forget_step(self) -> None:
         for book in self._books:
             book.forget_step()
-
-    def _add(self, totals: Mapping[str, Tensor]) -> None:
-        parameters = self._state.parameters()
-        for name, total in totals.items():
-            gradient = parameters[name].grad
-            parameters[name].grad = total if gradient is None else gradient.add_(total)
 
     def _kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""

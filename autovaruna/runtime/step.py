@@ -79,7 +79,7 @@ class Step(ABC):
         self._call, self._rank, self._program = call, rank, call.program
         self._backwards, self._book = rank.backwards, call.program.graph.book
         self._executor = Executor(call, rank)
-        self._is_summed = rank.asks_for_sums()
+        self._is_summed = self._reaches_parameters = rank.asks_for_sums()  # hooks would get what is kept back as None
 
     def run(self, placement: Placement) -> list[Tensor | None]:
         """Runs the call; returns the model's outputs, None for those that are not delivered. Collective."""
@@ -129,14 +129,9 @@ class Step(ABC):
         published = publish(list(outputs.values()), carries, list(self._sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
 
-    def _for_sources(
-        self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
-    ) -> list[Tensor | None]:
-        """Returns the gradient of each source: of this step and, for parameters, of those kept back before it."""
+    def _for_sources(self, totals: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradient of each source, of this step."""
         found: dict[str, Tensor | None] = dict(totals)
-        for name, gradient in kept.items():
-            now = found.get(name)
-            found[name] = gradient if now is None else gradient.add_(now)
         found |= {_input_key(name): self._as_own(name, gradient) for name, gradient in inputs.items()}
         return [found.get(name) for name in self._sources]
 
@@ -151,7 +146,9 @@ class Step(ABC):
     def _sources(self) -> dict[str, Tensor]:
         """What gets gradients on this rank: parameters by name, inputs by `_input_key`."""
         own = ((name, each) for name, each in self._rank.parameters.items() if each.requires_grad and steps_here(each))
-        return dict(own) | {_input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients}
+        return dict(own if self._reaches_parameters else ()) | {
+            _input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients
+        }
 
     @cached_property
     def _collector(self) -> OutputCollector:
@@ -223,7 +220,7 @@ class WholeStep(Step):
         found, backwards = self._take_gradients(retains_graph), self._backwards
         if gradients[0] is None:
             backwards.record("none")
-            return self._for_sources({}, {}, {})
+            return self._for_sources({}, {})
         self._rank.metrics.record(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
         factor = gradients[0].item()
         backwards.record(f"{factor:g}")
@@ -231,15 +228,15 @@ class WholeStep(Step):
         is_asked = self._rank.asks_for_sums()
         backwards.show_gradients_elsewhere(is_asked)
         scale = factor / self._factor
-        totals, kept = _scaled(found.totals, scale), dict[str, Tensor]()
+        totals = _scaled(found.totals, scale)
         self._book.keep(_scaled(found.own, scale))
         if is_asked:  # now, not in the call, which may be one whose loss the script does not go backward from
-            kept = backwards.pop_kept()
+            backwards.add_kept()
             self._rank.world.flush()
         else:
             backwards.keep_totals(totals)
             totals = {}
-        return self._for_sources(totals, kept, _scaled(found.inputs, scale))
+        return self._for_sources(totals, _scaled(found.inputs, scale))
 
     def _take_gradients(self, retains_graph: bool) -> StepGradients:
         """Returns the gradients of the step; copies if another backward may come."""
@@ -324,10 +321,13 @@ class SplitStep(Step):
             self._exchange.spread_output_gradients(gradients, zeros)
             self._executor.retains_graphs = retains_graph
             self._executor.run(self._prepare(_BACKWARDS), self._exchange.output_gradient)
-            found, kept = self._sum(), backwards.pop_kept() if self._is_summed else {}
+            found = self._sum()
+            if self._is_summed:
+                backwards.keep_totals({} if self._reaches_parameters else found.totals)
+                backwards.add_kept()
             rank.world.flush()  # others wait for it, and this rank may wait for them by itself
             self._book.keep(found.own)
-            return self._for_sources(found.totals, kept, found.inputs)
+            return self._for_sources(found.totals, found.inputs)
 
     def _say_where_the_loss_is(self, gradients: Gradients) -> None:
         """Logs what the first backward shows: the script makes the loss of outputs, or picks it from among them."""

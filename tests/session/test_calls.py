@@ -273,3 +273,27 @@ def test_gradients_that_are_kept_back_are_kept_or_dropped_as_in_plain_pytorch(ho
 
     for setup in (STAGES["two"], STAGES["replicas"], SHARED):
         as_plain(setup, model_of(True), go, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_of_parameters_see_gradients_that_were_kept_back_and_other_backwards_do_not() -> None:
+    """Once, a hook got None in no_sync() and missed allreduce_grads(), and autograd.grad() took what was kept back."""
+
+    def go(model: Any, optimizer: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+        for place in range(3):
+            is_wrapped = isinstance(model, AutoVaruna)
+            with model.no_sync() if is_wrapped else nullcontext():
+                model(**BATCH).backward()
+            if place == 0 and is_wrapped:
+                model.allreduce_grads()
+            if place == 1:
+                torch.autograd.grad(model(**BATCH), list(model.parameters()))
+            if place:
+                model(**BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    for setup in (STAGES["two"], STAGES["replicas"]):
+        as_plain(setup, model_of(True), go, rtol=1e-4, atol=1e-6)
