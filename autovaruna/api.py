@@ -255,7 +255,7 @@ class AutoVaruna(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keeps gradients on each rank back; the next call outside, or `allreduce_grads`, sums them with its own."""
+        """Keeps gradients on each rank back; the next backward outside, or `allreduce_grads`, sums all of them."""
         before = self._training_run.is_synchronising
         self.delay_grad_allreduce(True)
         try:
@@ -266,6 +266,12 @@ class AutoVaruna(nn.Module):
     def delay_grad_allreduce(self, is_delayed: bool) -> None:
         """Keeps gradients back from now on (RaNNC's name), until `allreduce_grads`."""
         self._training_run.is_synchronising = not is_delayed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of the model, those that are kept back included."""
+        super().zero_grad(set_to_none)
+        if self._wrapped.engine is not None:
+            self._wrapped.engine.backwards.drop_kept(set(self._wrapped.parameter_names))
 
     def allreduce_grads(self) -> None:
         """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""

@@ -105,7 +105,7 @@ class OptimizerProxy:
         """Whether groups are cut down; until then, and where that is not right, nothing is."""
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
-        self.on_clear: Callable[[], None] | None = None
+        self.on_clear: list[Callable[[], None]] = []
         self.on_loss: Callable[[Any], None] | None = None
         self._optimizer, self._ownership, self._depth = optimizer, ownership, 0
         self._whole: Whole | None = None
@@ -122,7 +122,7 @@ class OptimizerProxy:
 
     def remove(self) -> None:
         """Leaves the optimizer as it was."""
-        self.is_on, self.before, self.after, self.on_clear, self.on_loss = False, [], [], None, None
+        self.is_on, self.before, self.after, self.on_clear, self.on_loss = False, [], [], [], None
         while self._undo:
             self._undo.pop()()
 
@@ -142,8 +142,8 @@ class OptimizerProxy:
                 _on_this_thread.outermost = None
 
     def _zero_grad(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.on_clear is not None:
-            self.on_clear()
+        for act in self.on_clear:
+            act()
         if not self.is_on:
             plain(*args, **kwargs)
             return

@@ -7,7 +7,7 @@ the last to the first, and the total goes back to all; or to its owner, where th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -201,6 +201,9 @@ class GradientBook:
         """Keeps gradients of this rank back until the next `pop_kept`."""
         _add_to(self._kept, accumulators)
 
+    def drop_kept(self, names: Container[str]) -> None:
+        self._kept = {use: each for use, each in self._kept.items() if use[0] not in names}
+
     def total(self, accumulators: Mapping[ParameterUse, Tensor], root_names: str | None) -> dict[str, Tensor]:
         """Returns the gradients of the global batch, of each parameter of this rank that no other rank owns.
 
@@ -254,13 +257,14 @@ class GradientBook:
 class Backwards:
     """Counts the caller's backwards through one model, and sums the gradients that they have kept back.
 
-    `books` are those of the model's graphs, as they come; `last_gradient` came into the last of `num` backwards.
+    `books` are those of the model's graphs, as they come; `last_gradient` came into the last of `num` backwards, which
+    `owes_gradients` if it has kept them back.
     """
 
     def __init__(self, state: OwnedState, books: Sequence[GradientBook]) -> None:
         self.num, self.last_gradient = 0, "none"
         self._state, self._books = state, books
-        self._owes_gradients = False
+        self.owes_gradients = False
         self._totals: dict[str, Tensor] = {}
 
     def record(self, gradient: str) -> None:
@@ -270,39 +274,40 @@ class Backwards:
 
     def show_gradients_elsewhere(self, is_summed: bool) -> None:
         """Sets ``.grad`` of parameters whose gradient other ranks have to a tensor without numbers."""
-        self._owes_gradients = not is_summed
+        self.owes_gradients = not is_summed
         if is_summed:
             show_remote_gradients(self._remote)
             show_gradients_of_owners(self._of_others)
 
     def synchronise(self) -> None:
-        """Sums the gradients that were kept back and adds them to ``.grad``. Collective."""
-        self._add(self._kept())
-        if self._owes_gradients:
+        """Adds the gradients that were kept back, and shows those of other ranks. Collective."""
+        self.add_kept()
+        if self.owes_gradients:
             self.show_gradients_elsewhere(True)
 
-    def pop_kept(self) -> dict[str, Tensor]:
-        """Returns the sums of what was kept back; a parameter that was frozen since gets its own here."""
-        kept = self._kept()
-        if not kept:
-            return {}
-        parameters = self._state.parameters()
-        self._add({name: total for name, total in kept.items() if not parameters[name].requires_grad})
-        return {name: total for name, total in kept.items() if parameters[name].requires_grad}
+    def add_kept(self) -> None:
+        """Sums the gradients that were kept back and adds them to ``.grad``, as a backward of theirs. Collective."""
+        kept, parameters = self._kept(), self._state.parameters()
+        trained = [name for name in kept if parameters[name].requires_grad]
+        if trained:
+            torch.autograd.backward([parameters[name] for name in trained], [kept.pop(name) for name in trained])
+        for name, total in kept.items():  # frozen since
+            gradient = parameters[name].grad
+            parameters[name].grad = total if gradient is None else gradient.add_(total)
 
     def keep_totals(self, totals: Mapping[str, Tensor]) -> None:
         """Keeps back gradients that have been summed in the call, by parameter."""
         _add_to(self._totals, totals)
 
+    def drop_kept(self, names: Container[str]) -> None:
+        """Drops what was kept back of some parameters, as `zero_grad` does with their gradients."""
+        self._totals = {name: total for name, total in self._totals.items() if name not in names}
+        for book in self._books:
+            book.drop_kept(names)
+
     def forget_step(self) -> None:
         for book in self._books:
             book.forget_step()
-
-    def _add(self, totals: Mapping[str, Tensor]) -> None:
-        parameters = self._state.parameters()
-        for name, total in totals.items():
-            gradient = parameters[name].grad
-            parameters[name].grad = total if gradient is None else gradient.add_(total)
 
     def _kept(self) -> dict[str, Tensor]:
         """Sums the gradients that were kept back and returns them by parameter. Collective."""

@@ -79,25 +79,18 @@ class CutOptimizer:
         self.names, self._is_cut, self._lists_own_alone = names, True, True
 
     def follow(self, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Takes groups and parameters that have been added, or taken out.
+        """Takes groups and parameters that have been added, taken out or put in another order.
 
         `names` are by identity, those included that this rank has let go. Raises an `InputError` if the model has been
         split, and there are parameters that are not the model's.
         """
         first = len(self.names) if self._lists_own_alone else 0
-        for place, group in enumerate(self.optimizer.param_groups[first:], first):
-            self.names[place:] = [names.get(id(each), "") for each in group["params"]], *self.names[place + 1 :]
-            if self._is_cut:
-                self.check()
-                group["params"][:] = [parameters[name] for name in self.names[place]]
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether groups have other numbers of parameters than are known."""
-        groups, known = self.optimizer.param_groups, self.names
-        if len(groups) != len(known) or self._lists_own_alone:
-            return len(groups) > len(known)
-        return any(len(group["params"]) != len(names) for group, names in zip(groups, known, strict=True))
+        groups = self.optimizer.param_groups[first:]
+        self.names[first:] = [[names.get(id(each), "") for each in group["params"]] for group in groups]
+        if self._is_cut:
+            self.check()
+            for group, own in zip(groups, self.names[first:], strict=True):
+                group["params"][:] = [parameters[name] for name in own]
 
     def check(self) -> None:
         """Raises an `InputError` if the optimizer has parameters that are not the model's."""

@@ -37,7 +37,7 @@ from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.program import ModelCall, Task
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.weights import Placement
+from autovaruna.runtime.weights import Placement, steps_here
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import ParameterUse
 
@@ -64,13 +64,11 @@ class StepGradients:
     Attributes:
         own: this rank's, by use, where they are not summed yet.
         totals: summed, by parameter.
-        kept: summed, of earlier calls that kept them back.
         inputs: those of this rank's inputs.
     """
 
     own: Mapping[ParameterUse, Tensor] = field(default_factory=dict)
     totals: Mapping[str, Tensor] = field(default_factory=dict)
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, Tensor | None] = field(default_factory=dict)
 
 
@@ -81,15 +79,17 @@ class Step(ABC):
         self._call, self._rank, self._program = call, rank, call.program
         self._backwards, self._book = rank.backwards, call.program.graph.book
         self._executor = Executor(call, rank)
-        self._is_summed = rank.asks_for_sums()
+        self._is_summed = self._reaches_parameters = rank.asks_for_sums()  # hooks would get what is kept back as None
 
     def run(self, placement: Placement) -> list[Tensor | None]:
         """Runs the call; returns the model's outputs, None for those that are not delivered. Collective."""
-        changed, world = self._program.traced.changed_state, self._rank.world
+        program, world = self._program, self._rank.world
         with self._guarded():
             outputs = self._run()
-            if changed:
-                self._rank.state.share_changes(changed, placement, world)
+            if changed := program.traced.changed_state:
+                first, holders = next(iter(program.batch.micro_batches)), program.split.assignment.holders
+                roots = {name: program.graph.plan.rank_of(holders[name][0], first) for name in changed}
+                self._rank.state.share_changes(roots, placement, world)
             world.flush()
             if self._rank.trace is not None:
                 self._rank.trace.write_step()
@@ -116,9 +116,9 @@ class Step(ABC):
         if not self._is_summed:
             return StepGradients(own=own, inputs=inputs)
         began = perf_counter()
-        totals, kept = self._book.total(own, self._exchange.root_names), self._backwards.pop_kept()
+        totals = self._book.total(own, self._exchange.root_names)
         self._rank.metrics.sum_seconds += perf_counter() - began
-        return StepGradients(totals=totals, kept=kept, inputs=inputs)
+        return StepGradients(totals=totals, inputs=inputs)
 
     def _publish(self, outputs: Mapping[int, Tensor], finish: Finish) -> dict[int, Tensor]:
         """Joins outputs to the caller's autograd graph, whose backward calls `finish`."""
@@ -129,14 +129,9 @@ class Step(ABC):
         published = publish(list(outputs.values()), carries, list(self._sources.values()), finish)
         return dict(zip(outputs, published, strict=True))
 
-    def _for_sources(
-        self, totals: Mapping[str, Tensor], kept: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
-    ) -> list[Tensor | None]:
-        """Returns the gradient of each source: of this step and, for parameters, of those kept back before it."""
+    def _for_sources(self, totals: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradient of each source, of this step."""
         found: dict[str, Tensor | None] = dict(totals)
-        for name, gradient in kept.items():
-            now = found.get(name)
-            found[name] = gradient if now is None else gradient.add_(now)
         found |= {_input_key(name): self._as_own(name, gradient) for name, gradient in inputs.items()}
         return [found.get(name) for name in self._sources]
 
@@ -150,8 +145,10 @@ class Step(ABC):
     @cached_property
     def _sources(self) -> dict[str, Tensor]:
         """What gets gradients on this rank: parameters by name, inputs by `_input_key`."""
-        trained = {name: parameter for name, parameter in self._rank.parameters.items() if parameter.requires_grad}
-        return trained | {_input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients}
+        own = ((name, each) for name, each in self._rank.parameters.items() if each.requires_grad and steps_here(each))
+        return dict(own if self._reaches_parameters else ()) | {
+            _input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients
+        }
 
     @cached_property
     def _collector(self) -> OutputCollector:
@@ -216,14 +213,14 @@ class WholeStep(Step):
 
         summed in the call   sums asked for now   gradients of this step     gradients kept back before
         yes                  yes                  given out                  given out
-        yes                  no                   kept back, as sums         kept back again
+        yes                  no                   kept back, as sums         stay kept back
         no                   yes                  kept back, then summed and given out with those of before
         no                   no                   kept back                  stay kept back
         """
         found, backwards = self._take_gradients(retains_graph), self._backwards
         if gradients[0] is None:
             backwards.record("none")
-            return self._for_sources({}, found.kept, {})
+            return self._for_sources({}, {})
         self._rank.metrics.record(self._call.number + 1, self._loss, self._where_not_finite(), is_loss=True)
         factor = gradients[0].item()
         backwards.record(f"{factor:g}")
@@ -231,24 +228,23 @@ class WholeStep(Step):
         is_asked = self._rank.asks_for_sums()
         backwards.show_gradients_elsewhere(is_asked)
         scale = factor / self._factor
-        totals, kept = _scaled(found.totals, scale), found.kept
+        totals = _scaled(found.totals, scale)
         self._book.keep(_scaled(found.own, scale))
-        match self._is_summed, is_asked:
-            case True, False:
-                backwards.keep_totals(totals)
-                backwards.keep_totals(kept)
-                totals, kept = {}, {}
-            case False, True:
-                kept = backwards.pop_kept()
-        return self._for_sources(totals, kept, _scaled(found.inputs, scale))
+        if is_asked:  # now, not in the call, which may be one whose loss the script does not go backward from
+            backwards.add_kept()
+            self._rank.world.flush()
+        else:
+            backwards.keep_totals(totals)
+            totals = {}
+        return self._for_sources(totals, _scaled(found.inputs, scale))
 
     def _take_gradients(self, retains_graph: bool) -> StepGradients:
-        """Returns the gradients of the step; copies if another backward may come. Those kept before go out once."""
+        """Returns the gradients of the step; copies if another backward may come."""
         found, self._gradients = self._gradients, StepGradients()
         if not retains_graph:
             return found
-        self._gradients = StepGradients(found.own, found.totals, {}, found.inputs)
-        return StepGradients(_copies(found.own), _copies(found.totals), found.kept, _copies(found.inputs))
+        self._gradients = found
+        return StepGradients(_copies(found.own), _copies(found.totals), _copies(found.inputs))
 
     def _refuse(self, gradients: Gradients, retains_graph: bool) -> Gradients:
         """Refuses to go backward from outputs beside the loss."""
@@ -326,9 +322,12 @@ class SplitStep(Step):
             self._executor.retains_graphs = retains_graph
             self._executor.run(self._prepare(_BACKWARDS), self._exchange.output_gradient)
             found = self._sum()
+            if self._is_summed:
+                backwards.keep_totals({} if self._reaches_parameters else found.totals)
+                backwards.add_kept()
             rank.world.flush()  # others wait for it, and this rank may wait for them by itself
             self._book.keep(found.own)
-            return self._for_sources(found.totals, found.kept, found.inputs)
+            return self._for_sources(found.totals, found.inputs)
 
     def _say_where_the_loss_is(self, gradients: Gradients) -> None:
         """Logs what the first backward shows: the script makes the loss of outputs, or picks it from among them."""

@@ -8,7 +8,7 @@ A parameter whose optimizer state is shared out has one owner, which alone has g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -176,14 +176,14 @@ class OwnedState:
                 home = Home(name, placement.ranks_of(name), world.rank, device, tensor.shape)
                 self.replace(name, release(tensor, home))
 
-    def share_changes(self, changed: Collection[str], placement: Placement, world: World) -> None:
-        """Overwrites changed buffers everywhere, and parameters where held, by the first holder's. Collective."""
+    def share_changes(self, roots: Mapping[str, int], placement: Placement, world: World) -> None:
+        """Overwrites changed buffers everywhere, and parameters where held, by those of their roots. Collective."""
         every = tuple(range(world.num_ranks))
         groups: dict[tuple[int, tuple[int, ...], torch.dtype], list[Tensor]] = {}
-        for name in sorted(changed):
-            tensor, holders = self.tensor(name), placement.ranks_of(name)
-            ranks = holders if isinstance(tensor, nn.Parameter) else every
-            groups.setdefault((holders[0], ranks, tensor.dtype), []).append(tensor.detach())
+        for name, root in sorted(roots.items()):
+            tensor = self.tensor(name)
+            ranks = placement.ranks_of(name) if isinstance(tensor, nn.Parameter) else every
+            groups.setdefault((root, ranks, tensor.dtype), []).append(tensor.detach())
         for (root, ranks, _), tensors in sorted(groups.items(), key=lambda group: str(group[0])):
             if len(ranks) > 1 and world.rank in ranks:
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

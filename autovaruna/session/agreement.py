@@ -151,7 +151,7 @@ class ScriptActions:
         self.optimizer = optimizer
         self._groups = [f"{len(names)} from {names[0]} to {names[-1]}" if names else "none" for names in groups]
         proxy.after.append(partial(self.record, _STEP))
-        proxy.on_clear = partial(self.record, _ZERO)
+        proxy.on_clear.append(partial(self.record, _ZERO))
         if asks_for_closure(optimizer):
             proxy.on_loss = self._record_loss
 

@@ -123,6 +123,7 @@ class WrappedOptimizer:
         installed.callback(lambda: None if (method := remove()) is None else method())
         installed.callback(SCALERS.acquire())
         self._run.actions.watch(self.proxy, cut.optimizer, cut.names)
+        self.proxy.on_clear.append(self._drop_kept)
         metrics.follow_optimizer(cut.optimizer)
         self.proxy.before += [metrics.begin_optimizer, self._model.borrowed.write_back]
         self.proxy.after.append(metrics.end_optimizer)
@@ -131,6 +132,12 @@ class WrappedOptimizer:
             installed.callback(self._direct_calls.stop)
             self.proxy.before.append(self._refuse_own_gradients)
 
+    def _drop_kept(self) -> None:
+        """Drops gradients that were kept back, where a script drops those of the optimizer's parameters."""
+        engine = self._model.engine
+        if engine is not None and engine.backwards.owes_gradients and (cut := self.follow_groups()) is not None:
+            engine.backwards.drop_kept(set(chain(*cut.names)))
+
     @property
     def raw(self) -> torch.optim.Optimizer | None:
         """The optimizer as the script made it."""
@@ -138,7 +145,7 @@ class WrappedOptimizer:
 
     def follow_groups(self) -> CutOptimizer | None:
         """Returns the optimizer, with the groups of parameters that a script has made after wrapping."""
-        if self.cut is not None and self.cut.has_changed:
+        if self.cut is not None:
             self.cut.follow(self._model.names_by_id(), self._model.state.parameters())
         return self.cut
 

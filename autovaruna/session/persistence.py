@@ -30,7 +30,7 @@ class PendingCheckpoint:
 
     loading: Loading
     weights: bool  # whether they are still to be read
-    optimizer: bool  # whether its state is
+    optimizer_state: Any  # as it was left, empty; where the script has loaded another one since, it is not read
 
 
 class Persistence:
@@ -108,8 +108,9 @@ class Persistence:
             return None
         on_meta = any(subject.state.tensor(name).is_meta for name in subject.state.places)
         waits = not is_split and any(world.gather_objects(on_meta, "reading a checkpoint"))
-        _read_part(subject, loading, weights=not waits, optimizer=is_split)
-        return None if is_split else PendingCheckpoint(loading, waits, subject.optimizer is not None)
+        _read_part(subject, loading, weights=not waits, optimizer=True, with_state=is_split)
+        optimizer = self._optimizer.raw
+        return None if is_split else PendingCheckpoint(loading, waits, None if optimizer is None else optimizer.state)
 
     def pending_names(self) -> Container[str]:
         """Returns the first names of what `read_pending` will read."""
@@ -118,9 +119,14 @@ class Persistence:
 
     def read_pending(self) -> None:
         """Reads what was pending into the parts of the ranks. Collective."""
-        pending, self.pending = self.pending, None
+        pending, self.pending, optimizer = self.pending, None, self._optimizer.raw
         if pending is not None:
-            _read_part(self.subject(), pending.loading, pending.weights, pending.optimizer)
+            groups = [] if optimizer is None else optimizer.param_groups
+            options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+            is_due = optimizer is not None and optimizer.state is pending.optimizer_state
+            _read_part(self.subject(), pending.loading, pending.weights, is_due, with_state=True)
+            for group, own in zip([] if optimizer is None else optimizer.param_groups, options, strict=True):
+                group.update(own)
         self._locks.close()
 
     # in memory
@@ -170,8 +176,6 @@ class Persistence:
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a whole optimizer, of which this rank takes its part."""
-        if self.pending is not None:
-            self.pending.optimizer = False
         self._run.actions.record("load_optimizer_state_dict()")
         self._need_optimizer().load_state_dict(state_dict, self._model.placement, self._run.world.rank)
 
@@ -188,12 +192,13 @@ class Persistence:
         return optimizer
 
 
-def _read_part(subject: ModelInTraining, loading: Loading, weights: bool, optimizer: bool) -> None:
+def _read_part(subject: ModelInTraining, loading: Loading, weights: bool, optimizer: bool, with_state: bool) -> None:
     """Reads this rank's part; of the optimizer at least the options of its groups. Collective."""
 
     def act() -> None:
         if weights:
             loading.load_weights(subject)
-        loading.load_optimizer(subject, with_state=optimizer)
+        if optimizer:
+            loading.load_optimizer(subject, with_state)
 
     together(subject.world, act, "reading a checkpoint")

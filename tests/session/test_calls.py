@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -245,3 +246,49 @@ def test_weights_that_no_gradient_needs_may_change() -> None:
         loss.backward()
 
     same_gradients(pipeline(2), model_of(has_loss=True), act)
+
+
+@pytest.mark.parametrize("how", ["a call without a backward", "optimizer.zero_grad", "model.zero_grad"])
+def test_gradients_that_are_kept_back_are_kept_or_dropped_as_in_plain_pytorch(how: str) -> None:
+    """Once, a call whose loss the script did not go backward from took them, and zero_grad() left them."""
+
+    def go(model: Any, optimizer: Any) -> Any:
+        for _ in range(2):
+            with model.no_sync() if isinstance(model, AutoVaruna) else nullcontext():
+                model(**BATCH).backward()
+            match how:
+                case "optimizer.zero_grad":
+                    optimizer.zero_grad()
+                case "model.zero_grad":
+                    model.zero_grad()
+                case _:
+                    model(**BATCH)
+            descend(model(**BATCH), optimizer)
+        return model.state_dict()
+
+    for setup in (STAGES["two"], STAGES["replicas"], SHARED):
+        as_plain(setup, model_of(True), go, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_of_parameters_see_gradients_that_were_kept_back_and_other_backwards_do_not() -> None:
+    """Once, a hook got None in no_sync() and missed allreduce_grads(), and autograd.grad() took what was kept back."""
+
+    def go(model: Any, optimizer: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+        for place in range(3):
+            is_wrapped = isinstance(model, AutoVaruna)
+            with model.no_sync() if is_wrapped else nullcontext():
+                model(**BATCH).backward()
+            if place == 0 and is_wrapped:
+                model.allreduce_grads()
+            if place == 1:
+                torch.autograd.grad(model(**BATCH), list(model.parameters()))
+            if place:
+                model(**BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    for setup in (STAGES["two"], STAGES["replicas"]):
+        as_plain(setup, model_of(True), go, rtol=1e-4, atol=1e-6)

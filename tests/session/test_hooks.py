@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.errors import TraceError
 from tests.reference import sgd
-from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline
+from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline
 
 PER_RANK = {"inputs": "per_rank"}
 SETUPS = {
@@ -116,3 +116,16 @@ def test_a_hook_of_backward_is_refused() -> None:
         getattr(model[2], register)(lambda module, *gradients: None)
         with pytest.raises(TraceError, match=r"2 has a hook of backward.*torch\.autograd\.Function"):
             AutoVaruna(model, num_micro_batches=2, **QUIET)(X)
+
+
+def test_the_hook_of_a_parameter_runs_where_its_gradient_is() -> None:
+    """Once, it got None on ranks whose optimizer does not step over the parameter."""
+
+    def story(model: Any, optimizer: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+        descend(model(X).square().mean(), optimizer)
+        return model.state_dict()
+
+    shared = Setup(((0, 1),), num_micro_batches=2, settings={"shard_optimizer": True})
+    as_plain(shared, layers(), story, rtol=1e-4, atol=1e-6)

@@ -7,19 +7,20 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autovaruna import AutoVaruna, InputError
+from autovaruna import AutoVaruna, InputError, load_checkpoint
 from autovaruna.runtime.step import Step
 from tests.catalogue import CASES, Batch, Case
 from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.collector import spare_collector
 from tests.products import diagonal
-from tests.reference import OPTIMIZERS, Record, adamw, bit_equal, compare, plain_steps
+from tests.reference import OPTIMIZERS, Record, adamw, bit_equal, compare, plain_steps, sgd
 from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, train_rank
 
 SETUPS = {"one": Setup(), "two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "interleaved": Setup(((0,), (1,)) * 2)}
@@ -224,3 +225,65 @@ def test_an_added_group_of_another_model_is_refused() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(InputError, match="1 of the optimizer's 3 parameters are not the model's"):
         model(BATCH)
+
+
+def test_what_a_script_sets_after_load_checkpoint_stays(tmp_path: Path) -> None:
+    """Once, the first call, which reads the optimizer's state, read its options and state again over the script's."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def save(model: AutoVaruna, optimizer: Optimizer, rank: int) -> dict[str, Any]:
+        descend(model(BATCH).square().mean(), optimizer)
+        first = copy.deepcopy(model.optimizer_state_dict())
+        descend(model(BATCH).square().mean(), optimizer)
+        model.save_checkpoint(tmp_path, step=2)
+        return first
+
+    first = on_ranks(pipeline(2, num_micro_batches=1), net, save, make)[0]
+    for loads_state in (False, True):
+
+        def story(model: Any, optimizer: Any, loads_state: bool = loads_state) -> Any:
+            if isinstance(model, AutoVaruna):
+                model.load_checkpoint(tmp_path)
+            else:
+                model = copy.deepcopy(model)
+                optimizer = make(model.parameters())
+                load_checkpoint(tmp_path, model, optimizer)
+            if loads_state:
+                optimizer.load_state_dict(copy.deepcopy(first))
+            optimizer.param_groups[0]["lr"] = 0.01
+            descend(model(BATCH).square().mean(), optimizer)
+            return model.state_dict(), optimizer.state_dict()
+
+        as_plain(pipeline(2, num_micro_batches=1), net, story, make)
+
+
+def test_parameters_of_an_optimizer_in_another_order_keep_their_state() -> None:
+    """Once, the state of each was given and saved as that of another one."""
+
+    def story(model: Any, optimizer: Any) -> Any:
+        descend(model(BATCH).square().mean(), optimizer)
+        optimizer.param_groups[0]["params"].reverse()
+        descend(model(BATCH).square().mean(), optimizer)
+        return model.state_dict(), optimizer.state_dict()
+
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    as_plain(pipeline(2, num_micro_batches=1), net, story, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+
+def test_a_first_replica_without_samples_takes_the_buffers_of_the_next_one() -> None:
+    """Once, all ranks got those that it had before the call, which no samples had changed."""
+    batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def run(model: Any, optimizer: Any, rank: int) -> Any:
+        for number, batch in enumerate(batches):
+            own = batch if rank < 0 or number % 2 == rank else batch[:0]
+            descend(model(own).square().mean() if rank < 0 else model(own).square().sum() / 4 / CLASSES, optimizer)
+        return model.state_dict()
+
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+    setup = Setup(((0, 1),), num_micro_batches=2, settings={"inputs": "per_rank"})
+    found = on_ranks(setup, net, run, sgd)
+    expected = run(net, sgd(net.parameters()), -1)
+    for state in found:
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-5)
