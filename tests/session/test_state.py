@@ -19,7 +19,7 @@ from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.collector import spare_collector
 from tests.products import diagonal
 from tests.reference import OPTIMIZERS, Record, adamw, bit_equal, compare, plain_steps
-from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, train_rank
+from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, same_gradients, train_rank
 
 SETUPS = {"one": Setup(), "two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "interleaved": Setup(((0,), (1,)) * 2)}
 Optimizer = torch.optim.Optimizer
@@ -234,3 +234,48 @@ def test_an_added_group_of_another_model_is_refused() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(InputError, match="1 of the optimizer's 3 parameters are not the model's"):
         model(BATCH)
+
+
+class Masked(nn.Linear):
+    """Takes a mask, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.arange(float(WIDTH)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = super().forward(input)
+        return found if self.mask is None else found * self.mask
+
+
+class Turned(Masked):
+    def forward(self, input: Tensor) -> Tensor:
+        return -super().forward(input).exp()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "buffer": lambda layer: setattr(layer, "mask", None),
+    "class": lambda layer: setattr(layer, "__class__", Turned),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_buffer_that_is_gone_and_another_class_are_another_trace(name: str) -> None:
+    def act(model: Any) -> None:
+        inner = getattr(model, "module", model)
+        for change in (lambda layer: None, CHANGES[name]):
+            change(inner[0])
+            model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).square().mean().backward()
+
+    same_gradients(Setup(num_micro_batches=2), nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH)), act)
+
+
+def test_a_buffer_that_comes_later_is_refused_by_its_name() -> None:
+    """Once, a model went on without it, if its name had been registered as None."""
+    net = nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH))
+    net[0].mask = None
+    model = AutoVaruna(net, num_micro_batches=2, **QUIET)
+    model(torch.ones(4, WIDTH))
+    net[0].mask = torch.ones(WIDTH)
+    with pytest.raises(InputError, match=r"0\.mask came after the first call: register it"):
+        model(torch.ones(4, WIDTH))
