@@ -379,8 +379,8 @@ class Guards:
         """Yields what is in the place of each parameter, None where there is none."""
         return chain.from_iterable(map(_VALUES, self._tables))
 
-    def _ids(self) -> list[int]:
-        return list(map(id, self._parameters()))
+    def _ids(self) -> list[Any]:
+        return [*chain.from_iterable(self._tables), *map(id, self._parameters())]
 
     def _slots_now(self) -> dict[str, int]:
         return {

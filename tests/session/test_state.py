@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.step import Step
@@ -278,4 +279,15 @@ def test_a_buffer_that_comes_later_is_refused_by_its_name() -> None:
     model(torch.ones(4, WIDTH))
     net[0].mask = torch.ones(WIDTH)
     with pytest.raises(InputError, match=r"0\.mask came after the first call: register it"):
+        model(torch.ones(4, WIDTH))
+
+
+def test_parameters_that_change_their_names_are_refused() -> None:
+    """The end of pruning gives a weight its old name back; once, that was a KeyError."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    model = AutoVaruna(net, torch.optim.SGD(net.parameters(), lr=0.1), num_micro_batches=2, **QUIET)
+    model(torch.ones(4, WIDTH))
+    prune.remove(net[0], "weight")
+    with pytest.raises(InputError, match=r"replaced after the first call: got other ones for .*0\.weight"):
         model(torch.ones(4, WIDTH))
