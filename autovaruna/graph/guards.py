@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import is_dataclass
 from enum import Enum
+from functools import partial
 from itertools import chain
 from operator import itemgetter, methodcaller
 from types import SimpleNamespace
@@ -170,6 +171,7 @@ class Guards:
         self._ignored: set[str] = set()
         self._tries: Counter[str] = Counter()
         self._counts: dict[str, tuple[Any, Any, int]] = {}
+        self._codes: dict[Any, int] = {}
         self._is_started = False
         self._methods = {"forward"}
         self._outside: list[OutsidePlace] = []
@@ -300,7 +302,7 @@ class Guards:
             self._add(place, inner)
         for path, module in named:
             for kind in HOOKS:
-                self._last[full_name(path, kind)] = len(vars(module).get(kind, ()))
+                self._last[full_name(path, kind)] = [*map(self._number_of, vars(module).get(kind, {}).values())]
         self._kinds = ",".join(f"{path}={_kind(module)}" for path, module in named)
         self._values = self._read()
 
@@ -343,6 +345,12 @@ class Guards:
         self._counts[name] = value, version, count + (is_other or before != version)
         return self._counts[name][2]
 
+    def _number_of(self, hook: Any) -> int:
+        """Returns a number that is equal for hooks of the same code; what they hold counts by itself."""
+        function, given = (hook.func, hook.args) if isinstance(hook, partial) else (hook, ())
+        code = getattr(function, "__code__", type(function)), *map(repr, filter(is_constant, given))
+        return self._codes.setdefault(code, len(self._codes))
+
     def _read(self) -> list[Any]:
         """Returns everything that is guarded; cheap, for every call."""
         try:
@@ -355,7 +363,8 @@ class Guards:
         ]
         values += [id(place.get(name)) for place, name in self._objects]
         values += map(_writes_of, self._tensors)
-        values += map(id, chain.from_iterable(map(_VALUES, self._holders)))
+        values += chain(map(type, self._modules), *map(_VALUES, chain(self._holders, self._hooks)))
+        values += [each is None for each in chain.from_iterable(map(_VALUES, self._buffers))]
         values += map(len, chain(self._places, self._hooks, self._tables, self._buffers))
         return values
 
@@ -370,8 +379,8 @@ class Guards:
         """Yields what is in the place of each parameter, None where there is none."""
         return chain.from_iterable(map(_VALUES, self._tables))
 
-    def _ids(self) -> list[int]:
-        return list(map(id, self._parameters()))
+    def _ids(self) -> list[Any]:
+        return [*chain.from_iterable(self._tables), *map(id, self._parameters())]
 
     def _slots_now(self) -> dict[str, int]:
         return {
@@ -396,7 +405,7 @@ def _writes_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _kind(module: nn.Module) -> str:
-    buffers = ",".join(buffer_table(module).keys())
+    buffers = ",".join(name for name, each in buffer_table(module).items() if each is not None)
     return f"{type(module).__qualname__}({buffers})" if buffers else type(module).__qualname__
 
 

@@ -172,7 +172,7 @@ def hidden_state(
         path + name: (held, name, Unusable(path + name))
         for path, held, names in places
         for name in names
-        if isinstance(value := held.get(name), Iterator) and type(value).__module__ == "builtins"  # Python's own
+        if isinstance(value := held.get(name), Iterator) and type(value).__module__ in ("builtins", "itertools")
     }
     tallies = {full_name(*each): each for each in counted}
     hidden |= {full: (vars(owners[path]), name, _Tally(full)) for full, (path, name) in tallies.items()}

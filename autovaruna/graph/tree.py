@@ -136,8 +136,8 @@ class Tree:
             else:
                 yield leaf
 
-    def unflatten(self, tensors: Iterable[Any], opaque: Callable[[Opaque], Any] | None = None) -> Any:
-        """Puts the structure together again around `tensors`, given in the order of `flatten`."""
+    def unflatten(self, tensors: Iterable[Any], opaque: Callable[[Opaque | Constant], Any] | None = None) -> Any:
+        """Puts the structure together again around `tensors`, in order; `opaque` makes what hides some, and sizes."""
         tensors = iter(tensors)
         values = [_value(leaf, tensors, opaque) for leaf in self.leaves]
         return values[0] if self.spec.is_leaf() else pytree.tree_unflatten(values, self.spec)
@@ -156,10 +156,11 @@ def _leaf_key(leaf: Leaf) -> str:
             return f"{cls.__qualname__}({own}{','.join(tree.key() for tree in trees)})"
 
 
-def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque], Any] | None) -> Any:
+def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque | Constant], Any] | None) -> Any:
     match leaf:
         case Constant(value):
-            return value
+            is_size = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+            return opaque(leaf) if is_size and opaque is not None else value
         case TensorLeaf():
             return next(tensors)
         case Opaque():

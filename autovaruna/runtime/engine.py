@@ -16,7 +16,7 @@ from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, PlanError
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
-from autovaruna.graph.tree import Opaque, Undelivered
+from autovaruna.graph.tree import Constant, Opaque, Undelivered
 from autovaruna.planner.prediction import RankOrders
 from autovaruna.planner.problem import SPLIT_REFUSAL
 from autovaruna.planner.records import Plan
@@ -154,7 +154,15 @@ class Engine:
             Undelivered(Opaque(spec.path, "tensor")) if output is None else output
             for output, spec in zip(outputs, traced.outputs, strict=True)
         ]
-        return traced.output_tree.unflatten(delivered, Undelivered)
+        own = batch.num_samples_of(self.world.rank)
+
+        def other(leaf: Opaque | Constant) -> Any:
+            try:
+                return Undelivered(leaf) if isinstance(leaf, Opaque) else traced.sizes.in_call(leaf.value, own, lengths)
+            except TypeError:  # numbers in tensors say what it is
+                return Undelivered(Opaque("that is counted in a tensor", "number"))
+
+        return traced.output_tree.unflatten(delivered, other)
 
     def _known_graph(self, traced: TracedModel) -> _KnownGraph:
         """Returns a graph whose stages are bound to the parameters as they are now."""

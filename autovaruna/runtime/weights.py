@@ -141,6 +141,8 @@ class OwnedState:
 
     def tensor(self, name: str) -> Tensor:
         """Returns a parameter or buffer by first name, on ``meta`` if this rank does not hold it."""
+        if name not in self._tables:
+            raise InputError(f"{name} came after the first call: register it before, or wrap the changed model anew.")
         table, attribute = self._tables[name]
         found: Tensor = table[attribute]
         return found

@@ -271,3 +271,17 @@ def test_what_cannot_be_tried_out_is_said(caplog: pytest.LogCaptureFixture, monk
     with caplog.at_level(logging.WARNING, "autovaruna"):
         AutoVaruna(counting_by(roomy_experts), num_micro_batches=2, **QUIET)(*batch())
     assert "could not be tried out (MemoryError: too much)" in caplog.text
+
+
+NOT_YET: dict[str, Way] = {
+    "rooms": lambda m, x, n: routed(m, x, 9),
+    "in order": lambda m, x, n: x + m.numbers(n[n.argsort()]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_counts_that_change_nothing_of_the_first_batch_are_refused(name: str) -> None:
+    """Once, they changed a later one: experts had room for all samples, which came in order."""
+    x, n, y = batch()
+    arguments = {"x": x, "n": n.sort().values, "y": y}
+    refuse(counting_by(NOT_YET[name]), r"(?s)what it counts over them at .*test_batch_values.py", arguments)

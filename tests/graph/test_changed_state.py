@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -464,3 +465,9 @@ def test_a_count_of_calls_that_forward_goes_by_is_refused() -> None:
     model = tabled(counting)
     refuse(model, r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length", VALUES)
     assert model.length == 0
+
+
+def test_the_next_value_of_an_iterator_of_itertools_is_refused() -> None:
+    """Once, one whose first values are alike was not seen."""
+    model = tabled(lambda self, values: positions(values) * next(self.scales), scales=cycle([1.0] * 9 + [0.5]))
+    refuse(model, r"takes the next value of the iterator scales, and goes by it at .*next\(self\.scales\)", VALUES)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.utils.checkpoint import checkpoint
 
 from autovaruna import AutoVaruna, InputError
 from autovaruna.runtime.world import World
@@ -292,3 +293,30 @@ def test_hooks_of_parameters_see_gradients_that_were_kept_back_and_other_backwar
 
     for setup in (STAGES["two"], STAGES["replicas"]):
         as_plain(setup, model_of(True), go, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_numbers_of_samples_that_a_model_returns_are_those_of_the_call(setup: str) -> None:
+    """Once, they were symbols, which became the number that the model was traced with."""
+
+    def forward(self: Any, x: Tensor) -> dict[str, Any]:
+        return {"loss": self.layers(x).square().mean(), "n": x.shape[0], "half": x.shape[0] / 2, "many": x.shape[0] > 3}
+
+    def run(model: AutoVaruna, optimizer: Any, rank: int) -> list[list[Any]]:
+        return [[*model(XS[0][:size]).values()][1:] for size in (4, 3)]
+
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    for found in on_ranks(SETUPS[setup], Written(forward, layers=layers), run):
+        assert found == [[4, 2.0, True], [3, 1.5, False]]
+        assert [type(each) for each in found[0]] == [int, float, bool]
+
+
+def test_a_checkpoint_of_the_old_kind_gives_no_gradients_without_one_of_its_inputs() -> None:
+    """Plain PyTorch warns of it; once, a trace gave them."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.first, x, use_reentrant=True) + self.second(x))
+
+    names = ("first", "second", "last")
+    model = Written(forward, **{name: nn.Linear(4, 4) for name in names})
+    same_gradients(pipeline(2), model, lambda wrapped: wrapped(XS[0]).square().mean().backward())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from autovaruna import AutoVaruna
 from autovaruna.errors import TraceError
 from tests.reference import sgd
-from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline
+from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, same_gradients
 
 PER_RANK = {"inputs": "per_rank"}
 SETUPS = {
@@ -129,3 +130,40 @@ def test_the_hook_of_a_parameter_runs_where_its_gradient_is() -> None:
 
     shared = Setup(((0, 1),), num_micro_batches=2, settings={"shard_optimizer": True})
     as_plain(shared, layers(), story, rtol=1e-4, atol=1e-6)
+
+
+class Scale:
+    """Multiplies what a module returns."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * self.factor
+
+
+def shifted(factor: float, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output + factor
+
+
+HOOKS: dict[str, Any] = {
+    "closure": lambda factor: lambda module, args, output: output * factor,
+    "object": Scale,
+    "partial": lambda factor: partial(shifted, factor),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_in_the_place_of_another_changes_the_next_step(name: str) -> None:
+    """Once, as many hooks were the same hooks."""
+
+    def act(model: Any) -> None:
+        handle = None
+        for make in (lambda: HOOKS[name](2.0), lambda: HOOKS[name](3.0), lambda: lambda module, args, output: -output):
+            if handle is not None:
+                handle.remove()
+            handle = getattr(model, "module", model)[2].register_forward_hook(make())
+            model(X).square().mean().backward()
+        handle.remove()
+
+    same_gradients(Setup(num_micro_batches=2), layers(), act)

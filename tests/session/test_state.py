@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from autovaruna import AutoVaruna, InputError, load_checkpoint
 from autovaruna.runtime.step import Step
@@ -21,7 +22,7 @@ from tests.catalogue.small import CLASSES, WIDTH, labelled
 from tests.collector import spare_collector
 from tests.products import diagonal
 from tests.reference import OPTIMIZERS, Record, adamw, bit_equal, compare, plain_steps, sgd
-from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, train_rank
+from tests.session.training import QUIET, Setup, as_plain, descend, on_ranks, pipeline, same_gradients, train_rank
 
 SETUPS = {"one": Setup(), "two": pipeline(2), "replicas": Setup(((0,), (1, 2))), "interleaved": Setup(((0,), (1,)) * 2)}
 Optimizer = torch.optim.Optimizer
@@ -287,3 +288,59 @@ def test_a_first_replica_without_samples_takes_the_buffers_of_the_next_one() -> 
     expected = run(net, sgd(net.parameters()), -1)
     for state in found:
         torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-5)
+
+
+class Masked(nn.Linear):
+    """Takes a mask, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.arange(float(WIDTH)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = super().forward(input)
+        return found if self.mask is None else found * self.mask
+
+
+class Turned(Masked):
+    def forward(self, input: Tensor) -> Tensor:
+        return -super().forward(input).exp()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "buffer": lambda layer: setattr(layer, "mask", None),
+    "class": lambda layer: setattr(layer, "__class__", Turned),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_buffer_that_is_gone_and_another_class_are_another_trace(name: str) -> None:
+    def act(model: Any) -> None:
+        inner = getattr(model, "module", model)
+        for change in (lambda layer: None, CHANGES[name]):
+            change(inner[0])
+            model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).square().mean().backward()
+
+    same_gradients(Setup(num_micro_batches=2), nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH)), act)
+
+
+def test_a_buffer_that_comes_later_is_refused_by_its_name() -> None:
+    """Once, a model went on without it, if its name had been registered as None."""
+    net = nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH))
+    net[0].mask = None
+    model = AutoVaruna(net, num_micro_batches=2, **QUIET)
+    model(torch.ones(4, WIDTH))
+    net[0].mask = torch.ones(WIDTH)
+    with pytest.raises(InputError, match=r"0\.mask came after the first call: register it"):
+        model(torch.ones(4, WIDTH))
+
+
+def test_parameters_that_change_their_names_are_refused() -> None:
+    """The end of pruning gives a weight its old name back; once, that was a KeyError."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    model = AutoVaruna(net, torch.optim.SGD(net.parameters(), lr=0.1), num_micro_batches=2, **QUIET)
+    model(torch.ones(4, WIDTH))
+    prune.remove(net[0], "weight")
+    with pytest.raises(InputError, match=r"replaced after the first call: got other ones for .*0\.weight"):
+        model(torch.ones(4, WIDTH))

@@ -117,7 +117,9 @@ def plain_checkpoints() -> Iterator[None]:
 
     def passing(cls: Function, *args: Any, **kwargs: Any) -> Any:
         if get_ident() == thread:
-            return args[0](*args[2:])
+            is_trained = any(isinstance(each, Tensor) and each.requires_grad for each in args)  # as in plain PyTorch
+            with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
+                return args[0](*args[2:])
         return apply.__get__(None, cls)(*args, **kwargs)
 
     with replaced(CheckpointFunction, "apply", classmethod(passing)):
