@@ -46,6 +46,7 @@ from autovaruna.graph.tree import is_array, words
 OF_MODULES = frozenset(vars(nn.Module()))
 """What torch itself keeps in every module."""
 _VALUES = methodcaller("values")
+_KEYS = methodcaller("keys")
 _PLAIN = (bool, int, float, str, type(None), Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NO_CONFIGURATIONS = ("logging", "threading", "concurrent", "multiprocessing", "functools", "weakref")
 _RECORDS_DEPTH = 2
@@ -380,7 +381,7 @@ class Guards:
         return chain.from_iterable(map(_VALUES, self._tables))
 
     def _ids(self) -> list[Any]:
-        return [*chain.from_iterable(self._tables), *map(id, self._parameters())]
+        return [*chain.from_iterable(map(_KEYS, self._tables)), *map(id, self._parameters())]
 
     def _slots_now(self) -> dict[str, int]:
         return {

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -172,7 +173,9 @@ def hidden_state(
         path + name: (held, name, Unusable(path + name))
         for path, held, names in places
         for name in names
-        if isinstance(value := held.get(name), Iterator) and type(value).__module__ in ("builtins", "itertools")
+        if isinstance(value := held.get(name), Iterator)
+        and type(value).__module__ in ("builtins", "itertools")
+        and not isinstance(value, count)  # whose next number is another one, as two calls show
     }
     tallies = {full_name(*each): each for each in counted}
     hidden |= {full: (vars(owners[path]), name, _Tally(full)) for full, (path, name) in tallies.items()}

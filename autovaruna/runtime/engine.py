@@ -30,7 +30,7 @@ from autovaruna.runtime.remote_parameter import RemoteTensor
 from autovaruna.runtime.scaler import LossScale
 from autovaruna.runtime.step import SplitStep, WholeStep
 from autovaruna.runtime.timeline import EventTrace
-from autovaruna.runtime.weights import OwnedState, Placement, placement_of
+from autovaruna.runtime.weights import OwnedState, Placement, placement_of, steps_here
 from autovaruna.runtime.world import World
 from autovaruna.schedule.pipeline import Kind, Schedule
 from autovaruna.stage.compiled import CompiledPiece
@@ -104,6 +104,7 @@ class Engine:
             mail=Mail(world, device),
             state=self.state,
             parameters=own,
+            stepped={name: each for name, each in own.items() if steps_here(each)},
             backwards=self.backwards,
             loss_scale=self.loss_scale,
             metrics=self.metrics,

@@ -41,7 +41,7 @@ OutputGradient = Callable[[int, MicroBatch], Tensor | None]
 
 @dataclass
 class RankContext:
-    """What all calls of a model have in common on this rank, which holds these `parameters`.
+    """What all calls of a model have in common on this rank, which holds these `parameters`, and steps over `stepped`.
 
     `asks_for_sums()`: gradients are to be summed over ranks; what it returns when a backward comes counts.
     `delivers_all`: steps return outputs beside the loss; `offload`: what waits for a recompute is on the host.
@@ -52,6 +52,7 @@ class RankContext:
     mail: Mail
     state: OwnedState
     parameters: Mapping[str, Tensor]
+    stepped: Mapping[str, Tensor]
     backwards: Backwards
     loss_scale: LossScale
     metrics: Metrics

@@ -37,7 +37,7 @@ from autovaruna.runtime.mail import Mail
 from autovaruna.runtime.outputs import GradientExchange, OutputCollector
 from autovaruna.runtime.program import ModelCall, Task
 from autovaruna.runtime.reduction import WIDER
-from autovaruna.runtime.weights import Placement, steps_here
+from autovaruna.runtime.weights import Placement
 from autovaruna.schedule.pipeline import Kind
 from autovaruna.stage.module import ParameterUse
 
@@ -145,8 +145,8 @@ class Step(ABC):
     @cached_property
     def _sources(self) -> dict[str, Tensor]:
         """What gets gradients on this rank: parameters by name, inputs by `_input_key`."""
-        own = ((name, each) for name, each in self._rank.parameters.items() if each.requires_grad and steps_here(each))
-        return dict(own if self._reaches_parameters else ()) | {
+        own = self._rank.stepped if self._reaches_parameters else {}
+        return {name: each for name, each in own.items() if each.requires_grad} | {
             _input_key(name): self._call.inputs[name] for name in self._program.split.input_gradients
         }
 
