@@ -47,9 +47,7 @@ def test_an_example_holds_its_own_assertions(name: str, num_ranks: int, tmp_path
         ("varuna_gpt", ["--gpus_per_node", "4", "--batch_size", "10", "--nstages", "2", "--chunk_size", "2"], []),
     ],
 )
-def test_an_example_in_varuna_s_style_runs_under_the_launcher(
-    name: str, options: list[str], arguments: list[str], tmp_path: Path
-) -> None:
+def test_examples_run_under_the_launcher(name: str, options: list[str], arguments: list[str], tmp_path: Path) -> None:
     find_mpirun()
     (tmp_path / "machines").write_text("localhost\n")
     launcher = [sys.executable, "-m", "autovaruna.run_varuna", "--machine_list", "machines", *options]

@@ -113,6 +113,7 @@ def account(**parts: float) -> dict[str, Any]:
 
 START = {"event": "start", "model": "Written", "num_ranks": 2, "hosts": ["a", "b"], "num_cores": 4, "num_threads": 1}
 START |= {"stages": ["layers.0 .. 1", "layers.2 .. 3"], "settings": {}}
+SLOW_STEPS = [{"event": "step", "step": step, "seconds/step": 1e3} for step in range(18, 68)]
 
 
 @pytest.mark.parametrize(
@@ -125,10 +126,7 @@ START |= {"stages": ["layers.0 .. 1", "layers.2 .. 3"], "settings": {}}
         ([START, account(**{"all-reduce": 0.4})], "Sums of gradients over replicas take 20%"),
         ([START, {"event": "step", "step": 18, "loss": float("nan")}], "not a number from step 18 on"),
         ([START, {"event": "step", "step": 18, "memory_bytes/rank_1": 1e15}], "Rank 1 uses"),
-        (
-            [START, *({"event": "step", "step": k, "seconds/step": 1e3} for k in range(18, 68))],
-            "times what was predicted",
-        ),
+        ([START, *SLOW_STEPS], "times what was predicted"),
     ],
 )
 def test_what_to_try_next(events: list[dict[str, Any]], words: str, trained: Trained, tmp_path: Path) -> None:
@@ -156,9 +154,7 @@ def test_a_folder_that_is_none_of_a_run_is_refused(trained: Trained, tmp_path: P
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_without_errors_or_scrolling(
-    scheme: str, width: int, trained: Trained, tmp_path: Path
-) -> None:
+def test_browsers_show_it_without_error_or_scrolling(scheme: str, width: int, trained: Trained, tmp_path: Path) -> None:
     look = "[document.documentElement.scrollWidth, innerWidth, matchMedia('(prefers-color-scheme: dark)').matches]"
     script = f"<script>parent.document.documentElement.dataset.found = JSON.stringify({look})</script></body>"
     text = escape(page(RunFolder(trained[0])).replace("</body>", script))

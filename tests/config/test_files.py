@@ -11,19 +11,15 @@ from autovaruna.config.files import check_writable, write_whole
 from autovaruna.errors import ConfigError
 
 
-def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+def test_what_is_no_file_is_written_to_and_stays_and_so_does_a_link_to_one(tmp_path: Path) -> None:
     """A deployment that root saved to /dev/null once took its place."""
-    pipe = tmp_path / "pipe"
+    pipe, target, link = (tmp_path / name for name in ("pipe", "file", "link"))
     os.mkfifo(pipe)
     end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     check_writable("--output", pipe)
     write_whole(pipe, "text")
     assert pipe.is_fifo() and os.read(end, 10) == b"text"
     os.close(end)
-
-
-def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
-    target, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(target)
     write_whole(link, "text")
     assert link.is_symlink() and target.read_text() == "text"

@@ -43,10 +43,8 @@ def killed(rank: int = 1, step: int = 7) -> Outcome:
     ],
     ids=["fails", "comes further", "killed", "at other steps", "others", "later", "both", "not started", "too often"],
 )
-def test_a_job_is_given_up_if_its_script_fails_in_vain_or_it_ends_too_often(
-    most: int, runs: list[tuple[Outcome, int]], why: str
-) -> None:
-    """Faults during recoveries are not the script's; neither are hosts on which no rank can be started."""
+def test_a_job_that_fails_in_vain_is_given_up(most: int, runs: list[tuple[Outcome, int]], why: str) -> None:
+    """Or ends too often. Faults during recoveries are not the script's; neither are hosts where no rank can start."""
     restarts = Restarts(most)
     *earlier, last = [restarts.record(outcome, step) for outcome, step in runs]
     assert not any(earlier) and last.startswith(why) and bool(last) == bool(why)
@@ -93,9 +91,7 @@ def run(folder: Path, script: str, *options: str, num_ranks: int = 2) -> tuple[i
     ],
     ids=["too early", "as if a signal had come", "killed"],
 )
-def test_a_script_that_ends_by_itself_before_any_step_is_not_started_again(
-    tmp_path: Path, script: str, status: int, words: str
-) -> None:
+def test_a_script_that_ends_before_a_step_ends_the_job(tmp_path: Path, script: str, status: int, words: str) -> None:
     options = ["--no_morphing"] if script == DIES else []
     found, said = run(tmp_path, f"from mpi4py import MPI\n{script}", *options)
     assert found == status and words in said and "started again" not in said, said

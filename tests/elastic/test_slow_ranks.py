@@ -28,11 +28,9 @@ SLOW, WELL = Slow(1, 30, 1.2, "its own past"), Recovered(1, 40)
 class Job:
     """A job of ranks whose stages take 1, 1.5, 2, ... seconds, and whose plan predicts twice as much."""
 
-    def __init__(
-        self, num_ranks: int, seed: int = 0, noise: float = NOISE, predicted: Mapping[int, float] | None = None
-    ):
+    def __init__(self, num_ranks: int, seed: int = 0, predicted: Mapping[int, float] | None = None):
         self.seconds = {rank: 1.0 + 0.5 * rank for rank in range(num_ranks)}
-        self.rng, self.noise = random.Random(seed), noise
+        self.rng = random.Random(seed)
         self.speeds = Speeds(predicted or {rank: 2 * each for rank, each in self.seconds.items()})
 
     def run(self, steps: range, factor: Factor = lambda rank, step: 1.0) -> list[Slow | Recovered]:
@@ -40,7 +38,7 @@ class Job:
         said: list[Slow | Recovered] = []
         for step in steps:
             for rank in self.rng.sample(sorted(self.seconds), len(self.seconds)):
-                seconds = self.seconds[rank] * factor(rank, step) * (1 + self.noise * self.rng.gauss(0, 1))
+                seconds = self.seconds[rank] * factor(rank, step) * (1 + NOISE * self.rng.gauss(0, 1))
                 said += self.speeds.report(rank, step, seconds)
         return said
 

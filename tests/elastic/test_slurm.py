@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,12 @@ from autovaruna.__main__ import parser_of
 from autovaruna.elastic.host_list import allocated_lines, check_requeue, requeue
 from autovaruna.errors import ConfigError
 from tests.hosts.elastic_run import SCRIPT, differences, stop_after
+from tests.hosts.emulation import wait_for
 from tests.mpi.launch import QUIET, ROOT, find_mpirun
 from tests.products import WHOLE
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
-SECONDS = 400.0
+wait_until = partial(wait_for, seconds=400.0)
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -167,13 +168,6 @@ class Cluster:
         wait_until(lambda: all(each in self.output(name) for each in words), lambda: f"{words} in {self.output(name)}")
 
 
-def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Returns one that all `JOBS` have been given to: what they wait for, they wait for together."""
@@ -243,9 +237,7 @@ def trained(cluster: Cluster) -> Cluster:
 
 
 @pytest.mark.parametrize("name", ["requeued", "torchrun"])
-def test_a_job_that_is_signalled_and_requeued_ends_with_the_weights_of_one_that_ran_through(
-    name: str, trained: Cluster
-) -> None:
+def test_a_signalled_and_requeued_job_has_the_weights_of_one_that_ran_through(name: str, trained: Cluster) -> None:
     """The manager asks Slurm, or the ranks of torchrun do: that ends with status 1, whatever its ranks end with."""
     said = trained.output(name)
     first, second = trained.begun(name)

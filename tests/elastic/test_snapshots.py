@@ -119,9 +119,7 @@ def test_a_run_whose_host_has_no_room_trains_on_and_the_keeper_hears_of_it(tmp_p
         assert said["is_full"] and said["newest"] is None
 
 
-def test_no_snapshot_is_begun_that_has_no_room_beside_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_snapshot_begins_without_room_beside_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = JobPlace(str(tmp_path), 1)
     snapshots = Snapshots(place, 0, Reporter(place.of_rank(0)))
     slot = place.of_rank(0) / "slot-0"

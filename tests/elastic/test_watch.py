@@ -65,11 +65,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not(clock: SimpleNamespace) -> N
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        (
-            rank(6),
-            rank(5, is_inside=False),
-            "rank 1 on b is in the script, outside of the model; the others wait in it",
-        ),
+        (rank(6), rank(5, False), "rank 1 on b is in the script, outside of the model; the others wait in it"),
         (rank(6), rank(5), "rank 1 on b is inside of the model, in call 5"),
         (rank(5, False), rank(5, False), "all ranks are in the script, outside of the model"),
         (rank(6), rank(6), "rank 0 on a, rank 1 on b are inside of the model, in call 6"),

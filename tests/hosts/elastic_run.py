@@ -82,9 +82,8 @@ class ElasticRun:
     def text(self) -> str:
         """All that was printed so far, with seconds, but for what each step prints."""
         start = self.lines[0][0] if self.lines else 0.0
-        return "\n".join(
-            f"{when - start:7.2f} {line}" for when, line in list(self.lines) if not _EVERY_STEP.match(line)
-        )
+        told = [f"{when - start:7.2f} {line}" for when, line in list(self.lines) if not _EVERY_STEP.match(line)]
+        return "\n".join(told)
 
     @property
     def events(self) -> list[dict[str, Any]]:

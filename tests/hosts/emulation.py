@@ -35,15 +35,9 @@ WAIT_SECONDS = 20.0
 """The longest wait for anything that the harness itself does."""
 POLL_SECONDS = 0.02
 TOOLS = {
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "setpriv": "util-linux",
-    "mount": "mount",
-    "hostname": "hostname",
-    "ip": "iproute2",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-    "sshd": "openssh-server",
+    **dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux"),
+    **dict.fromkeys(("ssh", "ssh-keygen"), "openssh-client"),
+    **{"mount": "mount", "hostname": "hostname", "ip": "iproute2", "sshd": "openssh-server"},
 }
 """What is needed, and the Debian package that has it."""
 PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -69,7 +63,7 @@ def reason_to_skip() -> str:
     if missing:
         return f"{', '.join(missing)} missing: apt-get install {' '.join(sorted(set(missing.values())))}"
     probe = "mount -t tmpfs none /dev/shm && hostname probe && ip link add dev v0 type veth peer name v1"
-    done = _output([*_UNSHARE, "sh", "-c", probe])
+    done = _run([*_UNSHARE, "sh", "-c", probe], check=False)
     return "" if done.returncode == 0 else f"namespaces are not allowed here: {done.stdout.strip()}"
 
 
@@ -113,7 +107,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         try:
-            _checked(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "key")])
+            _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "key")])
             lines = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in self.names)]
             (self.folder / "hosts").write_text("\n".join(lines) + "\n")
             self._switch.start()
@@ -300,7 +294,7 @@ class Switch:
         """Gives the host of a process an eth0 that is joined to all others."""
         port = f"port{place}"
         # A host's network outlives it while its sockets say goodbye, and may go while it is looked at.
-        _output([*self._entering(), "ip", "link", "delete", "dev", port])
+        _run([*self._entering(), "ip", "link", "delete", "dev", port], check=False)
         self._ip("link", "add", "dev", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._ip("link", "set", "dev", port, "master", "bridge", "up")
 
@@ -315,31 +309,27 @@ class Switch:
             self._process.communicate(timeout=WAIT_SECONDS)
 
     def _ip(self, *words: str) -> None:
-        _checked([*self._entering(), "ip", *words])
+        _run([*self._entering(), "ip", *words])
 
     def _entering(self) -> list[str]:
         return ["nsenter", "--target", str(self._process.pid), "--net", "--"]
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
-    """Waits until a condition holds; TimeoutError if it does not within the seconds."""
+def wait_for(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = WAIT_SECONDS) -> None:
+    """Waits until a condition holds; TimeoutError that says what, or what that is by then, after the seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+            raise TimeoutError(f"waited {seconds:.0f} s for {what() if callable(what) else what}")
         time.sleep(POLL_SECONDS)
 
 
-def _checked(command: Sequence[str]) -> None:
-    done = _output(command)
-    if done.returncode:
+def _run(command: Sequence[str], check: bool = True) -> subprocess.CompletedProcess[str]:
+    streams = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT}
+    done = subprocess.run(command, **streams, text=True, timeout=WAIT_SECONDS, env={"PATH": PATH})
+    if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout.strip() or f'status {done.returncode}'}")
-
-
-def _output(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, timeout=WAIT_SECONDS, env={"PATH": PATH}
-    )
+    return done
 
 
 def _signal(pid: int, number: int) -> None:

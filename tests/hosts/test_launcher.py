@@ -30,9 +30,8 @@ def one_run(
     """Returns a run of ``run_varuna --no_morphing``, which is killed at the end of the context if it still runs."""
     (hosts.shared / "machines").write_text("".join(f"{name}\n" for name in names))
     call = [sys.executable, "-m", "autovaruna.run_varuna", "--no_morphing", "--machine_list", "machines"]
-    command = hosts.start(
-        "h1", [*call, "--gpus_per_node", "1", *options, *script], cwd=hosts.shared, env={"PATH": path}
-    )
+    words = [*call, "--gpus_per_node", "1", *options, *script]
+    command = hosts.start("h1", words, cwd=hosts.shared, env={"PATH": path})
     try:
         yield command
     finally:

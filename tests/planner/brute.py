@@ -26,6 +26,7 @@ from tests.planner.cases import make_problem
 
 SLOW = LinkCost(2e-3, 1e6)
 Ranks = tuple[tuple[int, ...], ...]
+ONE_A_RANK = ("1f1b", "varuna", "gpipe")
 INTERLEAVED = ("1f1b", "varuna", "gpipe", "interleaved", "deepest_first")
 
 
@@ -74,11 +75,7 @@ def candidates(problem: Problem, *, is_ordered: bool, most_each: int = 1) -> Ite
 
 
 def every_plan(
-    problem: Problem,
-    *,
-    is_ordered: bool = True,
-    schedules: Sequence[str] = ("1f1b", "varuna", "gpipe"),
-    most_each: int = 1,
+    problem: Problem, *, is_ordered: bool = True, schedules: Sequence[str] = ONE_A_RANK, most_each: int = 1
 ) -> Iterator[Plan]:
     """All plans on the ranks in their order or in any order, with their predicted seconds."""
     planner = Planner(problem, RangeTables(problem.graph, range(len(problem.graph.blocks) + 1)))

@@ -15,7 +15,7 @@ from autovaruna.planner.proof import bound_of_single
 from autovaruna.planner.search import make_plan
 from autovaruna.planner.search_space import micro_batch_counts
 from autovaruna.profiler.records import OptimizerCost
-from tests.planner.brute import every_plan, small_problem
+from tests.planner.brute import ONE_A_RANK, every_plan, small_problem
 from tests.planner.cases import constrained, make_problem, make_split, make_uneven
 from tests.products import some
 
@@ -70,7 +70,7 @@ def test_no_plan_beats_it(kind: str, start: int) -> None:
     for seed in range(start, start + (8 if kind == "counters" else 40)):
         problem, positions = drawn(kind, seed)
         least = bounds(problem, positions)
-        schedules = ("zero_bubble",) if "split" in kind else ("1f1b", "varuna", "gpipe")
+        schedules = ("zero_bubble",) if "split" in kind else ONE_A_RANK
         is_ordered = kind not in ("forced", "sharing", "split")
         for plan in every_plan(problem, is_ordered=is_ordered, schedules=schedules):
             assert least[plan.num_micro_batches] <= plan.predicted_seconds, (seed, positions, plan)

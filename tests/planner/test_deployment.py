@@ -33,9 +33,10 @@ def deployment(problem: Problem) -> Deployment:
 
 
 @pytest.fixture
-def saved(deployment: Deployment, tmp_path: Path) -> tuple[Path, Deployment]:
+def path(deployment: Deployment, tmp_path: Path) -> Path:
+    """Returns the file of the deployment."""
     save(tmp_path / "plans" / "deployment.json", deployment)
-    return tmp_path / "plans" / "deployment.json", deployment
+    return tmp_path / "plans" / "deployment.json"
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -44,25 +45,18 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_comes_back_as_it_was(saved: tuple[Path, Deployment], problem: Problem) -> None:
-    path, deployment = saved
+def test_comes_back_as_it_was_and_a_person_can_read_it(path: Path, deployment: Deployment, problem: Problem) -> None:
     back = load(path)
     plan = plan_from(back, problem.graph)
     assert plan == deployment.plan and differences(back.fingerprint, VALID) == []
     assert RankOrders(plan, problem.graph).planned == RankOrders(deployment.plan, problem.graph).planned
-
-
-def test_a_person_can_read_it(saved: tuple[Path, Deployment], problem: Problem) -> None:
-    path, deployment = saved
     stages = json.loads(path.read_text())["stages"]
     assert [stage["cut"] for stage in stages] == ["", *deployment.cuts]
     assert all(cut in {block.name for block in problem.graph.blocks} for cut in deployment.cuts)
     assert str(path.parent) not in path.read_text()
 
 
-def test_edited_by_hand(saved: tuple[Path, Deployment], problem: Problem) -> None:
-    path, _ = saved
-
+def test_edited_by_hand(path: Path, problem: Problem) -> None:
     def change(content: dict[str, Any]) -> None:
         content["stages"][1] |= {"cut": "layers.2", "ranks": [1, 2], "recompute": True, "in_flight": 4}
         content["num_micro_batches"] = 6
@@ -93,8 +87,7 @@ def test_edits_that_do_not_fit_into_memory_are_refused(stage: int, change: dict[
 
 
 @pytest.mark.parametrize("cut", ["layrs.2", "", "layers.99"])
-def test_nonsense_cuts_name_the_nearest(saved: tuple[Path, Deployment], problem: Problem, cut: str) -> None:
-    path, _ = saved
+def test_nonsense_cuts_name_the_nearest(path: Path, problem: Problem, cut: str) -> None:
     edit(path, lambda content: content["stages"][1].update(cut=cut))
     with pytest.raises(DeploymentError, match=r"names no block.*layers\."):
         plan_from(load(path), problem.graph)
@@ -109,8 +102,7 @@ def test_no_json_and_no_file(tmp_path: Path) -> None:
         load(tmp_path / "nothing.json")
 
 
-def test_a_failed_save_leaves_the_old_file(saved: tuple[Path, Deployment], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, deployment = saved
+def test_a_failed_save_leaves_the_old_file(path: Path, deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_text()
 
     def full(handle: int) -> None:

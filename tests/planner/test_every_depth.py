@@ -20,7 +20,7 @@ from autovaruna.planner.rank_memory import Option, is_within
 from autovaruna.planner.records import Plan
 from autovaruna.planner.search import make_plan
 from autovaruna.profiler.records import LinkCost
-from tests.planner.brute import INTERLEAVED, candidates
+from tests.planner.brute import INTERLEAVED, ONE_A_RANK, candidates
 from tests.planner.cases import constrained, make_problem, make_split, make_uneven, on_cluster, with_memory
 from tests.products import some
 from tests.schedule.pipelines import bound_at_depths
@@ -164,7 +164,7 @@ class EveryDepth:
 
     def _schedules(self, candidate: Candidate) -> list[str]:
         forced = self.problem.constraints.schedule
-        every = INTERLEAVED if candidate.is_interleaved else ("1f1b", "varuna", "gpipe")
+        every = INTERLEAVED if candidate.is_interleaved else ONE_A_RANK
         free = [each for each in every if each != "gpipe" or not self.problem.constraints.in_flight]
         return free if forced == "auto" else [forced]
 

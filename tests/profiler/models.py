@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,13 +51,8 @@ def traced_case(name: str, batch_size: int) -> tuple[nn.Module, TracedModel, lis
 
 
 def profile(
-    traced: TracedModel,
-    model: nn.Module,
-    micro_batch_sizes: Sequence[int],
-    device: torch.device,
-    known: Mapping[Key, PartCost] | None = None,
-    **options: Any,
+    traced: TracedModel, model: nn.Module, sizes: list[int], known: Mapping[Key, PartCost] | None = None, **options: Any
 ) -> Profile:
     """Measures all of a model but what is known; the options are those of `measure`."""
-    costs = measure(traced, model, micro_batch_sizes, device, known=known or {}, **options)
-    return to_profile(traced, merge([known or {}, costs]), device)
+    costs = measure(traced, model, sizes, CPU, known=known or {}, **options)
+    return to_profile(traced, merge([known or {}, costs]), CPU)

@@ -31,7 +31,7 @@ def saved_by_torch(model: nn.Module, *args: Tensor) -> int:
 def test_an_mlp_saves_what_torch_saves() -> None:
     """The sum over blocks is exact: each relu is kept once, though relu and the next linear both save it."""
     model, x = Mlp(5), torch.randn(6, WIDTH)
-    costs = profile(traced(model, x), model, [6], CPU).costs[0]
+    costs = profile(traced(model, x), model, [6]).costs[0]
     assert sum(cost.saved_bytes for cost in costs) == saved_by_torch(model, x) == 5 * 6 * WIDTH * 4
 
 
@@ -46,7 +46,7 @@ def test_blocks_add_up_to_the_whole(name: str) -> None:
     Of repeated operations (masks) each block counts what it keeps: a little too much is safe, too little is not.
     """
     model, graph, tensors = traced_case(name, 4)
-    costs = profile(graph, model, [4], CPU, inputs=tensors, budget_seconds=0.0).costs[0]
+    costs = profile(graph, model, [4], inputs=tensors, budget_seconds=0.0).costs[0]
     nodes = tuple(n for n in graph.nodes if n in graph.block_of or n in graph.repeated)
     whole = MeasuredPart(graph, graph.graph.blocks, nodes, "whole")
     counted = count_bytes(make_work(whole, Samples(graph, model, CPU, tensors), 4), CPU)
@@ -62,7 +62,7 @@ def test_work_of_a_linear() -> None:
     model = Mlp(3)
     graph = traced(model, torch.zeros(5, WIDTH))
     block = next(block for block in graph.graph.blocks if block.name == "layers.1/linear_1")
-    cost = profile(graph, model, [8], CPU).costs[0][block.index]
+    cost = profile(graph, model, [8]).costs[0][block.index]
     batch, weight = 8 * WIDTH * 4, WIDTH * WIDTH * 4
     assert 2 * batch + weight <= cost.work_bytes < 3 * batch + weight
 

@@ -139,7 +139,7 @@ def test_a_profile_from_the_cache_is_the_profile_that_was_measured(tmp_path: Pat
     cache(tmp_path, 1).write(costs)
     known = cache(tmp_path, 1).read(lasting_parts(graph, [2]))
     assert known == costs
-    assert profile(graph, model, [2], CPU, known=known) == profile(graph, model, [2], CPU, known=costs)
+    assert profile(graph, model, [2], known=known) == profile(graph, model, [2], known=costs)
 
 
 def test_the_setting_says_where_costs_are_kept(tmp_path: Path) -> None:

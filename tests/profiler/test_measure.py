@@ -83,7 +83,7 @@ def test_a_model_on_meta_is_measured_and_without_gradients_there_is_no_backward(
     for needs_gradient in (True, False):
         with torch.set_grad_enabled(needs_gradient):
             graph = traced(model, torch.zeros(3, WIDTH))
-        costs = profile(graph, model, [2], CPU).costs[0]
+        costs = profile(graph, model, [2]).costs[0]
         assert all(cost.forward_seconds > 0 for cost in costs)
         assert any(cost.backward_seconds or cost.saved_bytes for cost in costs) == needs_gradient
 
@@ -104,7 +104,7 @@ def test_blocks_add_up_to_the_model(name: str) -> None:
     tensors, call = describe(model, args, kwargs)
     graph = trace(model, call, CPU)
     with work_clock(clocks) as clock:
-        costs = profile(graph, model, [16], CPU, iterations=2, inputs=tensors).costs[0]
+        costs = profile(graph, model, [16], iterations=2, inputs=tensors).costs[0]
         forward, backward = plain_seconds(clock, lambda: case.loss_of(model(*args, **kwargs), (args, kwargs)))
     assert sum(cost.forward_seconds for cost in costs) == pytest.approx(forward, rel=0.02)
     assert sum(cost.backward_seconds for cost in costs) == pytest.approx(backward, rel=0.02)
@@ -126,7 +126,7 @@ def test_weight_gradients_are_half_of_the_backward_of_a_linear_layer_predicted_a
     assert [cost.weight_seconds for cost in linears] == pytest.approx([product] * 3)
     assert [cost.backward_seconds for cost in linears] == pytest.approx([product, 2 * product, 2 * product])
     with work_clock(clocks):
-        costs = profile(graph, model, [64], CPU, iterations=2).costs[0]
+        costs = profile(graph, model, [64], iterations=2).costs[0]
     shares = [cost.weight_seconds / cost.backward_seconds for cost in costs if cost.weight_seconds > 0]
     assert shares == pytest.approx([1.0, 0.5, 0.5], rel=0.02)
     assert all(cost.weight_seconds <= cost.backward_seconds for cost in costs)
@@ -137,7 +137,7 @@ def test_weight_gradients_are_half_of_the_backward_of_a_linear_layer_predicted_a
 
 def test_a_digit_that_has_changed_is_named(tmp_path: Path) -> None:
     path, model = tmp_path / "profile.json", Mlp(2)
-    save_measured(path, profile(traced(model, torch.zeros(5, WIDTH)), model, [4], CPU))
+    save_measured(path, profile(traced(model, torch.zeros(5, WIDTH)), model, [4]))
     content = json.loads(path.read_text())
     content["costs"][0][-1]["forward_seconds"] += 1e-9
     path.write_text(json.dumps(content, indent=2))
@@ -196,7 +196,7 @@ def test_own_time_has_no_turns_of_other_programs_and_pace_tells_what_they_take()
     graph = traced(model, torch.zeros(3, 1000))
 
     def seconds() -> float:
-        costs = profile(graph, model, [300], CPU, iterations=2).costs[0]
+        costs = profile(graph, model, [300], iterations=2).costs[0]
         return sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
 
     found = []

@@ -16,7 +16,7 @@ from autovaruna.profiler.roofline import DeviceSpec, optimizer_cost, predict, to
 from tests.catalogue import CASES
 from tests.catalogue.small import Written
 from tests.products import some
-from tests.profiler.models import CPU, WIDTH, Mlp, on_cpu, profile, traced, traced_case
+from tests.profiler.models import WIDTH, Mlp, on_cpu, profile, traced, traced_case
 
 LINK = LinkCost(1e-6, 1e10)
 SPEC = DeviceSpec("test", "cpu", {"float32": 1e12}, 1e11, 0.0, 0, LINK, LINK, 1e10, 1e10, 0.0)
@@ -57,7 +57,7 @@ def test_bytes_are_those_that_are_counted_when_a_model_is_measured(name: str, mo
     monkeypatch.setattr(bytes, "is_profiler_enabled", lambda: True)
     model, graph, tensors = traced_case(name, 3)
     predicted = predict(graph, model, [4], SPEC).costs[0]
-    measured = profile(graph, model, [4], CPU, iterations=1, budget_seconds=0, inputs=tensors).costs[0]
+    measured = profile(graph, model, [4], iterations=1, budget_seconds=0, inputs=tensors).costs[0]
     for what in ("saved_bytes", "work_bytes"):
         found, real = (sum(getattr(cost, what) for cost in costs) for costs in (predicted, measured))
         assert found == pytest.approx(real, rel=0.1)

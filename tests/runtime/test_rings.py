@@ -19,15 +19,7 @@ from autovaruna.errors import RankError
 from autovaruna.runtime.transport import rings
 from autovaruna.runtime.transport.base import DONE, Arrival, TensorTransfer
 from autovaruna.runtime.transport.layout import Layout
-from autovaruna.runtime.transport.rings import (
-    MAX_BYTES,
-    NUM_BYTES,
-    NUM_SLOTS,
-    SLOT_BYTES,
-    RingReceiver,
-    RingSender,
-    open_rings,
-)
+from autovaruna.runtime.transport.rings import MAX_BYTES, NUM_BYTES, NUM_SLOTS, SLOT_BYTES, RingReceiver, RingSender
 from autovaruna.runtime.world import World
 from tests.ranks import run_ranks
 
@@ -212,7 +204,8 @@ def rings_between(num_ranks: int, pairs: list[tuple[int, int]], can_share: Calla
     """Opens rings on ranks of one process, tries each, and says which each rank has."""
 
     def tried(world: World) -> str:
-        senders, receivers = open_rings(world.rank, world.hosts, pairs, can_share(world.rank), world.swap_objects)
+        own, hosts, swap = world.rank, world.hosts, world.swap_objects
+        senders, receivers = rings.open_rings(own, hosts, pairs, can_share(own), swap)
         for there, ring in senders.items():
             send(ring, torch.tensor([world.rank, there]), 0)
         world.barrier("sent")

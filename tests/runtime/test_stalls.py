@@ -28,9 +28,7 @@ def stall(world: World, stalled: int, until: threading.Event, limit: float = 0.0
 
 
 @pytest.mark.parametrize("stalled", [0, 1])
-def test_every_rank_that_waits_says_for_whom_and_where_the_others_are(
-    stalled: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_wait_says_for_whom_and_where_the_others_are(stalled: int, caplog: pytest.LogCaptureFixture) -> None:
     until = threading.Event()
 
     def end_once_said() -> None:

@@ -58,9 +58,7 @@ def sleep_in_stages(monkeypatch: pytest.MonkeyPatch, seconds: Mapping[int, Any])
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_is_late_at_random_costs_what_it_must(
-    late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_rank_costs_what_it_must(late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five times as long now and then: the others wait for what they need, and for nothing else, nor for their turn.
 
     In one try of several; the seconds double from try to try, so that what a busy machine adds matters less.

@@ -79,10 +79,7 @@ def test_strangers_who_stay_keep_nobody_out() -> None:
 
 @pytest.mark.parametrize("request_", [b"no json", b"[]", b"\xff"])
 def test_a_wrong_request_ends_its_connection_alone(request_: bytes) -> None:
-    def strict(connection: Connection, request: Mapping[str, Any]) -> None:
-        echo(connection, {"got": request["it"]})
-
-    server = Server(TOKEN, strict)
+    server = Server(TOKEN, lambda connection, request: echo(connection, {"got": request["it"]}))
     with connect("127.0.0.1", server.port, TOKEN) as connection, pytest.raises(EOFError):
         connection.send_bytes(request_)
         connection.recv_bytes()

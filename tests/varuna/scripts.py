@@ -54,20 +54,16 @@ def batch(size: int, step: int = 0, device: Any = None) -> dict[str, Tensor]:
     return {"x": x, "y": (3 * x + 1) % WORDS}
 
 
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(0)
+    _WEIGHTS = Net().state_dict()
+
+
 def net(dropout: float = 0.0) -> Net:
     """Returns the model, with the same weights each time; ranks that are threads share torch's generator."""
     made = Net(dropout)
     made.load_state_dict(_WEIGHTS)
     return made
-
-
-def _weights() -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Net().state_dict()
-
-
-_WEIGHTS = _weights()
 
 
 def wrap(stage_map: Any, batch_size: int = 6, chunk_size: int | None = 2, **options: Any) -> Varuna:

@@ -60,18 +60,11 @@ def test_a_cut_starts_with_what_uses_the_tensor() -> None:
     assert resolve_cut(model.graph, "cut") == mark.block
 
 
-@pytest.mark.parametrize(
-    ("modules", "name"),
-    [
-        ({"cuts": nn.ModuleList([CutPoint()])}, "cuts.0"),
-        ({"cuts": [CutPoint()]}, "cuts.0"),
-        ({"cuts": {0: CutPoint()}}, "cuts.0"),
-        ({"cuts": nn.Sequential(nn.Sequential(nn.Tanh(), CutPoint()))}, "cuts.0.1"),
-    ],
-    ids=["ModuleList", "list", "dict", "nested"],
-)
-def test_it_is_found_wherever_it_is(modules: dict[str, Any], name: str) -> None:
-    assert marks(layers(lambda m, x: m.second(m.cuts[0](m.first(x))), **modules))[name].block > 0
+def test_it_is_found_wherever_it_is() -> None:
+    nested = nn.Sequential(nn.Sequential(nn.Tanh(), CutPoint()))
+    for cuts in (nn.ModuleList([CutPoint()]), [CutPoint()], {0: CutPoint()}, nested):
+        found = marks(layers(lambda m, x: m.second(m.cuts[0](m.first(x))), cuts=cuts))
+        assert found["cuts.0.1" if cuts is nested else "cuts.0"].block > 0
 
 
 def test_a_loop_has_one_for_each_turn_and_one_used_twice_is_named() -> None:
@@ -89,22 +82,14 @@ def test_a_loop_has_one_for_each_turn_and_one_used_twice_is_named() -> None:
     [
         (lambda m, x: m.second(m.first(m.cut(x))), "nothing of the model lies before it"),
         (lambda m, x: m.cut(m.second(m.first(x)).square().mean()), None),
+        (lambda m, x: m.second(x) + m.second(torch.no_grad()(lambda: m.cut(m.first(x)))()), None),
         (lambda m, x: m.second(torch.relu_(m.cut(m.first(x)))), "changed in place"),
     ],
-    ids=["first", "in between", "in place"],
+    ids=["first", "in between", "without gradients", "in place"],
 )
 def test_one_that_cannot_be_a_cut_says_why(act: Any, reason: str | None) -> None:
     mark = marks(layers(act, cut=CutPoint()))["cut"]
     assert (mark.block > 0) == (reason is None) and (reason or "") in mark.reason
-
-
-def test_one_under_no_grad_is_a_cut() -> None:
-    def act(m: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            inner = m.cut(m.first(x))
-        return m.second(x) + m.second(inner)
-
-    assert marks(layers(act, cut=CutPoint()))["cut"].block > 0
 
 
 def problem_of(num_blocks: int, num_ranks: int) -> Problem:

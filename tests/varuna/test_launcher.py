@@ -106,20 +106,16 @@ def test_an_error_of_the_script_is_shown_as_by_python_itself(text: str, tmp_path
     assert by_launcher.stderr == f"{rank_script.STARTED}\n{alone.stderr}"
 
 
+WITHOUT_ENDS = b"[7,0]<stdout>: a\n[7,0]<stdout>: b[7,11]<stdout>: c[7,2]<stdout>: d\n[7,1]<stderr>: \0"
+STATUS_BEHIND = b"[7,0]<stdout>: a[7,1]<stdout>: b\n\x1eended 0 0\n[7,1]<stderr>: c\x1eended 1 -9\n"
+
+
 @pytest.mark.parametrize(
     ("written", "shown", "ended"),
     [
         (b"[1,3]<stdout>: a: b\na word of mpirun\n", "[3] a: b\na word of mpirun\n", {}),
-        (
-            b"[7,0]<stdout>: a\n[7,0]<stdout>: b[7,11]<stdout>: c[7,2]<stdout>: d\n[7,1]<stderr>: \0",
-            "[0] a\n[0] b\n[11] c\n[2] d\n",
-            {},
-        ),
-        (
-            b"[7,0]<stdout>: a[7,1]<stdout>: b\n\x1eended 0 0\n[7,1]<stderr>: c\x1eended 1 -9\n",
-            "[0] a\n[1] b\n[1] c\n",
-            {0: 0, 1: -9},
-        ),
+        (WITHOUT_ENDS, "[0] a\n[0] b\n[11] c\n[2] d\n", {}),
+        (STATUS_BEHIND, "[0] a\n[1] b\n[1] c\n", {0: 0, 1: -9}),
         (b"[1,0]<stdout>: a\n[1,0]<stdout>: b\xff\n", "[0] a\n[0] b\\ufffd\n", {}),
     ],
     ids=["its rank in front", "last lines without an end", "an end behind whatever was written", "no text"],

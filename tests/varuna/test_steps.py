@@ -55,11 +55,8 @@ def test_stages_start_at_cut_points_unless_the_model_is_partitioned_for_the_user
     assert len(starts(True)[0]) == 1
 
 
-PAIRS = [
-    ("embedding.weight", "head.weight"),
-    ("layers.0.weight", "layers.3.weight"),
-    ("layers.3.weight", "layers.1.weight"),
-]
+PAIRS = [("embedding.weight", "head.weight"), ("layers.0.weight", "layers.3.weight")]
+PAIRS += [("layers.3.weight", "layers.1.weight")]
 
 
 @pytest.mark.parametrize("grid", some(["grid", "three stages"], 1))
@@ -239,7 +236,6 @@ def test_the_scripts_own_handler_has_sigusr1_also_where_a_manager_looks_after_th
 
 def test_a_step_of_many_micro_batches_is_not_cut_off() -> None:
     """Varuna's schedules end silently at about 5,000 micro-batches."""
-
     layers = {"first": nn.Linear(1, 1), "cut": CutPoint(), "last": nn.Linear(1, 1)}
     tiny = Written(lambda self, x: self.last(self.cut(self.first(x))).mean(), **layers)
     expected = tiny(torch.arange(6000.0).view(-1, 1)).item()
