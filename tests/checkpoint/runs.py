@@ -12,7 +12,7 @@ import torch
 from autovaruna import AutoVaruna, CheckpointInfo
 from tests.catalogue import Batch, Case
 from tests.reference import MakeOptimizer, Record, adamw, sgd
-from tests.session.training import Setup, merge, on_ranks, pipeline, token_of, train_rank
+from tests.session.training import Setup, merge, on_ranks, pipeline, token_of, train, train_rank
 
 SETUPS = {
     "1x1": Setup(),
@@ -73,9 +73,5 @@ def go_on(case: Case, setup: Setup, make: MakeOptimizer, root: Path, steps_befor
 
 def uninterrupted(case: Case, setup: Setup, make: MakeOptimizer) -> Record:
     """Trains for all steps without a break; the record has the losses of the second half."""
-
-    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
-        return train_rank(case, model, optimizer, batches(case))
-
-    record = merge(on_ranks(setup, case, run, make))
+    record = train(case, setup, batches(case), make)
     return replace(record, gradients=[], losses=record.losses[NUM_STEPS:])

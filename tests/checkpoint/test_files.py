@@ -86,15 +86,21 @@ def test_plain_pytorch_goes_on_with_its_dropout(tmp_path: Path) -> None:
     assert steps(other, its_optimizer, 2) == expected
 
 
-def tied_net() -> nn.Module:
-    net = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False))
-    net[2].weight = net[0].weight  # type: ignore[assignment]
-    return net
+class Headed(nn.Module):
+    """A base model with a head, as those of the library transformers are."""
+
+    base_model_prefix = "base"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.base[0].weight
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "save_model", "folder"])
 def test_loads_what_others_wrote(kind: str, tmp_path: Path) -> None:
-    net, other = tied_net(), tied_net()
+    net, other = Headed(), Headed()
     path = tmp_path / "model.safetensors"
     if kind == "state_dict":
         safetensors.torch.save_file({name: value.clone() for name, value in net.state_dict().items()}, path)
@@ -168,18 +174,6 @@ def test_others_names_are_told(names: list[str], model: nn.Module, is_strict: bo
     safetensors.torch.save_file({name: torch.ones([2] * (1 + name.endswith("weight"))) for name in names}, file)
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(file, model, strict=is_strict)
-
-
-class Headed(nn.Module):
-    """A base model with a head, as those of the library transformers are."""
-
-    base_model_prefix = "base"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
-        self.head = nn.Linear(2, 3, bias=False)
-        self.head.weight = self.base[0].weight
 
 
 @pytest.mark.parametrize("is_file_headed", [True, False])

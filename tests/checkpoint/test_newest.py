@@ -25,16 +25,6 @@ from tests.checkpoint.test_damage import trained
 from tests.hosts.emulation import wait_for
 
 
-def save_steps(root: Path, steps: str, keep: int | None = None) -> list[str]:
-    """Saves some steps, one after the other; returns the names of what is there, the newest first."""
-    model = trained()
-    for count, step in enumerate(map(int, steps.split())):
-        model.save_checkpoint(root, step=step, keep=keep, extra=count)
-        found = model.load_checkpoint(root)
-        assert (found.step, found.extra) == (step, count)
-    return [saved.path.name[5:].lstrip("0") for saved in folder.saved_in(root)]
-
-
 @pytest.mark.parametrize(
     ("steps", "keep", "expected"),
     [
@@ -49,7 +39,13 @@ def save_steps(root: Path, steps: str, keep: int | None = None) -> list[str]:
     ],
 )
 def test_the_newest_is_what_was_written_last(steps: str, keep: int | None, expected: str, tmp_path: Path) -> None:
-    assert save_steps(tmp_path, steps, keep) == expected.split()
+    """Steps are saved one after the other; expected are the names of what is there then, the newest first."""
+    model = trained()
+    for count, step in enumerate(map(int, steps.split())):
+        model.save_checkpoint(tmp_path, step=step, keep=keep, extra=count)
+        found = model.load_checkpoint(tmp_path)
+        assert (found.step, found.extra) == (step, count)
+    assert [saved.path.name[5:].lstrip("0") for saved in folder.saved_in(tmp_path)] == expected.split()
 
 
 def test_a_step_is_that_of_the_last_branch_and_damage_leads_to_what_was_before(

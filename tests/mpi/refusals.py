@@ -98,10 +98,6 @@ def backward_twice(model: AutoVaruna) -> None:
     loss.backward()
 
 
-def calls_differ(model: AutoVaruna) -> None:
-    model.state_dict() if get_rank() == 1 else model(*batch())
-
-
 def step_and_call(act: Callable[[Tensor], object]) -> Callable[[AutoVaruna], object]:
     """Returns a step whose loss is used in another way on rank 1, and the call after it."""
 
@@ -131,7 +127,7 @@ DURING: dict[str, Callable[[AutoVaruna], object]] = {
     "all_empty": lambda model: model(*batch(0)),
     "shape_does_not_fit": lambda model: model(batch()[0][:, :3], batch()[1]),
     "backward_twice": backward_twice,
-    "calls_differ": calls_differ,
+    "calls_differ": lambda model: model.state_dict() if get_rank() == 1 else model(*batch()),
     "moved": lambda model: model.to(torch.float64),
 }
 """What is done to a model that is training."""

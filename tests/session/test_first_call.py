@@ -42,7 +42,6 @@ from tests.session.training import QUIET, descend, on_ranks, pipeline
 FAST = {**QUIET, "profile_iterations": 1}
 X, Y = torch.linspace(-2.0, 2.0, 64).view(8, 8).sin(), torch.arange(8) % 4
 SPLIT = {**FAST, "num_stages": 2, "num_micro_batches": 2, "inputs": "replicated"}
-CASE = CASES["chain"]
 PARTS = "abcde"
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -132,25 +131,21 @@ def trace_wrongly(*args: Any, **kwargs: Any) -> TracedModel:
     return found
 
 
-def call(**settings: Any) -> list[Any]:
-    """Returns what two ranks get of a first call: a loss, or an error."""
-    args, kwargs = CASE.batch(6, 0)
+def test_all_ranks_hear_of_a_difference_unless_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "trace", trace_wrongly)
+    case = CASES["chain"]
 
-    def be_rank(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Any:
+    def call(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Any:
         try:
-            return model(*args, **kwargs).item()
+            return model(**case.batch(6, 0)[1]).item()
         except TraceError as error:
             return str(error)
 
-    return on_ranks(pipeline(2, settings=settings), CASE.model(), be_rank)
-
-
-def test_all_ranks_hear_of_a_difference_unless_that_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "trace", trace_wrongly)
-    first, second = call()
+    first, second = on_ranks(pipeline(2), case.model(), call)
     assert "computes something else than the model itself" in first
     assert second.startswith("rank 0 failed while comparing the trace with the model")
-    assert all(isinstance(each, float) for each in call(check_trace=False))
+    found = on_ranks(pipeline(2, settings={"check_trace": False}), case.model(), call)
+    assert all(isinstance(each, float) for each in found)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from autovaruna.runtime.world import World
 from autovaruna.session import measuring
 from tests.catalogue import DEVICE
 from tests.ranks import run_ranks
-from tests.session.training import QUIET, Setup, descend, pipeline, trace_shared
+from tests.session.training import QUIET, Setup, descend, on_ranks, pipeline, trace_shared
 
 SETUPS = {
     "2 stages": pipeline(2, num_micro_batches=2),
@@ -121,42 +122,40 @@ def test_what_is_no_plan_another_one_on_each_rank_or_contradicts_a_setting_is_re
         run(lambda graph: 3, 1)
 
 
-@pytest.mark.parametrize("name", ["2 stages", "2 stages of 2 replicas"])
-def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
-    """It lists the parameters of this rank alone."""
-    setup = SETUPS[name]
-    nets = [make_net() for _ in range(setup.world_size)]
+def after_the_split(setup: Setup, act: Callable[[AutoVaruna, torch.optim.Optimizer], Any]) -> list[Any]:
+    """Returns what ranks make of a model that is split, with an optimizer of their own parameters made after that."""
 
-    def be_rank(world: World) -> list[float]:
-        model = AutoVaruna(nets[world.rank], plan=setup.plan, inputs="replicated", optimizer_bytes_factor=0, **QUIET)
+    def run(model: AutoVaruna, _: Any, rank: int) -> Any:
         model.prepare(X)
         optimizer = torch.optim.SGD([each for each in model.parameters() if not each.is_meta], 0.1)
         model.adopt(optimizer)
-        return losses(model, optimizer)
+        return act(model, optimizer)
 
-    net = make_net()
+    without = lambda model, _, **settings: AutoVaruna(model, optimizer_bytes_factor=0, **settings)  # noqa: E731
+    return on_ranks(setup, make_net(), run, wrap=without)
+
+
+@pytest.mark.parametrize("name", ["2 stages", "2 stages of 2 replicas"])
+def test_an_optimizer_may_be_made_after_the_split(name: str) -> None:
+    """It lists the parameters of this rank alone."""
+    setup, net = SETUPS[name], make_net()
     with pytest.raises(OrderError, match="got no prepare"):
         AutoVaruna(net, plan=setup.plan).adopt(torch.optim.SGD(net.parameters(), 0.1))
     expected = pytest.approx(plain_losses(), rel=1e-5)
-    assert all(found == expected for found in run_ranks(setup.world_size, be_rank))
+    assert after_the_split(setup, losses) == [expected] * setup.world_size
 
 
 def test_an_overflow_on_one_rank_skips_the_step_of_an_optimizer_that_was_made_after_the_split() -> None:
     """Once, the other rank stepped: only an optimizer of the start had its gradients unscaled on all ranks at once."""
-    setup, nets = SETUPS["2 stages"], [make_net() for _ in range(2)]
 
-    def be_rank(world: World) -> tuple[float, bool]:
-        model = AutoVaruna(nets[world.rank], plan=setup.plan, inputs="replicated", optimizer_bytes_factor=0, **QUIET)
-        model.prepare(X)
-        own = [each for each in model.parameters() if not each.is_meta]
-        optimizer, scaler = torch.optim.SGD(own, 0.1), torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
-        model.adopt(optimizer)
+    def overflow(model: AutoVaruna, optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+        own, scaler = optimizer.param_groups[0]["params"], torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
         scaler.scale(model(X).square().mean()).backward()
-        if world.rank == 1:
+        if model.world.rank == 1:
             own[0].grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
         before = [each.detach().clone() for each in own]
         scaler.step(optimizer)
         scaler.update()
         return scaler.get_scale(), all(map(torch.equal, before, own))
 
-    assert run_ranks(2, be_rank) == [(2.0, True)] * 2
+    assert after_the_split(SETUPS["2 stages"], overflow) == [(2.0, True)] * 2

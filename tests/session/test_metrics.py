@@ -61,31 +61,30 @@ def words(step: int, rank: int = 0) -> Tensor:
     return torch.randint(WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def norms_by_hand(net: nn.Module, num_ranks: int, num_steps: int) -> list[tuple[float, float]]:
-    """Returns loss and norm of each step of plain PyTorch over the global batch; it clips, and its rate halves."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    found = []
-    for step in range(num_steps):
-        loss = loss_of(net(torch.cat([words(step, rank) for rank in range(num_ranks)])))
+def steps(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields loss and norm of each step, which clips; then the rate halves."""
+    for batch in batches:
+        loss = loss_of(model(batch))
         loss.backward()
-        found.append((loss.item(), nn.utils.clip_grad_norm_(net.parameters(), 0.01).item()))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
+        yield loss, norm
         optimizer.param_groups[0]["lr"] /= 2
-    return found
+
+
+def norms_by_hand(net: nn.Module, num_ranks: int, num_steps: int) -> list[tuple[float, float]]:
+    """Returns loss and norm of each step of plain PyTorch over the global batch."""
+    batches = [torch.cat([words(step, rank) for rank in range(num_ranks)]) for step in range(num_steps)]
+    return [(loss.item(), norm.item()) for loss, norm in steps(net, torch.optim.SGD(net.parameters(), lr=1.0), batches)]
 
 
 def train(net: nn.Module, rank: int, num_steps: int, **settings: Any) -> tuple[AutoVaruna, list[dict[str, float]]]:
     """Returns the model and, after each step, what its metrics say, with the step of the norm."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    model, said = AutoVaruna(net, optimizer, **settings), []
-    for step in range(num_steps):
-        loss_of(model(words(step, rank))).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        said.append(model.metrics.to_dict() | {"norm of": model.metrics.gradient_norm_step or 0})
-        optimizer.param_groups[0]["lr"] /= 2
+    model = AutoVaruna(net, optimizer, **settings)
+    own, metrics = [words(step, rank) for step in range(num_steps)], model.metrics
+    said = [metrics.to_dict() | {"norm of": metrics.gradient_norm_step or 0} for _ in steps(model, optimizer, own)]
     return model, said
 
 

@@ -18,8 +18,6 @@ from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.reference import Record, compare, gradients_of
 from tests.session.training import QUIET, Setup, on_ranks, pipeline, refuse, train_as_plain
 
-KINDS = ("batch", "volume", "instance")
-
 
 class Tokens(nn.Module):
     """Takes the places of an image for tokens behind a normalisation, or before it: gradient and input differ."""
@@ -55,7 +53,7 @@ def images(size: int, step: int) -> Batch:
 
 
 @pytest.mark.parametrize("is_before", (False, True), ids=("behind", "before"))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ("batch", "volume", "instance"))
 def test_one_sample_is_as_good_as_many(kind: str, is_before: bool) -> None:
     case = Case(f"tokens_{kind}", partial(Tokens, kind, is_before), images)
     train_as_plain(case, pipeline(2), 3, 3)
@@ -71,14 +69,11 @@ def asking(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self.last(h), y)
 
 
-def make_asking() -> nn.Module:
-    return Written(asking, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))
-
-
 @pytest.mark.parametrize("sizes", [(3, 1, 3), (1, 3, 1)])
 def test_a_branch_for_one_sample_is_taken_where_the_batch_has_one(sizes: tuple[int, ...]) -> None:
     """A micro-batch of one sample of several is not alone."""
-    train_as_plain(Case("asking", make_asking, labelled), pipeline(2, num_micro_batches=3), *sizes)
+    make = lambda: Written(asking, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES))  # noqa: E731
+    train_as_plain(Case("asking", make, labelled), pipeline(2, num_micro_batches=3), *sizes)
 
 
 def model(is_synchronised: bool = False) -> nn.Module:
@@ -91,14 +86,10 @@ def model(is_synchronised: bool = False) -> nn.Module:
 X = floats(8, 6, of=generator(1))
 
 
-def output(wrapped: Any, optimizer: Any, rank: int) -> Tensor:
-    return wrapped(X).detach()
-
-
 def test_synchronised_statistics_are_those_of_all_or_of_a_size_that_is_set() -> None:
     """Once, they were those of each micro-batch, without a word."""
     refuse(model(True), r"1 is a SyncBatchNorm.*num_micro_batches=1.*batch_norm_samples", {"input": X}, InputError)
-    for found in on_ranks(pipeline(2, num_micro_batches=1), model(True), output):
+    for found in on_ranks(pipeline(2, num_micro_batches=1), model(True), lambda wrapped, *_: wrapped(X).detach()):
         torch.testing.assert_close(found, model()(X).detach())
     wrapped = AutoVaruna(model(), batch_norm_samples=4, **QUIET)
     plain = model()
