@@ -24,29 +24,17 @@ if DEVICE.type == "cuda":  # the same bits and full precision, as on the CPU
 
 @dataclass(frozen=True)
 class Case:
-    """A model to test with.
+    """A model to test with."""
 
-    Attributes:
-        name: unique in the catalogue; an identifier.
-        build: makes the model, in train mode; draws from torch's generator, so call `model` for a given seed.
-        make_batch: makes the arguments of one call from ``(size, seed)``; equal arguments give equal batches.
-        loss: takes ``(output, batch)`` and returns the mean over the samples; None if the model returns its loss.
-        has_dropout: whether forward draws random numbers in train mode.
-        has_batch_norm: whether a sample's result depends on the others of its micro-batch, or a buffer is updated.
-        is_always_random: whether it draws random numbers with every dropout probability zero too.
-        max_stages: a number of stages that the graph allows at least (a hint for tests).
-        needs: a package beside torch that must be there, or "".
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-    make_batch: Callable[[int, int], Batch]
-    loss: Callable[[Any, Batch], Tensor] | None = None
-    has_dropout: bool = False
-    has_batch_norm: bool = False
-    is_always_random: bool = False
-    max_stages: int = 4
-    needs: str = ""
+    name: str  # unique in the catalogue; an identifier
+    build: Callable[[], nn.Module]  # draws from torch's generator, so call `model` for a given seed
+    make_batch: Callable[[int, int], Batch]  # from ``(size, seed)``; equal arguments give equal batches
+    loss: Callable[[Any, Batch], Tensor] | None = None  # the mean over the samples; None: the model returns its loss
+    has_dropout: bool = False  # whether forward draws random numbers in train mode
+    has_batch_norm: bool = False  # whether samples of a micro-batch depend on each other, or a buffer is updated
+    is_always_random: bool = False  # whether it draws random numbers with every dropout probability zero too
+    max_stages: int = 4  # a number of stages that the graph allows at least (a hint for tests)
+    needs: str = ""  # a package beside torch that must be there
 
     def model(self, seed: int = 0) -> nn.Module:
         """Returns a new model whose weights depend on `seed` alone; the caller's generator is untouched."""

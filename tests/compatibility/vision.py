@@ -96,8 +96,7 @@ class UNet(nn.Module):
             first = first + self.time(torch.cat([angles.sin(), angles.cos()], -1))[:, :, None, None]
         second = F.relu(self.down2(F.max_pool2d(first, 2)))
         third = F.relu(self.middle(F.max_pool2d(second, 2)))
-        up = torch.cat([self.up1(third), F.avg_pool2d(first, 2)], 1)
-        up = self.up2(up)
+        up = self.up2(torch.cat([self.up1(third), F.avg_pool2d(first, 2)], 1))
         if up.shape[2:] != x.shape[2:]:
             up = F.interpolate(up, size=x.shape[2:], mode="bilinear", align_corners=False)
         return self.last(up)

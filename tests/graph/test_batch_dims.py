@@ -171,10 +171,6 @@ def branching(self: Any, words: Tensor) -> Tensor:
     return self.head(self.branch(self.embed(words)))
 
 
-def branch(self: Any, x: Tensor) -> Tensor:
-    return self.layer(x) if float(x.abs().sum()) >= 0 else x
-
-
 @pytest.mark.parametrize("forward", [scored, branching])
 def test_models_of_every_kind_take_time_first(forward: Callable[..., Tensor]) -> None:
     """Losses count over the global batch; what is kept whole finds the batch where it is."""
@@ -186,6 +182,8 @@ def test_models_of_every_kind_take_time_first(forward: Callable[..., Tensor]) ->
         return [output.detach()]
 
     parts = {"embed": nn.Embedding(WORDS, WIDTH), "rnn": nn.GRU(WIDTH, WIDTH), "head": nn.Linear(WIDTH, WORDS)}
-    model = Written(forward, **parts, branch=Written(branch, layer=nn.Linear(WIDTH, WIDTH)))
+    layer = nn.Linear(WIDTH, WIDTH)
+    branch = Written(lambda self, x: self.layer(x) if float(x.abs().sum()) >= 0 else x, layer=layer)
+    model = Written(forward, **parts, branch=branch)
     settings = {"batch_dims": dict.fromkeys(inputs, 1), "inputs": "per_rank"}
     hold(pipeline(2, num_micro_batches=4, settings=settings), model, story)

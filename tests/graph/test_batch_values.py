@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.catalogue import Batch, Case
 from tests.catalogue.case import floats, generator, integers
 from tests.catalogue.small import Written
 from tests.products import some
-from tests.reference import compare, plain_steps, sgd
+from tests.reference import compare, plain_steps
 from tests.session.training import QUIET, Ranks, Setup, on_ranks, pipeline, refuse, train, train_as_plain
 
 WIDTH, LENGTH, CLASSES, SIZE = 6, 4, 5, 7
@@ -137,10 +138,7 @@ def test_a_weight_of_the_user_s_comes_first(stage_ranks: Ranks) -> None:
 
 def test_labels_may_lie_in_memory_as_they_like() -> None:
     """A caller passes the words but the first, a view of all of them; a micro-batch of them is a tensor of its own."""
-
-    def viewed(self: nn.Module, s: Tensor, y: Tensor, m: Tensor) -> Tensor:
-        return F.cross_entropy(s.view(-1, CLASSES), y.view(-1))
-
+    viewed: Loss = lambda m, s, y, mask: F.cross_entropy(s.view(-1, CLASSES), y.view(-1))  # noqa: E731
     case = Case("viewed", lambda: model_of(viewed), uneven)
     batch = case.batch(7, 0)
     words = torch.cat([batch[1]["y"], batch[1]["y"][:, :1]], dim=1)
@@ -158,7 +156,7 @@ def test_state_follows_micro_batches() -> None:
     train_as_plain(Case("counting", lambda: model_of(counting), uneven), pipeline(2), 7)
 
 
-NUM_COUNTED = 12
+NUM_COUNTED, REFUSAL = 12, r"(?s)what it counts over them at .*test_batch_values.py"
 Way = Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -177,12 +175,6 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     g = generator(0)
     n = 1 + integers(19, NUM_COUNTED, of=g)
     return floats(NUM_COUNTED, WIDTH, of=g), n, integers(CLASSES, NUM_COUNTED, of=g)
-
-
-def best_half(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-    """Goes by numbers of its own."""
-    scores = self.experts[0](x).sum(1)
-    return x * (scores.detach().argsort().argsort() < x.shape[0] // 2).unsqueeze(1)
 
 
 def routed(self: nn.Module, x: Tensor, room: int) -> Tensor:
@@ -205,7 +197,7 @@ CHANGED: dict[str, Way] = {
     "in order": lambda m, x, n: x + m.numbers(n.sort(0)[0]),
     "neighbour": lambda m, x, n: x + m.numbers(n.roll(1, 0)),
     "frequency": lambda m, x, n: x / torch.bincount(n, minlength=40)[n].unsqueeze(1),
-    "best half": best_half,
+    "best half": lambda m, x, n: x * (m.experts[0](x).sum(1).detach().argsort().argsort() < x.shape[0] // 2)[:, None],
     "full experts": lambda m, x, n: routed(m, x, 2),
     "dropped": lambda m, x, n: F.dropout(x, 0.5) + torch.rand_like(x) * m.numbers(n.argsort().argsort()),
     "followed": followed,
@@ -214,8 +206,7 @@ CHANGED: dict[str, Way] = {
 
 @pytest.mark.parametrize("name", some([*CHANGED], 4))
 def test_counts_of_several_samples_that_change_results_are_refused(name: str) -> None:
-    arguments = dict(zip("xny", batch(), strict=True))
-    refuse(counting_by(CHANGED[name]), r"(?s)what it counts over them at .*test_batch_values.py", arguments)
+    refuse(counting_by(CHANGED[name]), REFUSAL, dict(zip("xny", batch(), strict=True)))
 
 
 def sorted_and_back(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
@@ -246,15 +237,13 @@ def test_counts_that_only_say_where_samples_go_are_not(way: Way, caplog: pytest.
 
 def test_ranks_try_out_what_they_will_train() -> None:
     """What each rank passes stands for the global batch: samples of one rank alone are too few to tell."""
-
-    def first_eight(self: nn.Module, x: Tensor, n: Tensor) -> Tensor:
-        return x * (n.argsort().argsort() < 8).unsqueeze(1)
+    first_eight = counting_by(lambda m, x, n: x * (n.argsort().argsort() < 8).unsqueeze(1))
 
     def call(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> None:
         with pytest.raises(TraceError, match="what it counts over them"):
             model(*(each.tensor_split(2)[rank] for each in batch()))
 
-    on_ranks(Setup(((0, 1),), 2, settings={"inputs": "per_rank"}), counting_by(first_eight), call, sgd)
+    on_ranks(Setup(((0, 1),), 2, settings={"inputs": "per_rank"}), first_eight, call)
 
 
 def test_one_micro_batch_may_count_as_it_likes() -> None:
@@ -264,24 +253,14 @@ def test_one_micro_batch_may_count_as_it_likes() -> None:
 
 
 def test_what_cannot_be_tried_out_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise MemoryError("too much")
-
-    monkeypatch.setattr(PartsTrial, "_run", fail)
+    monkeypatch.setattr(PartsTrial, "_run", Mock(side_effect=MemoryError("too much")))
     with caplog.at_level(logging.WARNING, "autovaruna"):
         AutoVaruna(counting_by(roomy_experts), num_micro_batches=2, **QUIET)(*batch())
     assert "could not be tried out (MemoryError: too much)" in caplog.text
 
 
-NOT_YET: dict[str, Way] = {
-    "rooms": lambda m, x, n: routed(m, x, 9),
-    "in order": lambda m, x, n: x + m.numbers(n[n.argsort()]),
-}
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_counts_that_change_nothing_of_the_first_batch_are_refused(name: str) -> None:
+@pytest.mark.parametrize("way", [lambda m, x, n: routed(m, x, 9), lambda m, x, n: x + m.numbers(n[n.argsort()])])
+def test_counts_that_change_nothing_of_the_first_batch_are_refused(way: Way) -> None:
     """Once, they changed a later one: experts had room for all samples, which came in order."""
     x, n, y = batch()
-    arguments = {"x": x, "n": n.sort().values, "y": y}
-    refuse(counting_by(NOT_YET[name]), r"(?s)what it counts over them at .*test_batch_values.py", arguments)
+    refuse(counting_by(way), REFUSAL, {"x": x, "n": n.sort().values, "y": y})

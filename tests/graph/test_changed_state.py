@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import cycle
+from itertools import count, cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -448,9 +448,17 @@ def test_a_graph_that_reads_a_number_is_none_once_another_changes_it() -> None:
         model.eval()(**VALUES)
 
 
-@pytest.mark.parametrize("make", [lambda: iter([1.0, 0.5, 0.25, 0.1]), lambda: (1 / k for k in range(1, 9))])
+ITERATORS = (
+    lambda: iter([1.0, 0.5, 0.25, 0.1]),
+    lambda: (1 / k for k in range(1, 9)),
+    lambda: cycle([1.0] * 9 + [0.5]),
+    lambda: count(1.0),
+)
+
+
+@pytest.mark.parametrize("make", ITERATORS, ids=["list", "generator", "cycle", "count"])
 def test_the_next_value_of_an_iterator_is_refused_by_its_line(make: Callable[[], Any]) -> None:
-    """Once, one that Python cannot copy was not compared, and its first value held for ever."""
+    """Once, one that Python cannot copy, or whose first values are alike, kept its first value for ever."""
     model = tabled(lambda self, values: positions(values) * next(self.scales), scales=make())
     words = r"takes the next value of the iterator scales, and goes by it at .*next\(self\.scales\).* as a tensor"
     refuse(model, words, VALUES)
@@ -465,9 +473,3 @@ def test_a_count_of_calls_that_forward_goes_by_is_refused() -> None:
     model = tabled(counting)
     refuse(model, r"changes the Python number length, and goes by it at .*positions\(values\) \* self\.length", VALUES)
     assert model.length == 0
-
-
-def test_the_next_value_of_an_iterator_of_itertools_is_refused() -> None:
-    """Once, one whose first values are alike was not seen."""
-    model = tabled(lambda self, values: positions(values) * next(self.scales), scales=cycle([1.0] * 9 + [0.5]))
-    refuse(model, r"takes the next value of the iterator scales, and goes by it at .*next\(self\.scales\)", VALUES)

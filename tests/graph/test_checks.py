@@ -134,11 +134,6 @@ def model(function: Callable[..., Tensor]) -> Written:
     return Written(function, attention=nn.TransformerEncoderLayer(WIDTH, 2, 8), **parts)
 
 
-def covariance(self: nn.Module, x: Tensor) -> Tensor:
-    flat = self.first(x).flatten(0, 1)
-    return flat @ (flat.t() @ flat)
-
-
 MIXING: dict[str, Callable[..., Tensor]] = {
     "attention whose first dimension is time": lambda self, x: self.attention(x),
     "softmax": lambda self, x: self.first(x).softmax(0),
@@ -146,7 +141,7 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "each channel normalised over all samples": lambda self, x: F.instance_norm(self.first(x).permute(1, 2, 0)),
     "scaled": lambda self, x: self.last(x) / self.first(x).norm(),
     "against the first": lambda self, x: self.last(x) - x[0],
-    "covariance": covariance,
+    "covariance": lambda self, x: (flat := self.first(x).flatten(0, 1)) @ (flat.t() @ flat),
     "one bag": lambda self, x: self.last(self.first(x).amax(0)).square().mean(),
     "shifted": lambda self, x: self.first(x).flatten(0, 1)[:-1].square().mean(),
     "crosswise": lambda self, x: self.first(x) * self.last(x)[(torch.arange(x.shape[0]) + 1) % x.shape[0]],

@@ -138,7 +138,7 @@ def by_positions(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_branch_on_positions_is_that_of_plain_pytorch() -> None:
-    assert named(traced(Written(by_positions), WIDE), "cos")
+    assert named(traced_function(by_positions, WIDE), "cos")
 
 
 def after_writing(x: Tensor) -> Tensor:
@@ -157,11 +157,8 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_other_numbers_still_stop_a_trace(kind: str) -> None:
-    def branch(self: nn.Module, x: Tensor) -> Tensor:
-        return torch.sin(x) if UNKNOWN[kind](x) else torch.cos(x)
-
     with pytest.raises(TraceError, match=r"cannot be traced|fixes its batch size"):
-        traced(Written(branch), WIDE)
+        traced_function(lambda self, x: torch.sin(x) if UNKNOWN[kind](x) else torch.cos(x), WIDE)
 
 
 def test_a_library_makes_no_other_mask_for_a_trace() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autovaruna import AutoVaruna, InputError
-from tests.catalogue.case import Batch, Case
+from tests.catalogue.case import Case
 from tests.catalogue.small import CLASSES, WIDTH, Classifier, TwoLayers, Written, labelled
 from tests.products import some
 from tests.reference import bit_equal, compare, part, plain_micro_batched, plain_steps, ranges
@@ -339,13 +339,6 @@ class Checked(TwoLayers):
 CASE = Case("checked", Checked, labelled)
 
 
-def wrong(batch: Batch, x: float, y: int) -> Batch:
-    """Returns a batch whose last sample has other numbers."""
-    (), given = batch
-    given["x"][-1], given["y"][-1] = x, y
-    return (), given
-
-
 def test_checks_change_no_number() -> None:
     trains(CASE)
 
@@ -353,12 +346,13 @@ def test_checks_change_no_number() -> None:
 @pytest.mark.parametrize(("x", "y", "line"), [(0.0, CLASSES, "y.max.. >= CLASSES"), (float("nan"), 0, "<= 1")])
 def test_what_a_check_refuses_is_refused(x: float, y: int, line: str) -> None:
     """It looks at the numbers of every micro-batch, and names the line."""
-    batch = wrong(CASE.batch(SIZE, 0), x, y)
+    given = CASE.batch(SIZE, 0)[1]
+    given["x"][-1], given["y"][-1] = x, y
     with pytest.raises(ValueError, match=r"too large|broken"):
-        CASE.model()(**batch[1])
+        CASE.model()(**given)
     model = AutoVaruna(CASE.model(), num_micro_batches=2, **QUIET)
     with pytest.raises(InputError, match=rf"raises at test_idioms\.py:\d+ \(.*{line}"):
-        model(**batch[1])
+        model(**given)
 
 
 def scheduled(self: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -171,10 +171,6 @@ class Own(Classifier):
         return self.function(super().forward, x, y)
 
 
-def own_branch(loss: Any, x: Tensor, y: Tensor) -> Tensor:
-    return loss(-x if x.sum() > 0 else x, y)
-
-
 def own_sizes(loss: Any, x: Tensor, y: Tensor) -> Tensor:
     """Takes lengths from its labels."""
     return loss(x, y) * F.interpolate(x[:, None, None], size=(y.max() + 1, y.min() + 1)).mean()
@@ -193,7 +189,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: with_loss(lambda scores, y: (scores @ scores.T).logsumexp(1)),
         "criterion, which is kept whole, returns for a sample, or its gradient, depends",
     ),
-    "a branch": (lambda: Own(own_branch), r"Own cannot be traced at .*test_kept\.py.*x\.sum\(\) > 0.*submodule"),
+    "a branch": (
+        lambda: Own(lambda loss, x, y: loss(-x if x.sum() > 0 else x, y)),
+        r"Own cannot be traced at .*test_kept\.py.*x\.sum\(\) > 0.*submodule",
+    ),
     "numbers for numpy": (  # they are there without a trace, so the inputs are not to blame
         lambda: Own(lambda loss, x, y: loss(x, y) * float(numpy.abs(x.numpy()).mean())),
         r"cannot be traced at .*x\.numpy.*goes through NumPy, which needs the numbers in a tensor",
@@ -289,16 +288,13 @@ def evaluating(self: Any, x: Tensor) -> Tensor:
 def growing(layer: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         layer.weight.mul_(1.01 if x.max().item() < 100 else 1.0)
-    out: Tensor = layer(x)
-    return out
+    return layer(x)
 
 
 def test_what_keeps_a_module_from_being_kept_whole_is_named() -> None:
     """Once the line alone was, with the advice to move it into a submodule, where it was."""
-    counting = Written(evaluating, layer=nn.Linear(WIDTH, WIDTH))
-    counting.calls = 0
-    words = r"In body\.2, which cannot be traced .*the Python number calls \(0 -> 1\).*register_buffer"
-    refuse(around(counting), words)
+    counter = Written(evaluating, layer=nn.Linear(WIDTH, WIDTH), calls=0)
+    refuse(around(counter), r"In body\.2, which cannot be traced .*the Python number calls \(0 -> 1\).*register_buffer")
     words = r"number in a tensor.*module body\.2 .* can neither be traced nor kept whole: its forward changes its param"
     refuse(around(layer_of(growing)), words)
 
@@ -309,16 +305,13 @@ def columns(self: Any, x: Tensor) -> Tensor:
     return torch.cat(parts, 1) if x.max().item() < 100 else x
 
 
-def shared(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Goes through one layer by two ways."""
-    return F.cross_entropy(self.last(self.second(self.first(self.columns(x)))), y)
-
-
 def test_children_of_a_kept_module_run_where_two_others_share_a_child() -> None:
     """Once torch.export followed the copy that is tried out, by names of its own: 'Unexpected key layers.0@3'."""
     layers, layer = nn.ModuleList([nn.Embedding(3, 3), nn.Embedding(3, 3)]), nn.Linear(6, 6)
-    kept = Written(columns, layers=layers)
     ways = {name: nn.Sequential(layer, nn.Tanh()) for name in ("first", "second")}
-    model = Written(shared, columns=kept, **ways, last=nn.Linear(6, CLASSES))
+    model = Written(
+        lambda self, x, y: F.cross_entropy(self.last(self.second(self.first(self.columns(x)))), y),
+        **{"columns": Written(columns, layers=layers), **ways, "last": nn.Linear(6, CLASSES)},
+    )
     x = (torch.arange(SIZE * 5).view(SIZE, 5) % 3).float()
     same_gradients(pipeline(2), model, lambda wrapped: wrapped(x, BATCH["y"]).backward())

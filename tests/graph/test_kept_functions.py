@@ -228,13 +228,11 @@ NET = nn.Linear(WIDTH, WIDTH)
 
 def hiding(h: Tensor) -> Tensor:
     """Uses weights that it is not given."""
-    out: Tensor = NET(h)
-    return out
+    return NET(h)
 
 
 def hiding_in(inner: nn.Module, h: Tensor) -> Tensor:
-    out: Tensor = inner(h)
-    return out
+    return inner(h)
 
 
 class Again(torch.autograd.Function):
@@ -310,18 +308,12 @@ def test_others_are_refused_by_their_line(name: str) -> None:
     refuse(*LINES[name])
 
 
-class HookedNode(nn.Module):
+def hooked_node(self: Any, x: Tensor) -> Tensor:
     """Doubles a gradient by a hook on a node of autograd, which `find` finds."""
-
-    def __init__(self, find: Callable[[Tensor], Any], name: str) -> None:
-        super().__init__()
-        self.first, self.find, self.name = nn.Linear(WIDTH, WIDTH), find, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.first(x))
-        if out.grad_fn is not None and "Tanh" in str(out.grad_fn):
-            getattr(self.find(out), self.name)(lambda *gradients: tuple(2 * each for each in gradients[0]))
-        return out
+    out = torch.tanh(self.first(x))
+    if out.grad_fn is not None and "Tanh" in str(out.grad_fn):
+        getattr(self.find(out), self.name)(lambda *gradients: tuple(2 * each for each in gradients[0]))
+    return out
 
 
 NODES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -335,5 +327,7 @@ NODES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("node", NODES)
 def test_hooks_of_nodes_are_refused(node: str) -> None:
     """A trace would drop them; in a submodule they run."""
-    refuse(HookedNode(*NODES[node]), r"node of a tensor \(grad_fn\) at .*test_kept_functions.*in a submodule", X)
-    train_as_plain(Case(f"node {node}", lambda: inside(HookedNode(*NODES[node])), labelled), pipeline(2), SIZE)
+    find, name = NODES[node]
+    make = lambda: Written(hooked_node, first=nn.Linear(WIDTH, WIDTH), find=find, name=name)  # noqa: E731
+    refuse(make(), r"node of a tensor \(grad_fn\) at .*test_kept_functions.*in a submodule", X)
+    train_as_plain(Case(f"node {node}", lambda: inside(make()), labelled), pipeline(2), SIZE)

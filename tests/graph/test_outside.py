@@ -218,22 +218,18 @@ def many(self: Any, h: Tensor) -> Tensor:
     return h
 
 
-def losses(wrap: Callable[[Net, Any], Any], act: Act, changes: Sequence[Callable[[], object]]) -> list[float]:
-    """Returns the loss of a step before, and after each change."""
+def losses(act: Act, changes: Sequence[Callable[[], object]], wrap: Callable[..., Any] | None = None) -> list[float]:
+    """Returns the loss of a step before, and after each change, of plain PyTorch or of a wrapped model."""
     begin()
     torch.manual_seed(0)
     model = Net(act)
     optimizer, found = sgd(model.parameters()), []
-    wrapped = wrap(model, optimizer)
+    wrapped = wrap(model, optimizer) if wrap else model
     for change in (lambda: None, *changes):
         change()
         found.append(wrapped(X, Y))
         descend(found[-1], optimizer)
     return [loss.item() for loss in found]
-
-
-def plain(model: Net, optimizer: Any) -> Net:
-    return model
 
 
 def ours(model: Net, optimizer: Any = None) -> Any:
@@ -242,7 +238,7 @@ def ours(model: Net, optimizer: Any = None) -> Any:
 
 def test_steps_are_those_of_plain_pytorch() -> None:
     changes = [CASES[name][1] for name in STEPS]
-    assert losses(ours, many, changes) == pytest.approx(losses(plain, many, changes), rel=1e-5)
+    assert losses(many, changes, ours) == pytest.approx(losses(many, changes), rel=1e-5)
 
 
 def test_what_no_step_reads_is_ignored() -> None:
@@ -259,7 +255,7 @@ def test_what_no_guard_sees_is_told_later(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(recheck, "TIME_SHARE", 1.0)  # however long a step takes here
     words = r"mul\.Tensor\(\w+, 2\.0\), traced as .*, 1\.0\), at .*test_outside\.py"
     with decimal.localcontext(decimal.Context(1)) as context, pytest.raises(TraceError, match=words):
-        losses(ours, lambda self, h: h * float(context.prec), [lambda: setattr(context, "prec", 2)] * 10)
+        losses(lambda self, h: h * float(context.prec), [lambda: setattr(context, "prec", 2)] * 10, ours)
 
 
 def remembering(self: Any, h: Tensor) -> Tensor:
@@ -281,16 +277,16 @@ def slopes(length: int) -> Tensor:
 @pytest.mark.parametrize("act", [remembering, lambda self, h: h * slopes(4)])
 def test_what_forward_keeps_outside_is_no_value_of_the_trace(act: Act) -> None:
     """Once, a table of positions, or a cache, held those that the trace had put there, and the first call failed."""
-    expected = losses(plain, act, [lambda: None])
+    expected = losses(act, [lambda: None])
     REMEMBERED.clear()
     slopes.cache_clear()
-    assert losses(ours, act, [lambda: None]) == pytest.approx(expected, rel=1e-5)
+    assert losses(act, [lambda: None], ours) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_number_outside_that_forward_changes_is_refused() -> None:
     """Once, its first value held for ever where it made no difference in the first two calls."""
     with pytest.raises(TraceError, match=r"changes the Python number .*test_outside:COUNTED\.calls"):
-        losses(ours, counting, [])
+        losses(counting, [], ours)
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -178,8 +178,7 @@ def no_gradient_inside(self: nn.Module, x: Tensor) -> Tensor:
     x = self.first(x)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         weights = x @ self.first.weight.sum(0).unsqueeze(1)
-    mean: Tensor = self.last(x * weights.float()).mean()
-    return mean
+    return self.last(x * weights.float()).mean()
 
 
 def test_what_is_under_no_grad_keeps_its_precision_and_its_grad_mode() -> None:

@@ -112,18 +112,13 @@ def last_token(self: Any, tokens: Tensor) -> Tensor:
     return self.layer(self.words(tokens))[numbers(tokens), last]
 
 
-def centred(self: Any, tokens: Tensor) -> Tensor:
-    hidden = self.words(tokens)
-    return self.layer(hidden - hidden.mean(0))
-
-
 @torch.no_grad()
 def test_texts_are_evaluated_by_sample() -> None:
     """Once, numbers made of weights and tokens counted as no samples' where nothing had gradients."""
     tokens, parts = integers(9, 6, 5, of=generator(0)), {"words": nn.Embedding(9, WIDTH), "layer": nn.Linear(WIDTH, 2)}
     assert traced_function(last_token, tokens, **parts).is_dynamic
     with pytest.raises(TraceError, match="made of several samples, meets each sample"):
-        traced_function(centred, tokens, **parts)
+        traced_function(lambda self, tokens: self.layer((h := self.words(tokens)) - h.mean(0)), tokens, **parts)
 
 
 def test_one_micro_batch_may_have_any_order() -> None:

@@ -31,7 +31,6 @@ class Series(nn.Module):
         self.value, self.mark, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(MARKS, WIDTH), nn.Linear(WIDTH, 1)
         self.zero = nn.Linear(WIDTH, WIDTH)
         nn.init.zeros_(self.zero.weight)
-        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, mark: Tensor, y: Tensor) -> Tensor:

@@ -20,13 +20,14 @@ from autovaruna.interception.installed import ProcessPiece
 from tests.ranks import run_ranks
 
 PLACE = f"{os.sep}autovaruna{os.sep}"
-IMPORT = """
+IN_A_PROCESS_OF_ITS_OWN = """
 import torch.nn.utils, torch.optim, torch.amp, torch.export, torch.fx, torch.utils.flop_counter
 import torch.fx.experimental.symbolic_shapes, torch.utils.data, torch.distributed
-from tests.interception.test_installed import shown
+from tests.interception.test_installed import shown, train_and_leave
 before = shown()
 from autovaruna import AutoVaruna
-print(shown() == before)
+assert shown() == before
+train_and_leave()
 """
 
 
@@ -45,8 +46,10 @@ def shown() -> dict[Any, Any]:
 
 
 def test_importing_the_package_and_a_model_that_is_gone_leave_everything_as_it_was() -> None:
-    leave = "from tests.interception.test_installed import train_and_leave; train_and_leave()"
-    assert run_alone(f"{IMPORT}\n{leave}") == "True"
+    """In a process in which no other test has left a model."""
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS_OF_ITS_OWN]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.timeout(30)
@@ -68,13 +71,6 @@ def test_a_model_may_be_collected_while_another_one_is_wrapped() -> None:
     assert undone == []
     release()
     assert undone == ["undone"]
-
-
-def run_alone(code: str) -> str:
-    """Runs code in a process in which no other test has left a model."""
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
 
 
 def train_and_leave() -> None:

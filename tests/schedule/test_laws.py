@@ -70,11 +70,7 @@ def test_random_pipelines(name: str) -> None:
 def test_a_bound_knows_which_ranks_talk_to_each_other() -> None:
     """Micro-batches go from rank 0 to 2 and from 1 to 3; only from 0 to 3 would they be quick."""
     pipeline = placed(chain(2, 2, 1.0, 2.0, 0.5), [(0, 1), (2, 3)], 4)
-
-    def links(source: int, destination: int) -> LinkCost:
-        return LinkCost(0.0 if {source, destination} == {0, 3} else 5.0, math.inf)
-
-    far = dataclasses.replace(pipeline, links=links)
+    far = dataclasses.replace(pipeline, links=lambda a, b: LinkCost(0.0 if {a, b} == {0, 3} else 5.0, math.inf))
     assert lower_bound(far) == pytest.approx(16.0) == pytest.approx(simulate(far, POLICIES["1f1b"]).step_seconds)
 
 
