@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.layer, self.act, self.is_used = nn.Linear(4, 4), act, is_used
         self.seen, self.options, self.held = list[int](), {"calls": 0}, {"last": torch.zeros(())}
-        self.counter, self.prev = SimpleNamespace(calls=0), torch.zeros(())
+        self.counter, self.numbers, self.prev = SimpleNamespace(calls=0), itertools.count(1), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
@@ -151,6 +152,7 @@ COUNTS: dict[str, Callable[[Any, Tensor], Any]] = {
     "dict outside": lambda self, out: count(GLOBAL),
     "object": count_in_object,
     "tensor in a dict": keep_in_dict,
+    "iterator": lambda self, out: next(self.numbers),
 }
 
 
