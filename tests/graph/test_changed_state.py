@@ -21,7 +21,7 @@ from tests.catalogue.small import CLASSES, WIDTH, Written, labelled
 from tests.graph.models import traced
 from tests.products import some
 from tests.reference import compare, micro_batches, plain_micro_batched
-from tests.session.training import ALONE, QUIET, Setup, as_plain, descend, measure, on_ranks, pipeline, refuse, train
+from tests.session.training import QUIET, Setup, as_plain, descend, measure, on_ranks, pipeline, refuse, train
 
 SIZE, STEPS = 6, 2
 BATCH = labelled(6, 0)[1]
@@ -293,7 +293,7 @@ def test_what_forward_does_not_read_may_change_and_what_it_reads_must_be_the_sam
         with pytest.raises(RankError, match=r"attributes is missing on rank 0, .*scale:2\.0.* on rank 1"):
             wrapped(**BATCH)
 
-    on_ranks(REPLICAS, Optioned(), run, token=ALONE)
+    on_ranks(REPLICAS, Optioned(), run)
 
 
 def test_another_parameter_or_a_buffer_of_another_kind_is_refused_once_the_model_is_split() -> None:

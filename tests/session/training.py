@@ -88,34 +88,27 @@ def pipeline(num_stages: int, **changes: Any) -> Setup:
 
 @contextmanager
 def work_shared(token: object = None) -> Iterator[None]:
-    """Has equal optimizers of torch's tried out once, and equal models traced once: of a `token`, or of this block."""
+    """Has equal optimizers of torch's tried out once, and equal models (`token`) traced once."""
     tried = patch.object(optimizer, "steps_of", try_once)
-    with tried, nullcontext() if token is ALONE else trace_shared(token, {} if token is None else _known):
+    with tried, trace_shared(token) if token is not None else nullcontext():
         yield
 
 
-def trace_shared(token: object, known: dict[Any, TracedModel] | None = None) -> AbstractContextManager[Any]:
+def trace_shared(token: object) -> AbstractContextManager[Any]:
     """Lets equal models (`token`) share their graphs."""
-    return patch.object(traces, "trace", partial(trace_once, _known if known is None else known, token))
+    return patch.object(traces, "trace", partial(trace_once, token))
 
 
 class TooFewBlocksError(Exception):
     """A graph cannot be cut into as many stages as asked for."""
 
 
-ALONE = object()
-"""The token of models that each rank traces for itself."""
 _known: dict[Any, TracedModel] = {}
 _one_at_a_time = Lock()
 
 
 def trace_once(
-    known: dict[Any, TracedModel],
-    token: object,
-    model: nn.Module,
-    call: CallSpec,
-    device: torch.device,
-    options: TraceOptions = DEFAULTS,
+    token: object, model: nn.Module, call: CallSpec, device: torch.device, options: TraceOptions = DEFAULTS
 ) -> TracedModel:
     """Traces a call of one of several equal models; the graph holds no numbers, so it serves them all.
 
@@ -123,11 +116,11 @@ def trace_once(
     """
     key = token, repr(model), call.key, replace(options, micro_batch_size=0) if options.is_dynamic else options
     with _one_at_a_time:
-        if key in known:
-            return known[key]
+        if key in _known:
+            return _known[key]
         traced = trace(model, call, device, options)
         if not traced.has_kept_modules:
-            known[key] = traced
+            _known[key] = traced
         return traced
 
 
@@ -248,7 +241,7 @@ def on_ranks(
 ) -> list[Any]:
     """Runs ``run(model, optimizer, rank)`` on every rank, each with a copy of `model`, wrapped by `wrap`.
 
-    A case, or what has a `token`, is traced once in all calls, another model once in this one, if it is not `ALONE`.
+    Ranks trace a case once, and so do others that have a `token`.
     """
     if isinstance(model, Case):
         model, token = model.model(), token or token_of(model)
