@@ -37,7 +37,7 @@ from tests.catalogue.small import Written
 from tests.profiler.models import WIDTH, Mlp
 from tests.ranks import run_ranks
 from tests.reference import sgd
-from tests.session.training import ALONE, QUIET, descend, on_ranks, pipeline
+from tests.session.training import QUIET, descend, on_ranks, pipeline
 
 FAST = {**QUIET, "profile_iterations": 1}
 X, Y = torch.linspace(-2.0, 2.0, 64).view(8, 8).sin(), torch.arange(8) % 4
@@ -141,10 +141,10 @@ def test_all_ranks_hear_of_a_difference_unless_that_is_turned_off(monkeypatch: p
         except TraceError as error:
             return str(error)
 
-    first, second = on_ranks(pipeline(2), case.model(), call, token=ALONE)
+    first, second = on_ranks(pipeline(2), case.model(), call)
     assert "computes something else than the model itself" in first
     assert second.startswith("rank 0 failed while comparing the trace with the model")
-    found = on_ranks(pipeline(2, settings={"check_trace": False}), case.model(), call, token=ALONE)
+    found = on_ranks(pipeline(2, settings={"check_trace": False}), case.model(), call)
     assert all(isinstance(each, float) for each in found)
 
 
