@@ -106,7 +106,7 @@ def _copy_size(part: RankState) -> tuple[int, bool]:
 
 
 class Saver:
-    """Saves the checkpoints of one model; at most one of them is on its options."""
+    """Saves the checkpoints of one model; at most one of them is on its way."""
 
     def __init__(self, world: World) -> None:
         self._world = world
