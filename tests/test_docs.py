@@ -27,6 +27,9 @@ FOLLOWED = ["docs/tutorial/first-run.md", "docs/tutorial/does-not-fit.md"]
 """Pages whose commands are run, after their files have been written."""
 COMMANDS = ("python ", "mpirun ", "autovaruna ", "AUTOVARUNA_")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+REPOSITORY = "https://github.com/autovaruna/autovaruna"
+RAW = REPOSITORY.replace("github", "raw.githubusercontent")
+ABSOLUTE = re.compile(rf"\]\((?:{REPOSITORY}/blob|{RAW})/main/([^)#\s]+)")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,15 @@ def test_every_error_text_has_a_cause_and_a_cure(monkeypatch: pytest.MonkeyPatch
 def test_links_lead_to_files(page: str) -> None:
     links = LINK.findall((ROOT / page).read_text())
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_an_index_shows_the_readme_whose_links_lead_to_files_of_the_repository() -> None:
+    text = (ROOT / "README.md").read_text()
+    links = ABSOLUTE.findall(text)
+    assert len(links) > 20 and [link for link in links if not (ROOT / link).exists()] == []
+    assert LINK.findall(text) == [], f"an index page has no files: expected {REPOSITORY}/blob/main/..."
+    for name in ("setup.py", "mkdocs.yml", "CITATION.cff"):
+        assert REPOSITORY in (ROOT / name).read_text()
 
 
 def test_the_readme_is_short() -> None:
