@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,7 @@ def test_a_reader_who_follows_a_page_trains(page: str, tmp_path: Path) -> None:
 def run(line: str, folder: Path, fails: bool = False) -> str:
     """Runs a command as a shell would, on as many cores as there are."""
     binary = Path(sys.executable).parent
-    line = line.replace("mpirun", f"{find_mpirun()} --oversubscribe --bind-to none")
+    line = line.replace("mpirun", f"{shlex.quote(find_mpirun())} --oversubscribe --bind-to none")
     path = {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     own: Any = {"shell": True, "cwd": folder, "env": {**os.environ, **QUIET, **path, **QUICK}}
     done = subprocess.run(line, **own, capture_output=True, text=True, timeout=300)
