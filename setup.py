@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "autovaruna/__init__.py").read_text()).group(1)
 TORCH = re.search(r'SUPPORTED_TORCH = "(.+)"', (ROOT / "autovaruna/errors.py").read_text()).group(1)
 README = ROOT / "README.md"
+REPOSITORY = "https://github.com/autovaruna/autovaruna"
 
 setup(
     name="autovaruna",
@@ -17,6 +18,12 @@ setup(
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     author="The developers of AutoVaruna",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": "https://autovaruna.github.io/autovaruna/",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
     keywords=["pytorch", "distributed training", "pipeline parallelism", "data parallelism", "mpi", "elastic training"],
     classifiers=[
         "Development Status :: 4 - Beta",

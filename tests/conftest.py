@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.rest import duration, mark_rest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads: ranks share few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -44,7 +46,12 @@ Workers take whole files: one that begins last is waited for with idle cores.
 """
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    return duration(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_rest(items)
     here, places = Path(__file__).parent, {name: place for place, name in enumerate(FIRST)}
 
     def place_of(item: pytest.Item) -> int:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,9 @@ FOLLOWED = ["docs/tutorial/first-run.md", "docs/tutorial/does-not-fit.md"]
 """Pages whose commands are run, after their files have been written."""
 COMMANDS = ("python ", "mpirun ", "autovaruna ", "AUTOVARUNA_")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+REPOSITORY = "https://github.com/autovaruna/autovaruna"
+RAW = REPOSITORY.replace("github", "raw.githubusercontent")
+ABSOLUTE = re.compile(rf"\]\((?:{REPOSITORY}/blob|{RAW})/main/([^)#\s]+)")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,7 @@ def test_a_reader_who_follows_a_page_trains(page: str, tmp_path: Path) -> None:
 def run(line: str, folder: Path, fails: bool = False) -> str:
     """Runs a command as a shell would, on as many cores as there are."""
     binary = Path(sys.executable).parent
-    line = line.replace("mpirun", f"{find_mpirun()} --oversubscribe --bind-to none")
+    line = line.replace("mpirun", f"{shlex.quote(find_mpirun())} --oversubscribe --bind-to none")
     path = {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     own: Any = {"shell": True, "cwd": folder, "env": {**os.environ, **QUIET, **path, **QUICK}}
     done = subprocess.run(line, **own, capture_output=True, text=True, timeout=300)
@@ -94,6 +98,15 @@ def test_every_error_text_has_a_cause_and_a_cure(monkeypatch: pytest.MonkeyPatch
 def test_links_lead_to_files(page: str) -> None:
     links = LINK.findall((ROOT / page).read_text())
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+def test_an_index_shows_the_readme_whose_links_lead_to_files_of_the_repository() -> None:
+    text = (ROOT / "README.md").read_text()
+    links = ABSOLUTE.findall(text)
+    assert len(links) > 20 and [link for link in links if not (ROOT / link).exists()] == []
+    assert LINK.findall(text) == [], f"an index page has no files: expected {REPOSITORY}/blob/main/..."
+    for name in ("setup.py", "mkdocs.yml", "CITATION.cff"):
+        assert REPOSITORY in (ROOT / name).read_text()
 
 
 def test_the_readme_is_short() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
 from threading import Lock, get_ident
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from autovaruna._torch import OpOverload, TorchDispatchMode, pytree, schema_of
 
 _generator_lock = Lock()
 
@@ -28,7 +30,7 @@ class RandomStream:
     def draw(self, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a random operation with the numbers that belong to `node`."""
         seed = (self._base + node * 0x9E3779B97F4A7C15) % 2**63
-        return draw_from(seed, self._device, partial(operation, *args, **kwargs))
+        return draw_from(seed, self._device, operation, *args, **kwargs)
 
 
 def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,11 +38,63 @@ def draw(stream: RandomStream, node: int, operation: Callable[..., Any], *args: 
     return stream.draw(node, operation, *args, **kwargs)
 
 
-def draw_from(seed: int, device: torch.device, operation: Callable[[], Any]) -> Any:
-    """Runs a random operation with the numbers that follow from a seed."""
+def draw_from(seed: int, device: torch.device, operation: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Runs a random operation with the numbers that follow from a seed; torch's generators are left as they were."""
+    if isinstance(operation, OpOverload):
+        with OwnGenerators(seed):
+            return operation(*args, **kwargs)
+    return _draw_from_default(seed, device, operation, *args, **kwargs)
+
+
+class OwnGenerators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has operations draw from generators of a seed: from torch's own, other threads of the process may draw."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **given)
+        device = _device_of(args, given)
+        drawing = _taking_generator(func)
+        if drawing is None:  # a kernel of a GPU
+            self._seed += 1  # the next one draws others
+            return _draw_from_default(self._seed, device, func, *args, **given)
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        names = [each.name for each in schema_of(drawing).arguments]
+        return drawing(*args[: names.index("generator")], **{**given, "generator": self._generators[device]})
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    return tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+
+
+@cache
+def _taking_generator(func: OpOverload) -> OpOverload | None:
+    """Returns the overload of an operator that draws from a generator that it is given."""
+    names = {each.name for each in schema_of(func).arguments} | {"generator"}
+    packet = func.overloadpacket
+    every = [func, *(getattr(packet, name) for name in packet.overloads())]
+    return next((each for each in every if {one.name for one in schema_of(each).arguments} == names), None)
+
+
+def _draw_from_default(
+    seed: int, device: torch.device, operation: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs what draws from torch's own generators alone, seeded, and gives these back as they were."""
+    generators = _generators(device)
     with _generator_lock:
-        seed_generators(device, seed)
-        return operation()
+        states = [each.get_state() for each in generators]
+        try:
+            seed_generators(device, seed)
+            return operation(*args, **kwargs)
+        finally:
+            _restore(generators, states)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
@@ -80,8 +134,12 @@ def untouched_generator(device: torch.device) -> Iterator[None]:
         yield
     finally:
         with _generator_lock:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            _restore(generators, states)
+
+
+def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 @contextmanager

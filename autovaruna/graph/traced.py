@@ -24,7 +24,6 @@ from autovaruna.graph.operators import (
     ScalingUse,
     arguments,
     is_differentiable,
-    is_random,
     name_of,
     operator_of,
     reached,
@@ -252,9 +251,9 @@ class TracedModel(KnownGraph):
         return any(spec.needs_gradient for spec in self.outputs)
 
     @cached_property
-    def draws_or_casts(self) -> bool:
-        """Whether an operation draws random numbers, or runs under autocast."""
-        return any(precision_of(node) or is_random(node) for node in self.module.graph.nodes)
+    def casts(self) -> bool:
+        """Whether an operation runs under autocast."""
+        return any(map(precision_of, self.module.graph.nodes))
 
     @cached_property
     def has_kept_modules(self) -> bool:

@@ -52,7 +52,7 @@ CLEAR = 10.0
 class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has each random operator draw numbers that follow from its name and arguments, whatever was drawn before.
 
-    Of tensors among the arguments, shape and dtype count. The device's default generator is left in another state.
+    Of tensors among the arguments, shape and dtype count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class DrawnAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **given)
         if isinstance(given.get("generator"), torch.Generator):
             given["generator"] = None
-        return draw_from(_seed(func, args, given), self._device, partial(func, *args, **given))
+        return draw_from(_seed(func, args, given), self._device, func, *args, **given)
 
 
 class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
 from autovaruna.graph.precision import is_autocast, without_autocast
-from autovaruna.graph.random import untouched_generator
 from autovaruna.graph.traced import OutputKind
 from autovaruna.runtime.autograd import Finish, Gradients, follows_a_call, publish, while_unchanged
 from autovaruna.runtime.batch import MicroBatch
@@ -160,12 +159,12 @@ class Step(ABC):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Gives the user's generator and autocast back; an error in the middle of a step ends all ranks."""
+        """Gives the user's autocast back; an error in the middle of a step ends all ranks."""
         rank, metrics = self._rank, self._rank.metrics
         began = perf_counter() - metrics.accounted_seconds
         try:
-            if self._program.traced.draws_or_casts or is_autocast():
-                with untouched_generator(rank.device), without_autocast():
+            if self._program.traced.casts or is_autocast():
+                with without_autocast():
                     yield
             else:
                 yield

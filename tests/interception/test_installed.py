@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+import autovaruna
 from autovaruna.interception.installed import ProcessPiece
 from tests.ranks import run_ranks
 
-PLACE = f"{os.sep}autovaruna{os.sep}"
+PLACE = os.path.join(os.path.dirname(autovaruna.__file__), "")
 IN_A_PROCESS_OF_ITS_OWN = """
 import torch.nn.utils, torch.optim, torch.amp, torch.export, torch.fx, torch.utils.flop_counter
 import torch.fx.experimental.symbolic_shapes, torch.utils.data, torch.distributed

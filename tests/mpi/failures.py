@@ -142,7 +142,7 @@ def script_shows_errors_itself() -> None:
 
 def thread_fails() -> None:
     if get_rank() == 1:
-        thread = Thread(target=fail)
+        thread = Thread(target=fail, name="reader")
         thread.start()
         thread.join()
         time.sleep(60)

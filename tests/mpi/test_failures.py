@@ -34,7 +34,7 @@ ENDINGS: dict[str, str] = {
     "script_fails": r"rank 1 failed:(?s:.*)in script_fails(?s:.*)ValueError: the story's error",
     "script_fails_behind_a_hook": r"rank 1 failed:(?s:.*)in barrier_fails(?s:.*)ValueError: the story's error",
     "script_shows_errors_itself": r"in barrier_fails(?s:.*)ValueError: the story's error",
-    "thread_fails": r"rank 1 failed in thread Thread-1(?s:.*)ValueError: the story's error",
+    "thread_fails": r"rank 1 failed in thread reader(?s:.*)ValueError: the story's error",
     "every_rank_fails": r"rank 0 failed:(?s:.*)in barrier_fails(?s:.*)ValueError: the story's error",
     "script_raises_system_exit": r"rank 1 ended its script while rank 0 waits in .*Every rank must make the same calls",
     "script_is_interrupted": r"rank 1 failed:(?s:.*)KeyboardInterrupt",

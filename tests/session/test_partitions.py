@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
+from threading import Event, Thread
 
 import pytest
+import torch
 
+from autovaruna import AutoVaruna
 from tests.catalogue import CASES, HUGGING_FACE, MORE, PLAIN, Case
 from tests.products import WHOLE, some
 from tests.reference import OPTIMIZERS, Record, bit_equal
-from tests.session.training import Setup, TooFewBlocksError, pipeline, train
+from tests.session.training import Setup, TooFewBlocksError, on_ranks, pipeline, train, train_rank
 
 SIZE, STEPS = 7, 3
 SETUPS: dict[str, tuple[Setup, str]] = {
@@ -63,3 +67,32 @@ def test_the_partition_changes_no_bit(case: Case, name: str) -> None:
         assert len(setup.stage_ranks) > case.max_stages
         pytest.skip(f"{case} cannot be cut into {len(setup.stage_ranks)} stages")
     bit_equal(got, one_stage(case.name, optimizer))
+
+
+def test_a_thread_of_the_script_may_draw_meanwhile() -> None:
+    """A loader drew from torch's generator: dropout was refused, or another in recompute, and the loader's repeated."""
+    case, drawn, done = CASES["dropout"], list[float](), Event()
+    first, *others = (case.batch(SIZE, step) for step in range(20))
+
+    def draw() -> None:
+        while not done.is_set():
+            drawn.append(float(torch.rand((), dtype=torch.float64)))
+
+    def run(model: AutoVaruna, optimizer: torch.optim.Optimizer, rank: int) -> Record:
+        train_rank(case, model, optimizer, [first])
+        drawn.clear()
+        return train_rank(case, model, optimizer, others)
+
+    setup, models = Setup(((0,), (0,)), recompute=True), [case.model(), case.model()]
+    thread, interval = Thread(target=draw, daemon=True), sys.getswitchinterval()
+    (expected,) = on_ranks(setup, models[0], run)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        (found,) = on_ranks(setup, models[1], run)
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
+    bit_equal(found, expected)
+    assert len(drawn) == len(set(drawn)) > 100
