@@ -133,11 +133,11 @@ def advice(run: RunFolder) -> list[str]:
     words, start = list[str](), run.attempt[0]
     if odd := [each["step"] for each in run.steps if not math.isfinite(each.get("loss", 0.0))]:
         words.append(f"The loss is not a number from step {odd[0]} on: lower the learning rate, or clip gradients.")
-    on_host = max(start["hosts"].count(host) for host in start["hosts"])
+    on_host = start["hosts"].count(start["hosts"][0])  # rank 0 has told the cores of its own
     threads = start["num_threads"]
     if on_host * threads > start["num_cores"]:
         words.append(
-            f"{on_host} ranks of one host share {start['num_cores']} cores and work in turns (threads: {threads}). "
+            f"{on_host} ranks of one host share {start['num_cores']} core{'s' * (start['num_cores'] > 1)} and work in turns (threads: {threads}). "
             f"Start fewer ranks a host{', or set OMP_NUM_THREADS=1' if threads > 1 else ''}."
         )
     if run.deployment is not None:

@@ -256,6 +256,8 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
     of_ranks = world.gather_objects(tuple(cores), "start: cores")
     places = list(zip(world.hosts, of_ranks, strict=True))
     num_sharing = count_sharing(places, world.rank)
+    # mpirun binds each of two ranks to one core: what a rank may use is not what its host has
+    transport.host_cores = len({core for host, each in places if host == places[world.rank][0] for core in each})
     transport.cores_per_rank = min(len(cores) / num_sharing, 1.0)
     share_threads(len(cores), num_sharing)
     return world

@@ -119,7 +119,7 @@ SLOW_STEPS = [{"event": "step", "step": step, "seconds/step": 1e3} for step in r
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ([START | {"hosts": ["a", "a"], "num_cores": 1}], "2 ranks of one host share 1 cores"),
+        ([START | {"hosts": ["a", "a"], "num_cores": 1}], "2 ranks of one host share 1 core and"),
         ([START, account(bubble=0.4)], f"num_micro_batches={2 * NUM_MICRO_BATCHES}, now {NUM_MICRO_BATCHES}"),
         ([START, account(work=2.0)], "Rank 0 (stage 0: layers.0 .. 1) computes 33% longer"),
         ([START, account(messages=0.4)], "Messages between stages take 20% of the step"),
