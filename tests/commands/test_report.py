@@ -71,6 +71,8 @@ def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: Tra
     shown = dict(re.findall(r'<dd id="(\w+)">([^<]+)</dd>', text))
     assert (shown["loss"], shown["steps"]) == (f"{loss:.5g}", str(NUM_STEPS))
     assert (shown["predicted"], shown["bound"]) == (seconds(plan.predicted_seconds), seconds(plan.bound_seconds))
+    inside = re.findall(r"<h3>(measured|predicted): [\d.]+ [mu]?s</h3>", text)
+    assert inside == ["measured", "predicted"]
     layers = [each.text for each in found.iterfind(".//*[@id='plan']//td[@data-name='layers']")]
     assert len(layers) == 2 and all(layers) and "layers" in (layers[0] or "")  # the second may have the loss alone
     names = re.findall(r"<title>(\d+[FB]\d+): ", text)
