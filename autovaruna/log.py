@@ -38,6 +38,7 @@ LEVELS = {
 VERBOSITIES = {"none": logging.WARNING, "short": logging.INFO, "full": logging.DEBUG}
 """The lowest level that each `verbosity` shows of rank 0."""
 _LONG_SECONDS = 2.0
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 10.0, 30.0
 TRYING = "trying the trace and the optimizer out"
 """The phase of a call in which ranks find out whether these do what they should."""
 ALL_FRAMES_VARIABLE = "AUTOVARUNA_FULL_TRACEBACKS"
@@ -151,13 +152,40 @@ def phase(logger: logging.Logger, what: str) -> Iterator[None]:
 
 
 @contextmanager
+def progress_lines(what: str) -> Iterator[Callable[[str], None]]:
+    """Writes to standard error what is being done: after ten seconds, then each half minute, as a file can have it.
+
+    Yields what to call with words that say more.
+    """
+    words, has_ended, begin = [what], threading.Event(), time.monotonic()
+
+    def write() -> None:
+        pause = _FIRST_LINE_SECONDS
+        while not has_ended.wait(pause):
+            pause = _LINE_SECONDS
+            write_error(f"{words[-1]}, {time.monotonic() - begin:.0f} s\n")
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield lambda more: words.__setitem__(-1, more)
+    finally:
+        has_ended.set()
+        writer.join()
+
+
+@contextmanager
 def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on standard error while the context lasts, if `is_shown` and that is a terminal.
+    """Shows a bar on standard error while the context lasts, if `is_shown`; now and then a line if that is no terminal.
 
     Yields what to call with the number of things done and their total: the `on_progress` of `measure`.
     """
-    if not (is_shown and sys.stderr.isatty()):
+    if not is_shown:
         yield lambda done, total: None
+        return
+    if not sys.stderr.isatty():
+        with progress_lines(description) as say:
+            yield lambda done, total: say(f"{description}: {done} of {total}")
         return
     with _bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task(description, total=None)
@@ -166,12 +194,13 @@ def progress_bar(description: str, is_shown: bool = True) -> Iterator[Callable[[
 
 @contextmanager
 def status_bar() -> Iterator[Callable[[str, float], None]]:
-    """Shows on standard error what is being done and how far it is; nothing where that is not a terminal.
+    """Shows on standard error what is being done and how far it is; now and then in a line if that is no terminal.
 
     Yields what to call with that and the share of it that is done: the `progress` of the planner.
     """
     if not sys.stderr.isatty():
-        yield lambda what, share: None
+        with progress_lines("planning") as say:
+            yield lambda what, share: say(f"{what}: {share:.0%}")
         return
     with _bar() as progress:
         task = progress.add_task("planning", total=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -23,12 +24,14 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 def open_gloo() -> None:
     """Starts torch.distributed with the ranks of mpirun."""
     rank, size = COMM.Get_rank(), COMM.Get_size()
+    names = COMM.allgather(socket.gethostname())
+    address = "127.0.0.1" if len(set(names)) == 1 else socket.gethostbyname(names[0])
     store: dist.Store
     if rank == 0:
-        store = first = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        store = first = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False)
         COMM.bcast(first.port)
     else:
-        store = dist.TCPStore("127.0.0.1", COMM.bcast(None), size, is_master=False)
+        store = dist.TCPStore(address, COMM.bcast(None), size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 

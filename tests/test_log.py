@@ -133,3 +133,20 @@ def test_a_long_phase_says_so_before_it_ends(caplog, monkeypatch):
                     break
                 time.sleep(0.01)
             assert caplog.messages == ["a long phase ..."]
+
+
+def test_a_file_has_a_line_of_progress_now_and_then(capfd, monkeypatch):
+    """Whoever writes into a file sees how far a command is; one that is over soon says nothing."""
+    monkeypatch.setattr(log.sys, "__stderr__", log.sys.stderr)
+    with log.progress_bar("counting") as advance:
+        advance(1, 2)
+    assert not capfd.readouterr().err
+    monkeypatch.setattr(log, "_FIRST_LINE_SECONDS", 0.01)
+    told = ""
+    with log.status_bar() as progress:
+        progress("planning: grids", 0.25)
+        for _ in range(6000):
+            if told := told + capfd.readouterr().err:
+                break
+            time.sleep(0.01)
+    assert told.startswith(("planning: grids: 25%, ", "planning, "))

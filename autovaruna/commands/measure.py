@@ -28,16 +28,19 @@ from autovaruna.graph.call import describe
 from autovaruna.graph.export.run import TraceOptions
 from autovaruna.graph.trace import trace
 from autovaruna.graph.traced import TracedModel
-from autovaruna.log import progress_bar
+from autovaruna.log import progress_bar, progress_lines, write_error
 from autovaruna.profiler.cache import cache_of, save_measured
 from autovaruna.profiler.measure import lasting_parts, measure, merge, to_profile
 from autovaruna.profiler.records import Profile
+from autovaruna.profiler.roofline import measuring_seconds
 from autovaruna.session.device import find_device
 
 EXAMPLE = "autovaruna measure examples/gpt3.py:build --micro-batch-sizes 1,2,4 -o profile.json"
 _EXPECTED = (
     "Expected MODULE:FUNCTION or FILE.py:FUNCTION, a function without arguments that returns (model, args, kwargs)"
 )
+_LONG_SECONDS, _MOST_SECONDS = 60, 600
+"""How long measuring may take before that is told, and before it is refused unless it is asked for."""
 _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _DRAWING = {"uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"}
 
@@ -74,7 +77,7 @@ def load_target(
     """Builds and traces the model that a function returns, with random weights if it `has_weights`; else InputError."""
     with nullcontext() if has_weights else _WithoutRandomNumbers():
         function = _find(name)
-        with _running(f"{name} failed"):
+        with _running(f"{name} failed"), progress_lines(f"building the model of {name}"):
             made = function()
         model, args, kwargs = _returned(name, made)
     tensors, call = describe(model, args, kwargs, settings.batch_inputs, batch_dims=settings.batch_dims)
@@ -82,7 +85,8 @@ def load_target(
         raise InputError(f"{name} returned a call of no samples. Expected a batch of one or more. {_EXPECTED}.")
     size = settings.micro_batch_size or call.batch_size
     options = TraceOptions(settings.dynamic_batch, size, settings.loss_mode)
-    traced = trace(model, call, device or find_device(model, settings), options)
+    with progress_bar("tracing the model"):
+        traced = trace(model, call, device or find_device(model, settings), options)
     return Target(model, traced, () if any(tensor.is_meta for tensor in tensors) else tuple(tensors))
 
 
@@ -153,13 +157,22 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tuple[Profile, int]:
-    """Measures what the cache does not know; returns the profile, and how many parts that were."""
+def measure_here(
+    target: Target, sizes: Sequence[int], settings: Settings, *, is_asked: bool = True
+) -> tuple[Profile, int]:
+    """Measures what the cache does not know; returns the profile, and how many parts that were.
+
+    ConfigError if that will take more than ten minutes and nobody has asked for it.
+    """
     traced, device = target.traced, find_device(target.model, settings)
     if not settings.dynamic_batch:
         sizes = [traced.sizes.batch_size]
     cache, lasting = cache_of(settings, device), lasting_parts(traced, sizes)
     known = cache.read(lasting) if cache else {}
+    if device.type == "cpu":
+        with progress_lines("estimating how long measuring will take"):
+            expected = measuring_seconds(traced, target.model, sizes, known)
+        _weigh(expected, is_asked)
     with progress_bar("measuring") as advance:
         fresh = measure(
             traced,
@@ -174,6 +187,19 @@ def measure_here(target: Target, sizes: Sequence[int], settings: Settings) -> tu
     if cache:
         cache.write({key: fresh[key] for key in lasting if key in fresh})
     return to_profile(traced, merge([known, fresh]), device), len(fresh)
+
+
+def _weigh(seconds: float, is_asked: bool) -> None:
+    """Tells how long measuring will take, if that is long, and how to do without; refuses what nobody wants."""
+    time = f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes"
+    way_out = "autovaruna plan ... --device h100 (or a file that describes your device) predicts it in place of that"
+    if seconds > _MOST_SECONDS and not is_asked:
+        raise ConfigError(
+            f"To measure this model on this machine takes about {time}. Expected {_MOST_SECONDS // 60} minutes at "
+            f"most: {way_out}; --measure measures it all the same"
+        )
+    if seconds > _LONG_SECONDS:
+        write_error(f"measuring the model on this machine will take about {time}; {way_out}\n")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -216,7 +216,7 @@ class Planning:
     def _new_profile(self) -> Profile:
         sizes = sizes_to_measure(self.settings, self.traced, self.global_batch_size, self.num_mini_batches)
         if self.device is None:
-            return measure_here(self.target, sizes, self.settings)[0]
+            return measure_here(self.target, sizes, self.settings, is_asked=self.options.measure)[0]
         with progress_bar("predicting blocks") as advance:
             return predict(self.traced, self.target.model, sizes, self.device, advance)
 
@@ -355,6 +355,8 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="BYTES", help="memory of a rank, as 80GiB (what the device file says)")
     add("--device", metavar="FILE", help="a device file, as h100.toml; without one, this machine")
     add("--profile", metavar="FILE", help="what the measure command saved, in place of a prediction")
+    text = "without a device, measure a model here even if that takes more than ten minutes"
+    add("--measure", action="store_true", help=text)
     text = "samples of all ranks together (the call's, times ranks)"
     add("--batch-size", type=int, default=0, metavar="N", help=text)
     add("--optimizer", default="adamw", metavar="NAME", help="one of torch.optim, as sgd or sgd:momentum=0.9 (adamw)")

@@ -133,11 +133,12 @@ def advice(run: RunFolder) -> list[str]:
     words, start = list[str](), run.attempt[0]
     if odd := [each["step"] for each in run.steps if not math.isfinite(each.get("loss", 0.0))]:
         words.append(f"The loss is not a number from step {odd[0]} on: lower the learning rate, or clip gradients.")
-    on_host = max(start["hosts"].count(host) for host in start["hosts"])
+    on_host = start["hosts"].count(start["hosts"][0])  # rank 0 has told the cores of its own
     threads = start["num_threads"]
     if on_host * threads > start["num_cores"]:
         words.append(
-            f"{on_host} ranks of one host share {start['num_cores']} cores and work in turns (threads: {threads}). "
+            f"{on_host} ranks of one host share {start['num_cores']} core{'s' * (start['num_cores'] > 1)} and work in "
+            f"turns (threads: {threads}). "
             f"Start fewer ranks a host{', or set OMP_NUM_THREADS=1' if threads > 1 else ''}."
         )
     if run.deployment is not None:
@@ -213,16 +214,21 @@ def timelines(bars: Sequence[Bar]) -> Mapping[str, Any]:
     chosen = max((bar.args.step for bar in bars if bar.pid == 1), default=0)
     bars = [bar for bar in bars if bar.args.step == chosen and bar.kind in _SHOWN]
     starts = [min((bar.ts for bar in bars if bar.pid == process), default=0.0) for process in (0, 1)]
-    end = max((bar.ts + bar.dur - starts[bar.pid] for bar in bars), default=0.0)
-    if not end:
+    ends = [max((bar.ts + bar.dur for bar in bars if bar.pid == process), default=0.0) for process in (0, 1)]
+    lengths = [last - first for first, last in zip(starts, ends, strict=True)]
+    if not (end := max(lengths)):
         return {}
     found: tuple[dict[int, list[Any]], ...] = {}, {}
     for bar in sorted(bars, key=lambda bar: (bar.tid, bar.ts)):
         place = (_WIDTH * each / end for each in (bar.ts - starts[bar.pid], bar.dur))
         text = f"{bar.name}: {seconds(1e-6 * bar.dur)}"
         found[bar.pid].setdefault(bar.tid, []).append((*place, _SHOWN[bar.kind], text))
-    ticks = [seconds(1e-6 * end * k / 4) for k in range(5)]
-    return {"rows": {"measured": found[0], "predicted": found[1]}, "ticks": ["0", *ticks[1:]]}
+    names = ("measured", "predicted")
+    return {
+        "rows": dict(zip(names, found, strict=True)),
+        "seconds": {name: 1e-6 * length for name, length in zip(names, lengths, strict=True)},
+        "step": chosen,
+    }
 
 
 def curve(run: RunFolder, name: str) -> dict[str, Any] | None:

@@ -107,10 +107,13 @@ class EagerVsGraph:
     device: torch.device
 
     def plain(
-        self, around: AbstractContextManager[Any] | None = None, returned: ModuleOutputs | None = None
+        self,
+        around: AbstractContextManager[Any] | None = None,
+        returned: ModuleOutputs | None = None,
+        own: nn.Module | None = None,
     ) -> list[Tensor]:
-        """Runs a copy of the model; returns its outputs, then its state after that."""
-        own = self._copy()
+        """Runs a copy of the model, its `own` if it is given; returns its outputs, then its state after that."""
+        own = self.copy() if own is None else own
         if returned is not None:
             for path, module in own.named_modules():
                 module.register_forward_hook(partial(_record_outputs, returned, path))
@@ -118,7 +121,7 @@ class EagerVsGraph:
 
     def plain_again(self) -> tuple[list[Tensor], list[str]]:
         """Returns outputs and state of a copy's second call, and the names of attributes that the first has changed."""
-        own = self._copy()
+        own = self.copy()
         self._called(own)
         left = changed_attributes(self.model, own)
         named, before = state_of(own), state_of(self.model)
@@ -179,7 +182,7 @@ class EagerVsGraph:
         named = state_of(self.model)
         return {id(named[name]): _copy_of(named[name]) for name in self.state}
 
-    def _copy(self) -> nn.Module:
+    def copy(self) -> nn.Module:
         """Returns a copy of the model that shares with it the numbers that no call changes."""
         memo: dict[int, Any] = {id(each): _copy_of(each) for each in _made_by_operations(self.model)}
         memo |= {id(each): each for each in (*self.model.parameters(), *hooks_of(self.model))}
@@ -264,9 +267,15 @@ def compare(traced: TracedModel, model: nn.Module, tensors: Sequence[Tensor], de
         TraceError: they differ; says where that begins.
     """
     both = EagerVsGraph(traced, model, tensors, device)
+    own: nn.Module | None = None
+    plain: list[Tensor] = []
     try:
-        plain, ours = both.plain(), both.traced_graph()
-    except Exception as error:  # the step will say so, if it is one of the model
+        own = both.copy()
+        plain = both.plain(own=own)
+        ours = both.traced_graph()
+    except Exception as error:
+        if own is not None and not plain:  # the model itself failed: the step says so
+            return
         logger.info("the trace was not compared with the model: %s: %s", type(error).__name__, first_line(error))
         return
     _compare(both, plain, ours, model)

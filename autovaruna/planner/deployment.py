@@ -30,6 +30,10 @@ from autovaruna.schedule.registry import POLICIES
 from autovaruna.schedule.simulator import simulate
 
 FORMAT_VERSION = 1
+_OF_OPTIMIZER = {
+    "optimizer_bytes_factor": "the optimizer's state for each byte of parameters",
+    "shard_optimizer": "whether replicas may share the optimizer's state",
+}
 _ROUNDING = 1e-6
 """Memory limits that differ by no more are the same; a plan fits that needs no more than that above one."""
 
@@ -79,9 +83,11 @@ def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     if saved.num_ranks == now.num_ranks and not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in limits):
         sentences.append(f"the memory limit changed ({_bytes(saved.memory_bytes)} -> {_bytes(now.memory_bytes)})")
     settings = [parse(json.dumps(dict(each.settings), default=float)) for each in (saved, now)]  # tuples are lists
-    if saved.graph != now.graph:  # what optimizers hold is measured, and of another model another
-        settings = [{**each, "optimizer_bytes_factor": None} for each in settings]
-    return sentences + _changed("setting ", *settings)
+    # These two follow from the optimizer, the model and the ranks: where one of those is another, so may they be.
+    if saved.graph != now.graph or saved.num_ranks != now.num_ranks:
+        settings = [{**each, **dict.fromkeys(_OF_OPTIMIZER)} for each in settings]
+    of_optimizer = [{what: each.pop(name) for name, what in _OF_OPTIMIZER.items() if name in each} for each in settings]
+    return sentences + _changed("setting ", *settings) + _changed("", *of_optimizer)
 
 
 def _changed(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -53,6 +55,10 @@ _WITHOUT_FORMULA = ("rnn", "lstm", "gru", "linalg_", "fft", "conv", "mm")
 _ALIGNED_BYTES = 16
 _CPU = torch.device("cpu")
 _DROPOUT_PLACE = 4
+_HERE = "this machine"
+_LENGTH, _PASS_BYTES, _PACE_SECONDS = 512, 64 << 20, 0.2
+_RUNS = 15.0
+"""How often a block runs, forward and backward, until it and the layer that it is of have been measured once."""
 
 
 class _Compute(msgspec.Struct, forbid_unknown_fields=True):
@@ -198,7 +204,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = max(num_bytes / self.device.bytes_per_second, self.device.operation_seconds)
         formula = self.formulas.get(func.overloadpacket)
         if formula is None:
-            _warn_without_formula(str(func))
+            if self.device.name != _HERE:
+                _warn_without_formula(str(func))
             return seconds
         rates = self.device.flops_per_second
         rate = rates.get(_dtype((args, kwargs)), rates["float32"])
@@ -276,6 +283,41 @@ def predict(
         if on_progress is not None:
             on_progress(done + 1, len(jobs))
     return replace(to_profile(traced, costs, _CPU, has_layers=False), device=device.name, is_measured=False)
+
+
+def measuring_seconds(traced: TracedModel, model: nn.Module, sizes: Sequence[int], known: Collection[Key]) -> float:
+    """Estimates how long it takes to measure what is not `known` on this CPU; what cannot be predicted counts nothing.
+
+    By the roofline of what this machine does in about a second, for the largest size; others count by their samples.
+    """
+    largest, device = max(sizes), _this_machine({each.dtype for each in model.parameters()})
+    samples, seconds = _FakeSamples(traced, model, _CPU), 0.0
+    for part in distinct([part for part in block_parts(traced) if part.nodes]):
+        if (part.signature, largest) not in known:
+            with suppress(MeasureError):
+                cost = _predict_one(part, samples, largest, device)
+                seconds += cost.forward_seconds + cost.backward_seconds
+    return _RUNS * seconds * sum(sizes) / largest
+
+
+def _this_machine(dtypes: Collection[torch.dtype]) -> DeviceSpec:
+    """Returns what products of matrices of each dtype, and a pass over memory, reach here."""
+    rates = {}
+    for dtype in {torch.float32, *(each for each in dtypes if each.is_floating_point)}:
+        matrix = torch.ones(_LENGTH, _LENGTH, dtype=dtype)
+        rates[str(dtype).removeprefix("torch.")] = 2.0 * _LENGTH**3 * _times_a_second(partial(torch.mm, matrix, matrix))
+    passed = torch.ones(_PASS_BYTES // 8, dtype=torch.float32)
+    speed, link = _PASS_BYTES * _times_a_second(partial(torch.add, passed, 1.0)), LinkCost(0.0, 1.0)
+    return DeviceSpec(_HERE, "cpu", rates, speed, 0.0, 0, link, link, 1.0, 1.0, 0.0)
+
+
+def _times_a_second(function: Callable[[], object]) -> float:
+    function()
+    number, begin = 0, perf_counter()
+    while (seconds := perf_counter() - begin) < _PACE_SECONDS or not number:
+        function()
+        number += 1
+    return number / seconds
 
 
 def optimizer_cost(device: DeviceSpec, bytes_factor: float) -> OptimizerCost:

@@ -256,6 +256,7 @@ def _joined(transport: ProcessTransport, num_ranks: int) -> World:
     of_ranks = world.gather_objects(tuple(cores), "start: cores")
     places = list(zip(world.hosts, of_ranks, strict=True))
     num_sharing = count_sharing(places, world.rank)
+    transport.host_cores = count_cores(places, world.rank)
     transport.cores_per_rank = min(len(cores) / num_sharing, 1.0)
     share_threads(len(cores), num_sharing)
     return world
@@ -265,6 +266,11 @@ def count_sharing(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int
     """Returns how many ranks, this one included, run on cores of `rank`'s; `places` has each rank's host and cores."""
     host, cores = places[rank]
     return sum(other == host and not set(cores).isdisjoint(theirs) for other, theirs in places)
+
+
+def count_cores(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
+    """Returns how many cores the ranks of `rank`'s host may use together: mpirun may bind each to one of them."""
+    return len({core for host, cores in places if host == places[rank][0] for core in cores})
 
 
 def share_threads(num_cores: int, num_ranks: int) -> None:

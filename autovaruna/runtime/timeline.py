@@ -213,7 +213,7 @@ class EventTrace:
                 if _is_reported(number):
                     seconds, lost = account([spans for spans, _ in step], [ends for _, ends in step], self._awaited)
                     predicted = self._predicted.step_seconds - max(self._predicted.optimizer_seconds, default=0.0)
-                    logger.info("step %d: %s", number, table(seconds, predicted, lost))
+                    logger.info("instructions of step %d: %s", number, table(seconds, predicted, lost))
                     if self.on_account is not None:
                         self.on_account(number, seconds, predicted, lost)
 

@@ -107,7 +107,8 @@ def read_saved_plan(settings: Settings, fingerprint: Fingerprint, graph: Graph) 
             f"The deployment {path} is stale: {'; '.join(changed)}. Expected one for this run; delete it, or pass "
             "load_deployment='auto' to plan again."
         )
-    logger.info("planning again: %s", "; ".join(changed))
+    level = logging.INFO if fingerprint.num_ranks > 1 else logging.DEBUG  # one process has a plan for a setting alone
+    logger.log(level, "planning again: %s", "; ".join(changed))
     return None
 
 

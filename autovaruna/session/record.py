@@ -40,7 +40,8 @@ class RunRecord:
         names = [name for name in settings.as_dict() if settings.source_of(name) != "default"]
         details = {"model": model, "stages": stages, "num_ranks": world.num_ranks, "hosts": world.hosts}
         details["settings"] = {name: repr(getattr(settings, name)) for name in names}
-        threads = {"num_cores": len(os.sched_getaffinity(0)), "num_threads": torch.get_num_threads()}
+        num_cores = world.transport.host_cores or len(os.sched_getaffinity(0))  # of this rank's host
+        threads = {"num_cores": num_cores, "num_threads": torch.get_num_threads()}
         self._write("start", f"{model} trains, ranks: {world.num_ranks}", **(details | threads))
 
     def _write(self, what: str, text: str, **details: Any) -> None:

@@ -21,6 +21,11 @@ def mlp_on_meta() -> Target:
         return Mlp(12, 512), (torch.zeros(4, 512),), {}
 
 
+def huge_on_meta() -> Target:
+    with torch.device("meta"):
+        return Mlp(1, 1 << 16), (torch.zeros(1 << 16, 1 << 16),), {}
+
+
 def fails() -> None:
     raise RuntimeError("no data here")
 

@@ -70,6 +70,12 @@ def test_a_plan_without_a_rank_is_shown_and_saved(tmp_path: Path, capsys: Any, d
     assert "nothing was measured" in capsys.readouterr().out
 
 
+def test_what_takes_hours_to_measure_has_to_be_asked_for(capsys: Any) -> None:
+    assert plan(f"{HERE}:huge_on_meta", "--ranks", "2") == 1
+    told = capsys.readouterr().err
+    assert re.search(r"takes about [\d.]+ hours\. Expected 10 minutes at most: .*--device h100.*; --measure", told)
+
+
 def test_json_and_a_profile_that_takes_the_place_of_the_prediction(tmp_path: Path, capsys: Any, device: str) -> None:
     file, output = str(tmp_path / "profile.json"), tmp_path / "plan.json"
     sizes = ["--micro-batch-sizes", "1,2", "--profile-iterations", "1"]

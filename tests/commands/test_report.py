@@ -71,6 +71,8 @@ def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(trained: Tra
     shown = dict(re.findall(r'<dd id="(\w+)">([^<]+)</dd>', text))
     assert (shown["loss"], shown["steps"]) == (f"{loss:.5g}", str(NUM_STEPS))
     assert (shown["predicted"], shown["bound"]) == (seconds(plan.predicted_seconds), seconds(plan.bound_seconds))
+    inside = re.findall(r"<h3>(measured|predicted): [\d.]+ [mu]?s</h3>", text)
+    assert inside == ["measured", "predicted"]
     layers = [each.text for each in found.iterfind(".//*[@id='plan']//td[@data-name='layers']")]
     assert len(layers) == 2 and all(layers) and "layers" in (layers[0] or "")  # the second may have the loss alone
     names = re.findall(r"<title>(\d+[FB]\d+): ", text)
@@ -119,7 +121,7 @@ SLOW_STEPS = [{"event": "step", "step": step, "seconds/step": 1e3} for step in r
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ([START | {"hosts": ["a", "a"], "num_cores": 1}], "2 ranks of one host share 1 cores"),
+        ([START | {"hosts": ["a", "a"], "num_cores": 1}], "2 ranks of one host share 1 core and"),
         ([START, account(bubble=0.4)], f"num_micro_batches={2 * NUM_MICRO_BATCHES}, now {NUM_MICRO_BATCHES}"),
         ([START, account(work=2.0)], "Rank 0 (stage 0: layers.0 .. 1) computes 33% longer"),
         ([START, account(messages=0.4)], "Messages between stages take 20% of the step"),

@@ -37,7 +37,7 @@ POLL_SECONDS = 0.02
 TOOLS = {
     **dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux"),
     **dict.fromkeys(("ssh", "ssh-keygen"), "openssh-client"),
-    **{"mount": "mount", "hostname": "hostname", "ip": "iproute2", "sshd": "openssh-server"},
+    **{"mount": "mount", "hostname": "hostname", "ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server"},
 }
 """What is needed, and the Debian package that has it."""
 PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -90,16 +90,23 @@ class Command(subprocess.Popen[str]):
 
 
 class Hosts:
-    """Some emulated hosts, from entering the context until leaving it."""
+    """Some emulated hosts, from entering the context until leaving it.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: How many.
+        rate: What a host may send in a second, as tc writes it: ``100mbit``; empty: no limit.
+        delay_seconds: How long a frame takes from host to host; 0: as long as it takes.
+    """
+
+    def __init__(self, count: int, rate: str = "", delay_seconds: float = 0.0) -> None:
         self.names = [f"h{place}" for place in range(1, count + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix="emulated-hosts-"))
         self.shared = self.folder / "shared"  # is the same on all hosts
         self.shared.mkdir()
         everywhere = [self.shared, ROOT, sys.prefix, sys.base_prefix]
         self._seen_in_tmp = [path for path in map(str, everywhere) if path.startswith("/tmp/")]
-        self._switch = Switch()
+        self._switch = DelayingSwitch(delay_seconds) if delay_seconds else Switch()
+        self._rate = rate
         self._machines: dict[str, subprocess.Popen[bytes]] = {}
         self._first_pids: dict[str, int] = {}
         self._own_files: dict[str, set[str]] = {}
@@ -153,6 +160,9 @@ class Hosts:
             self._switch.plug(place, self._first_pids[host])
             self._cut.discard(host)
             wait_for(lambda: machine.poll() is not None or "Server listening" in log.read_text(), f"sshd of {host}")
+            if self._rate and machine.poll() is None:
+                limit = ["tbf", "rate", self._rate, "burst", "128kb", "limit", "4mb"]
+                _run([*self._entering(host), "tc", "qdisc", "add", "dev", "eth0", "root", *limit])
         if machine.poll() is not None:
             raise RuntimeError(f"{host} does not start: {log.read_text()}")
         self._own_files[host] = set(self._files(host))
@@ -313,6 +323,33 @@ class Switch:
 
     def _entering(self) -> list[str]:
         return ["nsenter", "--target", str(self._process.pid), "--net", "--"]
+
+
+class DelayingSwitch(Switch):
+    """Joins hosts as a switch does that takes its time: a process that hands each frame on (`delay.py`)."""
+
+    def __init__(self, delay_seconds: float) -> None:
+        self._delay_seconds = delay_seconds
+
+    def start(self) -> None:
+        """Starts it."""
+        script = Path(__file__).with_name("delay.py")
+        call = ["unshare", "--net", sys.executable, str(script), str(self._delay_seconds)]
+        self._process = subprocess.Popen(call, stdin=PIPE, stdout=PIPE, start_new_session=True)
+
+    def plug(self, place: int, pid: int) -> None:
+        """Gives the host of a process an eth0 that is joined to all others."""
+        self._tell(f"plug {place} {pid}")
+
+    def set_port(self, place: int, state: str) -> None:
+        """Pulls a cable out (``down``), or puts it in (``up``)."""
+        self._tell(f"{state} {place}")
+
+    def _tell(self, words: str) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{words}\n".encode())
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == b"done\n", f"the switch ended at: {words}"
 
 
 def wait_for(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = WAIT_SECONDS) -> None:

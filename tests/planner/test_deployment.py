@@ -126,6 +126,7 @@ def test_a_failed_save_leaves_the_old_file(path: Path, deployment: Deployment, m
         (replace(VALID, device="cuda"), ["cpu -> cuda"]),
         (replace(VALID, memory_bytes=(1e9,) * 3), ["memory limit", "->"]),
         (replace(VALID, settings={"num_stages": 2, "cuts": ("a",)}), ["setting num_stages changed (0 -> 2)"]),
+        (replace(VALID, num_ranks=1, settings={**VALID.settings, "shard_optimizer": False}), ["(3 -> 1)"]),
     ],
 )
 def test_differences_say_what_changed_in_one_sentence(now: Fingerprint, words: list[str]) -> None:

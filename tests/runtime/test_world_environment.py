@@ -7,7 +7,7 @@ import torch
 
 from autovaruna.interception.ending import status_of
 from autovaruna.profiler.records import LinkCost
-from autovaruna.runtime.environment import count_sharing, num_ranks_in, share_threads, single_world
+from autovaruna.runtime.environment import count_cores, count_sharing, num_ranks_in, share_threads, single_world
 from autovaruna.runtime.torch_channel import neighbours
 from autovaruna.session import links
 from autovaruna.session.links import measure_sums, sample_of_gradients
@@ -24,6 +24,8 @@ def test_launchers_are_recognised(name: str) -> None:
 def test_ranks_share_cores_with_those_whose_cores_overlap() -> None:
     places = [("a", [0, 1]), ("a", [1, 2]), ("a", [3]), ("b", [0, 1])]
     assert [count_sharing(places, rank) for rank in range(4)] == [2, 2, 1, 1]
+    bound = [("a", (0,)), ("a", (1,)), ("b", (0,))]  # as mpirun binds two ranks of a host
+    assert [count_cores(bound, rank) for rank in range(3)] == [2, 2, 1]
 
 
 def test_the_users_number_of_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:

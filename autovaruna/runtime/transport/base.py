@@ -129,6 +129,8 @@ class Transport(ABC):
     hosts: tuple[str, ...]
     cores_per_rank = 1.0
     """Less than 1 where ranks share cores, so that one that waits leaves its core to others."""
+    host_cores = 0
+    """Cores that the ranks of this rank's host may use together; 0: not known."""
 
     @abstractmethod
     def post_send(self, tensor: Tensor, destination: int, channel: int, tag: int) -> TensorTransfer:
