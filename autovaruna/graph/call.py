@@ -113,7 +113,7 @@ class CallSpec:
     def kind(self) -> str:
         """Digest that is equal for calls that differ in their mode and in lengths alone."""
         kinds = [(each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient) for each in self.inputs]
-        return hashlib.sha256(f"{self.tree.key()}\n{kinds}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.tree.key()}\n{kinds}\n{self.method}".encode()).hexdigest()
 
     @cached_property
     def key(self) -> str:
@@ -193,7 +193,7 @@ class CallReader:
         tensors: list[Tensor] = []
         forward = getattr(method_of(self._model, method), "__func__", None)  # its parameters name the inputs
         try:
-            known_as = mode, forward, outline((tuple(args), dict(kwargs)), tensors)
+            known_as = mode, method, forward, outline((tuple(args), dict(kwargs)), tensors)
         except UnfamiliarError:
             return describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
         known = self._known.get(known_as) if forward is not None else None

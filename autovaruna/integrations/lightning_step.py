@@ -38,6 +38,7 @@ _NO_TENSOR, _RESULT, _METRIC = (f"autovaruna: {each} " for each in ("no tensor",
 """What stands in a call for numbers and texts of a batch, and in what it returns for metrics and their results."""
 _HIDDEN = "numbers or texts of the batch, or batch_idx"
 _OF_METRIC = "what a metric returns"
+_OF_TENSOR = "a number out of a tensor (item(), size(0))"
 _CALLS = "_autovaruna_calls"
 WRAPPERS = "_autovaruna_wrappers"
 """Where a LightningModule keeps its wrappers: another Trainer goes on with them, for a split model stays split."""
@@ -77,6 +78,8 @@ class _Recorder:
         given = _LOG.bind(None, *args, **kwargs).arguments
         if isinstance(given["value"], Tensor) and given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
             raise UsedError(f"trainer.log({given['name']!r}, reduce_fx={given['reduce_fx']!r})")
+        if isinstance(kwargs.get("batch_size"), torch.SymInt):  # that of a micro-batch: Lightning knows this rank's
+            kwargs.pop("batch_size")
         self.record("", "log", *args, **kwargs)
 
 
@@ -104,9 +107,14 @@ class _MetricInStep:
 
 def _without_objects(value: Any) -> Any:
     """Returns what a step has made, without its graph, and with texts for metrics and their results."""
+    apply_to_collection(value, (torch.SymInt, torch.SymFloat, torch.SymBool), _refuse_number)
     value = apply_to_collection(value, _Result, lambda each: f"{_RESULT}{each.number}")
     value = apply_to_collection(value, _MetricInStep, lambda each: f"{_METRIC}{each.path}")
     return apply_to_collection(value, Tensor, Tensor.detach)
+
+
+def _refuse_number(_: Any) -> None:
+    raise UsedError(_OF_TENSOR)
 
 
 class _Calls:
@@ -269,13 +277,14 @@ class ModuleOnRanks:
             try:
                 with _in_place(places):
                     returned = called(*given, **kwargs)
+                kept = _without_objects(returned) if is_step else returned
             except UsedError as used:
-                if used.name in (_HIDDEN, _OF_METRIC) or used.name.startswith("trainer."):
+                if used.name in (_HIDDEN, _OF_METRIC, _OF_TENSOR) or used.name.startswith("trainer."):
                     raise self._error(path, f"goes by {used.name}, which is no tensor") from used
                 raise
             if is_step and (left := left_tensors(module)):
                 raise self._error(path, f"leaves tensors in {', '.join(left)}")
-            found = {"returned": _without_objects(returned) if is_step else returned, "acts": recorder.acts}
+            found = {"returned": kept, "acts": recorder.acts}
             return found if path != "training_step" else found | self._with_loss(returned)
 
         method = method_of(self.module, path)
