@@ -158,8 +158,8 @@ class _OwnWeights(TorchFunctionMode):
             if names:
                 raise InputError(
                     f"{self._hook} of {type(self._of.module).__name__} computes with {names[0]} itself: the gradient "
-                    f"would be of this rank's samples alone. It is not traced ({self._of.reasons[self._hook]}). Expected "
-                    f"a {self._hook} of tensors alone, or one that uses weights by self(...) and modules of its own."
+                    f"would be of this rank's samples alone. It is not traced ({self._of.reasons[self._hook]}). "
+                    f"Expected a {self._hook} of tensors alone, or one that uses weights by self(...) and modules of its own."
                 )
         return made
 
@@ -216,7 +216,7 @@ class ModuleOnRanks:
         if self.wrapper is None or self.wrapper._is_plain or hook in self.reasons:
             return False
         if hook == "training_step" and not self.module.automatic_optimization:
-            self.reasons[hook] = "It goes backward itself."
+            self.reasons[hook] = "it goes backward itself"
             return False
         return self.wrapper.plan is not None or not self.trainer.sanity_checking
 
@@ -311,12 +311,13 @@ class ModuleOnRanks:
 
     def give_up(self, hook: str, error: Exception) -> None:
         """Records why a step is not traced."""
-        self.reasons[hook] = str(error)
-        text = (
-            f"{hook} of {type(self.module).__name__} is not traced, and runs on each rank's own samples, as in "
-            f"DistributedDataParallel; the modules that it calls run on all ranks: {error}"
-        )
-        warn_once(logger, self.module, text)
+        self.reasons[hook] = str(error).rstrip(".")
+        if self.trainer.is_global_zero:
+            text = (
+                f"{hook} of {type(self.module).__name__} is not traced, and runs on each rank's own samples, as in "
+                f"DistributedDataParallel; self(...) and modules that it calls run on all ranks ({self.reasons[hook]})"
+            )
+            warn_once(logger, self.module, text)
 
 
 def _hidden(text: str) -> Any:
