@@ -245,10 +245,24 @@ class AutoVaruna(nn.Module):
                 return plain(*args, **kwargs)
         return self._session.call(args, kwargs, name)
 
+    def _call_part(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the model, or a module of it, by its path, on all ranks. Collective."""
+        return self._session.call(args, kwargs, path)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether calls need no other rank, and nothing else of the library."""
+        return self._session.is_plain
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether some ranks lack a parameter."""
+        return self._wrapped.is_split
+
     @property
     def _counts(self) -> bool:
         """Whether the other ranks are needed for what uses the weights now."""
-        return torch.is_grad_enabled() or self._wrapped.is_split
+        return torch.is_grad_enabled() or self._is_split
 
     def _call_itself(self, *args: Any, **kwargs: Any) -> Any:
         return (self if self._counts else self.module)(*args, **kwargs)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class CallSpec:
     Attributes:
         tree: structure of ``(args, kwargs)``.
         mode: texts that the trace depends on besides the inputs (training flags, grad mode, autocast).
+        method: path of what is called: ``forward``, which is the model itself, another method, or a module of it.
     """
 
     tree: Tree
@@ -86,7 +88,8 @@ class CallSpec:
     method: str = "forward"
 
     def of(self, model: nn.Module) -> Callable[..., Any]:
-        return model if self.method == "forward" else getattr(model, self.method)
+        found: Callable[..., Any] = model if self.method == "forward" else attrgetter(self.method)(model)
+        return found
 
     def arguments(self, tensors: Sequence[Tensor]) -> Any:
         """Returns ``(args, kwargs)`` for the model of tensors in the order of `inputs`, the batch first in each."""
@@ -110,7 +113,7 @@ class CallSpec:
     def kind(self) -> str:
         """Digest that is equal for calls that differ in their mode and in lengths alone."""
         kinds = [(each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient) for each in self.inputs]
-        return hashlib.sha256(f"{self.tree.key()}\n{kinds}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.tree.key()}\n{kinds}\n{self.method}".encode()).hexdigest()
 
     @cached_property
     def key(self) -> str:
@@ -119,6 +122,13 @@ class CallSpec:
         inputs = [f"{spec.name}:{spec.words()}" for spec in self.inputs]
         text = "\n".join([self.tree.key(), *inputs, self.mode, *method])
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def method_of(model: nn.Module, path: str) -> Callable[..., Any]:
+    """Returns a method of the model by its path, or that of a module of it: its parameters name the inputs."""
+    found = attrgetter(path)(model)
+    method: Callable[..., Any] = found.forward if isinstance(found, nn.Module) else found
+    return method
 
 
 def describe(
@@ -142,7 +152,7 @@ def describe(
         InputError: no argument is a batch, batches differ in size, a tensor is sparse, or an object hides some.
     """
     tensors, tree = flatten((tuple(args), dict(kwargs)), levels=_OBJECTS)
-    signature = inspect.signature(getattr(model, method))
+    signature = inspect.signature(method_of(model, method))
     _refuse_objects(tree, list(signature.parameters.values()))
     names = _names_in(signature, tree.tensor_paths())
     plain_names = [name for name, _ in names]
@@ -181,9 +191,9 @@ class CallReader:
                 "several times, enter it in forward."
             )
         tensors: list[Tensor] = []
-        forward = getattr(getattr(self._model, method), "__func__", None)  # its parameters name the inputs
+        forward = getattr(method_of(self._model, method), "__func__", None)  # its parameters name the inputs
         try:
-            known_as = mode, forward, outline((tuple(args), dict(kwargs)), tensors)
+            known_as = mode, method, forward, outline((tuple(args), dict(kwargs)), tensors)
         except UnfamiliarError:
             return describe(self._model, args, kwargs, self._batch_inputs, mode, method, self._batch_dims)
         known = self._known.get(known_as) if forward is not None else None

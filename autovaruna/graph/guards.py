@@ -189,7 +189,7 @@ class Guards:
 
     def words(self, method: str = "forward") -> str:
         """Returns all of it as a text that is equal for calls of a method that one trace serves."""
-        self._methods.add(method)
+        self._methods |= {*method.split(".")}
         if self._read() != self._values:
             self._record_changes()
         mode = self._changed_words(), *self._flags(), torch.is_grad_enabled(), current_precision()

@@ -1,14 +1,13 @@
 """Defines `AutoVarunaStrategy`: Lightning's Trainer with the module trained over all ranks by AutoVaruna.
 
-Where one child of the LightningModule has all parameters (``self.net``), that child is wrapped, and whatever a step
-calls of it is a call of the wrapper. Else the LightningModule is wrapped, and a step calls ``self(...)``. Several
-optimizers train one child each.
+The LightningModule is wrapped, and its steps run on all ranks as they stand. Several optimizers train one child each,
+and whatever a step calls of these is a call of their wrappers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,14 +19,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from autovaruna.api import AutoVaruna
 from autovaruna.config.settings import resolve
-from autovaruna.errors import ConfigError
+from autovaruna.errors import ConfigError, InputError, TraceError
 from autovaruna.graph.methods import own_calls
+from autovaruna.integrations.lightning_step import STEPS, WRAPPERS, ModuleOnRanks
 from autovaruna.integrations.process_group import init_process_group, local_rank
 from autovaruna.interception.optimizer_proxy import parameters_of
 from autovaruna.runtime.environment import get_world
-
-_WRAPPERS = "_autovaruna_wrappers"
-"""Where a LightningModule keeps its wrappers: another Trainer goes on with them, for a split model stays split."""
 
 
 class AutoVarunaEnvironment(ClusterEnvironment):
@@ -81,7 +78,7 @@ class MetricsMonitor(pl.Callback):
         if trainer.global_step == self._last_step or trainer.global_step % trainer.log_every_n_steps:
             return
         self._last_step = trainer.global_step
-        wrappers: dict[str, AutoVaruna] = pl_module.__dict__.get(_WRAPPERS, {})
+        wrappers: dict[str, AutoVaruna] = pl_module.__dict__.get(WRAPPERS, {})
         for child, wrapper in wrappers.items():
             prefix = f"autovaruna/{child}/" if len(wrappers) > 1 else "autovaruna/"
             numbers = {prefix + name: value for name, value in wrapper.metrics.to_dict().items()}
@@ -90,20 +87,34 @@ class MetricsMonitor(pl.Callback):
 
 
 class _Wrappers(dict[str, AutoVaruna]):
-    """The wrappers of a LightningModule; a copy of it has none, for one of them may wrap the module itself."""
+    """The wrappers of a LightningModule; a copy of it has none, for one of them may wrap the module itself.
+
+    Attributes:
+        whole: runs the steps of a module that is wrapped itself.
+    """
+
+    whole: ModuleOnRanks | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Wrappers:
         return _Wrappers()
 
 
-def _through_wrappers(name: str) -> Callable[..., Any]:
-    """Returns a step of Lightning's in which calls of wrapped modules are calls of the wrappers."""
+_CONTEXTS = {each: each.replace("training", "train").replace("validation", "val") + "_context" for each in STEPS}
 
-    def step(strategy: AutoVarunaStrategy, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for wrapper in strategy._wrappers.values():
-                stack.enter_context(own_calls(wrapper.module, wrapper))
-            return getattr(DDPStrategy, name)(strategy, *args, **kwargs)
+
+def _on_ranks(name: str) -> Callable[..., Any]:
+    """Returns a step of Lightning's that runs on all ranks; one that cannot be traced runs as it is."""
+
+    def step(strategy: AutoVarunaStrategy, *args: Any) -> Any:
+        whole = strategy._wrappers.whole
+        if whole is not None and whole.is_traced(name):
+            with getattr(strategy.precision_plugin, _CONTEXTS[name])():
+                try:
+                    return whole.run_step(name, args)
+                except (InputError, TraceError) as error:
+                    whole.give_up(name, error)
+        with nullcontext() if whole is None else whole.as_it_is(name):
+            return getattr(DDPStrategy, name)(strategy, *args)
 
     return step
 
@@ -125,6 +136,7 @@ class AutoVarunaStrategy(DDPStrategy):
         resolve(settings)
         super().__init__(cluster_environment=AutoVarunaEnvironment())
         self._settings = settings
+        self._routes = ExitStack()  # of calls of wrapped children
 
     # the ranks
 
@@ -150,9 +162,9 @@ class AutoVarunaStrategy(DDPStrategy):
     # the wrappers
 
     @property
-    def _wrappers(self) -> dict[str, AutoVaruna]:
+    def _wrappers(self) -> _Wrappers:
         """The wrapper of each wrapped child by its name; that of the LightningModule itself has an empty one."""
-        wrappers: _Wrappers = self.lightning_module.__dict__.setdefault(_WRAPPERS, _Wrappers())
+        wrappers: _Wrappers = self.lightning_module.__dict__.setdefault(WRAPPERS, _Wrappers())
         return wrappers
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -164,43 +176,43 @@ class AutoVarunaStrategy(DDPStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         if not self._wrappers:
-            self._wrap(self.optimizers if is_fitting else [])
+            self._wrap(trainer, self.optimizers if is_fitting else [])
+        elif self._wrappers.whole is not None:
+            self._wrappers.whole.trainer = trainer
         self.setup_precision_plugin()
 
-    def _wrap(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
+    def _wrap(self, trainer: pl.Trainer, optimizers: list[torch.optim.Optimizer]) -> None:
+        settings = {"scaler": getattr(self.precision_plugin, "scaler", None), **self._settings}
         module = self.lightning_module
-        for optimizer in optimizers or (None,):
-            name = self._name_of_trained(optimizer if len(optimizers) > 1 else None)
-            trained = module.get_submodule(name)
-            self._wrappers[name] = AutoVaruna(trained, optimizer, scaler=scaler, **self._settings)
+        if len(optimizers) < 2:
+            whole = self._wrappers.whole = ModuleOnRanks(module, trainer)
+            self._wrappers[""] = whole.wrap(*optimizers, **settings)
+            return
+        for optimizer in optimizers:
+            name = self._name_of_trained(optimizer)
+            wrapper = self._wrappers[name] = AutoVaruna(module.get_submodule(name), optimizer, **settings)
+            self._routes.enter_context(own_calls(wrapper.module, wrapper))
 
-    def _name_of_trained(self, optimizer: torch.optim.Optimizer | None) -> str:
-        """Returns the name of the child that has all parameters, those of one optimizer of several; empty: no child."""
+    def _name_of_trained(self, optimizer: torch.optim.Optimizer) -> str:
+        """Returns the name of the child that has all parameters of one optimizer of several."""
         module = self.lightning_module
-        parameters = module.parameters() if optimizer is None else parameters_of(optimizer)
-        trained = {id(parameter) for parameter in parameters}
+        trained = {id(parameter) for parameter in parameters_of(optimizer)}
         found = {
             name
             for name, child in module.named_children()
             if any(id(parameter) in trained for parameter in child.parameters())
         }
-        is_whole = len(found) == 1 and trained <= {id(each) for each in module.get_submodule(min(found)).parameters()}
-        if is_whole:
+        if len(found) == 1 and trained <= {id(each) for each in module.get_submodule(min(found)).parameters()}:
             return str(min(found))
-        if optimizer is not None:
-            raise ConfigError(
-                f"An optimizer of {type(module).__name__} ({type(optimizer).__name__}) trains "
-                f"{', '.join(sorted(found)) or 'no child'}; expected one child of the module for each of several "
-                "optimizers. Put what one optimizer trains into one module."
-            )
-        return ""
+        raise ConfigError(
+            f"An optimizer of {type(module).__name__} ({type(optimizer).__name__}) trains "
+            f"{', '.join(sorted(found)) or 'no child'}; expected one child of the module for each of several "
+            "optimizers. Put what one optimizer trains into one module."
+        )
 
     # steps
 
-    training_step, validation_step, test_step, predict_step = map(
-        _through_wrappers, ("training_step", "validation_step", "test_step", "predict_step")
-    )
+    training_step, validation_step, test_step, predict_step = map(_on_ranks, STEPS)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autovaruna.errors import InputError
+from autovaruna.graph.call import method_of
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.operators import Merge
 from autovaruna.graph.pieces import Argument, ArgumentSource, Piece, direct, extract
@@ -32,7 +33,7 @@ def micro_batch_weights(
     if weigh is None:
         return ()
 
-    signature = inspect.signature(getattr(model, shared.call.method))
+    signature = inspect.signature(method_of(model, shared.call.method))
 
     def weights_of_own() -> dict[int, float]:
         found = {}
