@@ -23,7 +23,7 @@ ROOMS = [
 ]
 ROOM_OF_FILE = {"run_varuna": "varuna"}
 LEVELS = {
-    "graph": "records source_lines tree precision random cuts operators > outside > guards"
+    "graph": "records source_lines key_values tree precision random cuts operators > outside > guards"
     " > call module_state constant_values side_effects > opaque lengths > export > facts traced > batch"
     " > grouping pieces > verify > trial > methods trace",
     "runtime": "launcher token_server metrics autograd remote_parameter batch > transport > exchange > deadlock"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autovaruna._torch import is_parametrize_cached
 from autovaruna.errors import InputError
 from autovaruna.graph.guards import Guards
+from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.precision import Precision, current_precision
 from autovaruna.graph.tree import Opaque, Tree, flatten
 
@@ -42,6 +43,8 @@ class InputSpec:
     is_batch: bool
     needs_gradient: bool
     dimension: int = 0
+    is_kept: bool = False
+    """Whether the stages have its numbers already."""
 
     @property
     def passed_shape(self) -> tuple[int, ...]:
@@ -67,7 +70,8 @@ class InputSpec:
         lengths = ["batch" if self.is_batch and place == 0 else str(length) for place, length in enumerate(self.shape)]
         shape = ", ".join(_moved_back(lengths, self.dimension))
         text = f"({shape}) {str(self.dtype).removeprefix('torch.')}"
-        return f"{text} with a gradient" if self.needs_gradient else text
+        text = f"{text} with a gradient" if self.needs_gradient else text
+        return f"{text} on stages" if self.is_kept else text
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,10 @@ class CallSpec:
     @cached_property
     def kind(self) -> str:
         """Digest that is equal for calls that differ in their mode and in lengths alone."""
-        kinds = [(each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient) for each in self.inputs]
+        kinds = [
+            (each.name, len(each.shape), each.dtype, each.is_batch, each.needs_gradient, each.is_kept)
+            for each in self.inputs
+        ]
         return hashlib.sha256(f"{self.tree.key()}\n{kinds}\n{self.method}".encode()).hexdigest()
 
     @cached_property
@@ -151,7 +158,8 @@ def describe(
     Raises:
         InputError: no argument is a batch, batches differ in size, a tensor is sparse, or an object hides some.
     """
-    tensors, tree = flatten((tuple(args), dict(kwargs)), levels=_OBJECTS)
+    opens_caches = not torch.is_grad_enabled()
+    tensors, tree = flatten((tuple(args), dict(kwargs)), levels=_OBJECTS, opens_caches=opens_caches)
     signature = inspect.signature(method_of(model, method))
     _refuse_objects(tree, list(signature.parameters.values()))
     names = _names_in(signature, tree.tensor_paths())
@@ -166,7 +174,8 @@ def describe(
         needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
         tensors[place] = tensor = tensor.movedim(dimension, 0) if dimension else tensor
         shape, is_batch = tuple(tensor.shape), dimension is not None
-        inputs.append(InputSpec(name, shape, tensor.dtype, is_batch, needs_gradient, dimension or 0))
+        is_kept = isinstance(tensor, KeptTensor)
+        inputs.append(InputSpec(name, shape, tensor.dtype, is_batch, needs_gradient, dimension or 0, is_kept))
     mode = Guards(model).words() if mode is None else mode
     return tensors, CallSpec(tree, tuple(inputs), batch_size, mode, current_precision(), method)
 
@@ -329,6 +338,8 @@ def _find_batch(
 def _named(name: _Name, tensor: Tensor, batch_inputs: Sequence[str], batch_dims: Mapping[str, int]) -> int | None:
     """Returns the dimension that settings say is the batch; None: they say nothing."""
     own, covering = name
+    if isinstance(tensor, KeptTensor):
+        return 0
     found = max((want for want in batch_dims if want in covering), key=len, default=None)
     if found is not None and tensor.dim():
         if batch_dims[found] >= tensor.dim():

@@ -67,6 +67,7 @@ class OutputSpec:
         needs_gradient: whether a backward can start from it.
         outer: how often all samples come one after the other in that dimension, a number or an expression of lengths:
             ``time`` where ``(time, batch)`` was made one dimension.
+        is_kept: whether it is of a key-value cache, and stays on the stage that made it.
     """
 
     node: str
@@ -75,6 +76,7 @@ class OutputSpec:
     dimension: int
     needs_gradient: bool
     outer: Any = 1
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def _classify_one(
             f"{origin(node) or node.name}, where time and batch are one dimension. Expected "
             "an output that has them apart; reshape it after the call."
         )
-    return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times)
+    is_kept = path in graph.output_tree.cache_paths
+    return OutputSpec(node.name, path, kind, dimension or 0, graph.facts[node.name].needs_gradient, times, is_kept)
 
 
 def _find_loss(specs: Sequence[OutputSpec], graph: KnownGraph, *, is_asked: bool) -> int | None:

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ import torch
 
 from autovaruna._torch import pytree
 from autovaruna.errors import InputError
+from autovaruna.graph.key_values import is_cache, refuse_other_layers
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DEPTH = 3
@@ -100,6 +102,10 @@ class Record:
     trees: tuple[Tree, ...]
 
 
+class CacheRecord(Record):
+    """A key-value cache, or a layer of one, whose tensors stay on the stages."""
+
+
 Leaf = Constant | TensorLeaf | Opaque | Record
 
 
@@ -112,6 +118,21 @@ class Tree:
 
     def tensor_paths(self) -> list[str]:
         return [leaf.path for leaf in self.walk() if isinstance(leaf, TensorLeaf)]
+
+    @cached_property
+    def cache_paths(self) -> frozenset[str]:
+        """The paths of the tensors in key-value caches."""
+        found = set[str]()
+        for leaf in self.leaves:
+            for tree in leaf.trees if isinstance(leaf, Record) else ():
+                found |= set(tree.tensor_paths()) if isinstance(leaf, CacheRecord) else tree.cache_paths
+        return frozenset(found)
+
+    @cached_property
+    def has_caches(self) -> bool:
+        """Whether there is a key-value cache in it, with tensors or still without."""
+        records = [leaf for leaf in self.leaves if isinstance(leaf, Record)]
+        return any(isinstance(leaf, CacheRecord) or any(each.has_caches for each in leaf.trees) for leaf in records)
 
     def constants(self) -> list[tuple[str, str]]:
         """Returns the path and the words of each leaf that is no tensor; those inside dataclasses are left out."""
@@ -174,14 +195,16 @@ def _value(leaf: Leaf, tensors: Iterator[Any], opaque: Callable[[Opaque | Consta
             return record
 
 
-def flatten(value: Any, path: str = "", levels: int = 0) -> tuple[list[torch.Tensor], Tree]:
+def flatten(
+    value: Any, path: str = "", levels: int = 0, *, opens_caches: bool = False
+) -> tuple[list[torch.Tensor], Tree]:
     """Takes a value apart: its tensors in order, and its `Tree`, whose paths start with `path`.
 
-    Dataclasses are taken apart, and so many `levels` of other objects that hold tensors.
+    Dataclasses are taken apart, so many `levels` of other objects that hold tensors, and, if asked for, caches.
     """
     with_paths, spec = _with_paths(value, _is_dataclass)
     tensors: list[torch.Tensor] = []
-    leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), levels, tensors) for keys, leaf in with_paths]
+    leaves = [_flatten_leaf(leaf, path + pytree.keystr(keys), levels, tensors, opens_caches) for keys, leaf in with_paths]
     return tensors, Tree(spec, tuple(leaves))
 
 
@@ -199,22 +222,26 @@ def _with_paths(
         return [((key,), leaf) for key, leaf in zip(keys, leaves, strict=True)], spec
 
 
-def _flatten_leaf(leaf: Any, path: str, levels: int, tensors: list[torch.Tensor]) -> Leaf:
+def _flatten_leaf(leaf: Any, path: str, levels: int, tensors: list[torch.Tensor], opens_caches: bool) -> Leaf:
     if isinstance(leaf, torch.Tensor):
         tensors.append(leaf)
         return TensorLeaf(path)
-    is_dataclass = _is_dataclass(leaf)
-    if not is_dataclass and not _hides_tensors(leaf, set()):
+    is_dataclass, is_open = _is_dataclass(leaf), opens_caches and is_cache(leaf)
+    if is_open:
+        refuse_other_layers(leaf)
+        levels = 1
+    if not (is_dataclass or is_open) and not _hides_tensors(leaf, set()):
         return Constant(leaf)
     fields = {each.name: getattr(leaf, each.name) for each in dataclasses.fields(leaf)} if is_dataclass else None
     if fields is None and levels > 0:
         fields, levels = _attributes(leaf), levels - 1
     if fields is None:
         return Opaque(path, type(leaf).__qualname__)
-    parts = [flatten(each, path + _step(leaf, name), levels) for name, each in fields.items()]
+    parts = [flatten(each, path + _step(leaf, name), levels, opens_caches=opens_caches) for name, each in fields.items()]
     for part, _ in parts:
         tensors.extend(part)
-    return Record(type(leaf), tuple(fields), tuple(tree for _, tree in parts))
+    made = CacheRecord if is_open else Record
+    return made(type(leaf), tuple(fields), tuple(tree for _, tree in parts))
 
 
 def _attributes(value: Any) -> dict[Any, Any] | None:

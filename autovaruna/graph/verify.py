@@ -135,7 +135,8 @@ class EagerVsGraph:
         for path in self._kept_paths:
             own.get_submodule(path).register_forward_pre_hook(_seed_python)
         with around or nullcontext(), self._alike(), in_precision(self.traced.call.precision), compiling_nothing():
-            outputs, _ = flatten(self.traced.call.of(own)(*args, **kwargs), "output")
+            call = self.traced.call
+            outputs, _ = flatten(call.of(own)(*args, **kwargs), "output", opens_caches=call.tree.has_caches)
         named = state_of(own)
         return [each.detach().clone() for each in (*outputs, *(named[name] for name in self.state))]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autovaruna.config.settings import Settings
 from autovaruna.errors import InputError, PlanError
+from autovaruna.graph.key_values import KeptTensor
 from autovaruna.graph.lengths import free_value
 from autovaruna.graph.traced import TracedModel
 from autovaruna.graph.tree import Constant, Opaque, Undelivered
@@ -138,6 +139,7 @@ class Engine:
                 "The model was planned for evaluation, in a first call without gradients and without an optimizer: got "
                 "a call with gradients. Pass the optimizer to AutoVaruna, or make the first call one with gradients."
             )
+        self._refuse_other_caches(tensors, batch)
         call = ModelCall(
             program=program_of(batch, self._key(traced, lengths), lengths),
             number=number,
@@ -164,6 +166,15 @@ class Engine:
                 return Undelivered(Opaque("that is counted in a tensor", "number"))
 
         return traced.output_tree.unflatten(delivered, other)
+
+    def _refuse_other_caches(self, tensors: Sequence[Tensor], batch: GlobalBatch) -> None:
+        """Refuses keys and values that stages have of other samples than those of the call, or of another model."""
+        for each in tensors:
+            if isinstance(each, KeptTensor) and not each.kept.is_of(self.state, batch.micro_batches):
+                raise InputError(
+                    "The key-value cache is of another call: got a cache of another model, or of batches that ranks "
+                    "cut in another way. Expected one that this model returned for batches of the sizes of this call."
+                )
 
     def _known_graph(self, traced: TracedModel) -> _KnownGraph:
         """Returns a graph whose stages are bound to the parameters as they are now."""

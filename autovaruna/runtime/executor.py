@@ -25,7 +25,7 @@ from autovaruna.runtime.autograd import arrive, go_backward
 from autovaruna.runtime.batch import GlobalBatch, MicroBatch, OwnSamples
 from autovaruna.runtime.gradients import Backwards
 from autovaruna.runtime.in_flight import NOTHING, ChangedState, InFlight, Stash
-from autovaruna.runtime.mail import Mail
+from autovaruna.runtime.mail import Mail, MessageKind
 from autovaruna.runtime.metrics import Metrics
 from autovaruna.runtime.program import ModelCall, Task
 from autovaruna.runtime.scaler import LossScale
@@ -77,6 +77,7 @@ class Executor:
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_gradients: dict[tuple[str, int], Tensor | None] = {}
         self.retains_graphs = False
+        self._kept = {name: call.inputs[name].kept for name in program.kept_inputs}
         own = program.batch.owned_by(rank.world.rank)
         self._samples = OwnSamples(call.inputs, program.traced.batch_inputs, own)
         self._state = ChangedState(program.traced, len(program.batch.micro_batches))
@@ -89,6 +90,25 @@ class Executor:
         """Sends this rank's samples to the stages that use them; never blocks."""
         for part, parcel in self._program.handed_out:
             self._mail.send([self._samples.of(part, name) for name in parcel.names], parcel.kind)
+        if self._kept:
+            self._move_kept()
+
+    def _move_kept(self) -> None:
+        """Takes what stages have kept to those that use it, where others made it. Collective."""
+        plan, batch, messages = self._program.graph.plan, self._program.batch, self._program.messages
+        arriving = list[tuple[dict[int, Tensor], int, MessageKind]]()
+        for place, (name, kept) in enumerate(self._kept.items()):
+            using = [stage.index for stage in self._program.split.stages if name in stage.inputs]
+            for stage in using:
+                for m, part in batch.micro_batches.items():
+                    ends = plan.rank_of(kept.stage, m), plan.rank_of(stage, m)
+                    kind = messages.kept(place, *ends, part)
+                    if ends[0] != ends[1] and self._world.rank == ends[0]:
+                        self._mail.send([kept.parts[m]], kind)
+                    elif ends[0] != ends[1] and self._world.rank == ends[1]:
+                        arriving.append((kept.parts, m, kind))
+        for parts, m, kind in arriving:
+            parts[m] = self._mail.receive(kind)[0]
 
     def run(self, tasks: Sequence[Task], output_gradient: OutputGradient) -> None:
         """Runs tasks in order; from the second step on, a stage's sums start after its last backward on this rank."""
@@ -202,7 +222,7 @@ class Executor:
         """Returns all that a forward works on, by name."""
         tensors: dict[str, Tensor] = {}
         for name in task.own:  # first what is here: the rest may still be on its way
-            tensors[name] = self._samples.of(task.part, name)
+            tensors[name] = self._kept[name].parts[task.part.index] if name in self._kept else self._samples.of(task.part, name)
         for kind, names in task.receives:
             for name, tensor in zip(names, self._mail.receive(kind), strict=True):
                 assert tensor is not None, f"{name} is always there; gradients alone may be missing"

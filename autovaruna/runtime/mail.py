@@ -14,7 +14,7 @@ Micro-batch m, which one rank has passed, at stages a and b, which an edge joins
 | inputs            | 4 s + 2          | stage s                                                                  |
 | outputs           | 4 o + 3          | output o; its gradient, on the way back                                  |
 | rows of a trace   | 2^17             | `timeline.py`                                                            |
-| input gradients   | 2^18 + i         | input i                                                                  |
+| input gradients   | 2^18 + i         | input i; without gradients, the i-th that stages have kept of a cache     |
 | parameter sums    | 2^19             | a parameter that several stages use, from the last to the first          |
 | clocks, links     | 2^20 - 2, - 1    | `timeline.py`, `session/links.py`: before the first step                 |
 
@@ -150,6 +150,10 @@ class Messages:
         tag = INPUT_GRADIENT_TAG + sorted(holders).index(name)
         route = Stream(self.plan.rank_of(holders[name], part.index), receiver, tag)
         return MessageKind(self.key + root_names, route, part.size)
+
+    def kept(self, place: int, source: int, destination: int, part: MicroBatch) -> MessageKind:
+        """Returns the message that takes a part of a cache from the stage that made it to one that uses it."""
+        return MessageKind(f"{self.key}/kept", Stream(source, destination, INPUT_GRADIENT_TAG + place), part.size)
 
     def maker_of(self, place: int, part: MicroBatch) -> int:
         """Returns the rank that makes an output of a micro-batch."""

@@ -68,6 +68,7 @@ class Program:
     Attributes:
         lengths: those that vary in the graph.
         outputs: the model's, by place; `loss_place`: that of the loss; -1: the caller makes it.
+        kept_inputs: those whose numbers stages have already.
         wanted: what each stage receives whose gradient is wanted.
         handed_out: this rank's own samples that other ranks compute with: whose, and the message.
     """
@@ -78,11 +79,13 @@ class Program:
         self.messages = Messages(graph.split, graph.plan, key)
         self.outputs = dict(enumerate(self.traced.outputs))
         self.loss_place = next((place for place, each in self.outputs.items() if each.kind is OutputKind.LOSS), -1)
+        self.kept_inputs = tuple(name for name, each in self.traced.inputs.items() if each.is_kept)
         self._factor: float | None = None
         self._seeds: dict[float, Tensor] = {}
         self._tasks: dict[tuple[tuple[Kind, ...], str], list[Task]] = {}
+        handed = self.traced.batch_inputs.difference(self.kept_inputs)
         self._batches = [
-            tuple(name for name in stage.inputs if name in self.traced.batch_inputs) for stage in self.split.stages
+            tuple(name for name in stage.inputs if name in handed) for stage in self.split.stages
         ]
         self.wanted = [{name for edge in stage.arriving for name in edge.gradients} for stage in self.split.stages]
         for name, holder in self.split.input_gradients.items():

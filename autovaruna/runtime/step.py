@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from autovaruna.errors import InputError, OrderError
+from autovaruna.graph.key_values import Kept, KeptTensor
+from autovaruna.graph.lengths import free_value
 from autovaruna.graph.precision import is_autocast, without_autocast
 from autovaruna.graph.traced import OutputKind
 from autovaruna.runtime.autograd import Finish, Gradients, follows_a_call, publish, while_unchanged
@@ -284,15 +286,25 @@ class SplitStep(Step):
     _numbers: Sequence[Tensor | None] = ()  # the outputs that may be a loss; of others nothing
 
     def _run(self) -> list[Tensor | None]:
-        places = self._program.outputs
+        every = self._program.outputs
+        places = {place: spec for place, spec in every.items() if not spec.is_kept}
         self._executor.run(self._prepare(_FORWARDS), no_gradient)
         self._collector.send(places)
         outputs = self._collector.collect(places)
         if not self._call.needs_gradient:
-            return list(outputs.values())
+            return [outputs[place] if place in outputs else self._kept(place) for place in every]
         self._numbers = [output if places[k].kind is OutputKind.MEAN else None for k, output in outputs.items()]
         zeros = [output.new_zeros(()).expand(output.shape) for output in outputs.values()]
         return list(self._publish(outputs, partial(self._go_backward, zeros)).values())
+
+    def _kept(self, place: int) -> KeptTensor:
+        """Returns what stands for keys or values of a cache, whose numbers stay here and on other ranks."""
+        program, spec = self._program, self._program.outputs[place]
+        value: Tensor = free_value(program.traced.nodes[spec.node])
+        own, batch = program.batch.num_samples_of(self._rank.world.rank), program.batch.micro_batches
+        parts = {m: made for (at, m), made in self._executor.outputs.items() if at == place}
+        shape = program.traced.sizes.in_call(value, own, program.lengths)
+        return KeptTensor.of(shape, value.dtype, Kept(self._rank.state, program.split.makers[place], batch, parts))
 
     def _go_backward(self, zeros: Sequence[Tensor], gradients: Gradients, retains_graph: bool) -> Gradients:
         """Runs all backwards for the gradients of this rank's outputs."""

@@ -20,6 +20,7 @@ from autovaruna.checkpoint.state import Content, ModelInTraining
 from autovaruna.errors import CheckpointError, ConfigError, RankError
 from autovaruna.graph.call import CallReader, CallSpec
 from autovaruna.graph.guards import full_name
+from autovaruna.graph.key_values import fill_given
 from autovaruna.graph.side_effects import apply_changes
 from autovaruna.graph.traced import TracedModel
 from autovaruna.interception.ending import record_training
@@ -174,6 +175,8 @@ class Session:
             run.metrics.begin_call(start, shared.global_batch_size, shared.num_tokens, exchanged)
         returned = engine.run(traced, shared.tensors, shared.number, batch, values, lengths)
         apply_changes(model.module, traced.changes)
+        if shared.call.tree.has_caches:
+            fill_given((args, kwargs), returned)
         for key in self.traces.forget_oldest():
             engine.forget(key)
             self._batch_values.pop(key, None)

@@ -267,7 +267,8 @@ class Traces:
             self._known.clear()
         is_parted = self._settings.num_micro_batches != 1 and traced.sizes.symbol is not None
         is_tried = self._settings.check_parts and is_parted
-        if self._settings.check_trace or is_tried:
+        has_numbers = not any(spec.is_kept for spec in traced.call.inputs)  # else stages have them
+        if has_numbers and (self._settings.check_trace or is_tried):
             with phase(logger, TRYING):
                 self._check(traced, shared, micro_batch_size, is_tried)
         return traced

@@ -216,7 +216,7 @@ class FlatCall(nn.Module):
             returned = call.of(self.model)(*args, **kwargs)
         if any(each.grad is not None for each in self.model.parameters()):
             raise refuse_backward("torch.autograd.backward")
-        outputs, tree = flatten(returned, "output")
+        outputs, tree = flatten(returned, "output", opens_caches=call.tree.has_caches)
         check_state(numbers, plain_state(self.model) | numbers_in(self.outside))
         left = left_tensors(self.model)
         for module, buffers in before:
